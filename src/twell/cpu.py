@@ -1,0 +1,414 @@
+"""Sparse FFN on the CPU, out of PyTorch's own operations; exact, any sparsity, forward and backward.
+
+The gate is a dense GEMM. Its active elements, listed as CSR, then cost one dot product with a row of Wu
+(``torch.sparse.sampled_addmm``) and one scaled row of Wd (``embedding_bag``) each. CSR has no capacity, so
+nothing can overflow. A block of tokens is cut by cost:
+
+- all dense, where listing and gathering would not pay;
+- neurons that fire for many tokens of the block (hot): ``index_select`` of their rows, then GEMM;
+- everything else: gathered.
+
+Bytes, fp32, D 2048, F 5632: a dense FFN reads 138 MB of weights, the gate alone 46 MB, an active element
+16 KB. So one token with 29 active neurons is bound by the gate: at most 3x. For many tokens a gathered
+element costs about as much as 7 elements of a large GEMM (2 cores, AVX-512).
+
+Blocks are small enough for the allocator to reuse their buffers: fresh pages for [M, F] intermediates are
+a good part of what a dense FFN of 2048 tokens pays. Legend: m rows of a block, D, F as everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import subprocess
+import sys
+import warnings
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from twell import reference
+from twell.reference import Forward, Gradients, Weights, activate, no_statistics, slope, sum_dtype
+from twell.weights import neuron_major
+
+
+# Costs in units of one element of a large GEMM (one token, one neuron, up and down): 0.046 us in fp32 and
+# 0.021 us in bf16 on 2 cores of an AVX-512 machine, where the other costs were measured too.
+class _Gather(NamedTuple):
+    """A gathered neuron: what its first token in a block pays (rows from memory), and what every token pays."""
+
+    first: float
+    each: float
+
+    def cost(self, n_neurons: int, n_elements: int) -> float:
+        return self.first * n_neurons + self.each * n_elements
+
+
+_GATHER = _Gather(first=35.0, each=7.0)
+_GATHER_BF16 = _Gather(first=70.0, each=20.0)  # GEMMs are faster, and gathered rows must be widened
+_WEIGHT_READ_ROWS = 18  # a GEMM over m rows costs m + 18: the 18 stand for reading the weights
+_DENSE_SHARE = 0.4  # above this share of active elements not even listing them pays
+_MARGIN = 0.9  # sparse must promise to be 10 % cheaper than dense
+
+_BLOCK_BYTES = 24 << 20  # of a [m, F] buffer; malloc keeps freed buffers up to 32 MiB
+_MIN_HOT_ROWS = 64  # with fewer tokens a hot neuron's rows are read once either way
+_SKINNY_ROWS = 256  # see _linear
+_MIN_MATVEC = 1 << 19  # elements of W below which a matrix-vector product is bound by its call
+_MIN_TRAIN_ROWS = 256  # training renews Wd's neuron-major copy every step: it takes this many tokens to pay
+
+
+class _Entries(NamedTuple):
+    """Active elements of a block [m, F], row-major."""
+
+    flat: Tensor  # [nnz] int64: row * F + col
+    col: Tensor  # [nnz] int64
+    row_start: Tensor  # [m + 1] int64
+
+
+def forward(
+    x: Tensor,
+    w: Weights,
+    activation: str = "relu",
+    token_mask: Tensor | None = None,
+    *,
+    want_stats: bool = True,
+    save: bool = False,
+) -> Forward:
+    """Gated or plain FFN of x [M, D] with its statistics; the twin of ``reference.forward``.
+
+    ``save`` also returns the activations the backward needs (u only where r is active, zero elsewhere).
+    """
+    M, F = x.shape[0], w.gate.shape[0]
+    if M == 1 and not want_stats and not save:
+        return Forward(_one_token(x, w, activation), *no_statistics(x), x.new_empty(0, F), None)
+    w_down_FD = neuron_major(w.down) if not save or M >= _MIN_TRAIN_ROWS else None
+    y = x.new_empty(M, w.down.shape[0])
+    l1_sum, counts = no_statistics(x)
+    if want_stats:
+        counts = torch.zeros(F, dtype=torch.int32)
+    gate = x.new_empty(M if save else 0, F)
+    up = None if w.up is None else torch.zeros_like(gate)
+
+    n_blocks = -(-M * F * x.element_size() // _BLOCK_BYTES)
+    step = max(1, -(-M // max(1, n_blocks)))
+    for start in range(0, M, step):
+        rows = slice(start, start + step)
+        block = _Block(x[rows], w, w_down_FD, activation, None if token_mask is None else token_mask[rows])
+        block.run(y[rows], gate[rows] if save else None, up[rows] if save and up is not None else None)
+        if want_stats:
+            block_l1, block_counts = block.statistics()
+            l1_sum += block_l1
+            counts += block_counts
+    return Forward(y, l1_sum, counts, gate, up)
+
+
+def _one_token(x: Tensor, w: Weights, activation: str) -> Tensor:
+    """y [1, D] for decoding, in few calls: beside a 1 ms gate, the block's bookkeeping takes 0.3 ms."""
+    gate = _linear(x, w.gate, w.gate_bias).relu_()
+    col = gate.view(-1).nonzero().view(-1)
+    dense_cost = gate.shape[1] * (1 + _WEIGHT_READ_ROWS)
+    pays = _gather(x.dtype).cost(len(col), len(col)) < _MARGIN * dense_cost
+    r = gate.view(-1).take(col)
+    # A single inf or NaN in x leaves no pre-activation finite, so one finite active value vouches for all of x.
+    finite = math.isfinite(r[0].item()) if len(col) else False
+    w_down_FD = neuron_major(w.down) if pays and (finite or _is_finite(x)) else None
+    if w_down_FD is None:
+        h = activate(gate, activation)
+        h = h if w.up is None else h * _linear(x, w.up, w.up_bias)
+        return _linear(h, w.down, w.down_bias)
+    h = activate(r, activation)
+    if w.up is not None:
+        u = w.up.index_select(0, col) @ x[0]
+        h = h * (u if w.up_bias is None else u.add_(w.up_bias.take(col)))
+    y = (h @ w_down_FD.index_select(0, col)).unsqueeze(0)
+    return y if w.down_bias is None else y.add_(w.down_bias)
+
+
+class _Block:
+    """One block of tokens: compute the gate, choose the cheapest way on, and keep what the statistics need."""
+
+    def __init__(
+        self, x: Tensor, w: Weights, w_down_FD: Tensor | None, activation: str, token_mask: Tensor | None
+    ) -> None:
+        self.x, self.w, self.w_down_FD, self.activation, self.token_mask = x, w, w_down_FD, activation, token_mask
+        self.gate = _linear(x, w.gate, w.gate_bias).relu_()
+
+    def run(self, y: Tensor, gate_out: Tensor | None, up_out: Tensor | None) -> None:
+        """Write the block's y, and r and u where asked for."""
+        if gate_out is not None:
+            gate_out.copy_(self.gate)
+        self.parts = _cut(self.gate) if _is_finite(self.x) else None
+        if self.parts is None:
+            self._run_dense(y, up_out)
+        else:
+            self._run_sparse(y, *self.parts, up_out)
+
+    def _run_dense(self, y: Tensor, up_out: Tensor | None) -> None:
+        w = self.w
+        self.h = activate(self.gate, self.activation)
+        if w.up is not None:
+            u = _linear(self.x, w.up, w.up_bias)
+            if up_out is not None:
+                up_out.copy_(u)
+            self.h = u.mul_(self.h)
+        y.copy_(_linear(self.h, w.down, w.down_bias))
+
+    def _run_sparse(self, y: Tensor, tail: _Entries, hot: Tensor, up_out: Tensor | None) -> None:
+        w = self.w
+        h_tail = activate(self.gate.view(-1).take(tail.flat).to(sum_dtype(self.x.dtype)), self.activation)
+        if w.up is not None:
+            u = _sampled_dots(self.x, w.up, tail)
+            if w.up_bias is not None:
+                u += w.up_bias.take(tail.col)
+            if up_out is not None:
+                up_out.view(-1)[tail.flat] = u.to(up_out.dtype)
+            h_tail *= u
+        self.h_tail = h_tail.to(self.x.dtype)
+
+        self.h_hot = activate(self.gate.index_select(1, hot), self.activation)
+        if w.up is not None and len(hot):
+            bias = None if w.up_bias is None else w.up_bias[hot]
+            u = nnf.linear(self.x, w.up.index_select(0, hot), bias)
+            if up_out is not None:
+                up_out.index_copy_(1, hot, u)
+            self.h_hot = u.mul_(self.h_hot)
+
+        if self.w_down_FD is None:  # no neuron-major Wd: put h back into a dense block
+            h = torch.zeros_like(self.gate)
+            h.view(-1)[tail.flat] = self.h_tail
+            h.index_copy_(1, hot, self.h_hot)
+            y.copy_(_linear(h, w.down, w.down_bias))
+            return
+        y.copy_(_weighted_rows(self.w_down_FD, tail.col, tail.row_start, self.h_tail))
+        if len(hot):
+            y.addmm_(self.h_hot, self.w_down_FD.index_select(0, hot))
+        if w.down_bias is not None:
+            y += w.down_bias
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        if self.parts is None:
+            return reference.statistics(self.gate, self.h, self.token_mask)
+        tail, hot = self.parts
+        hot_l1, hot_counts = reference.statistics(self.gate.index_select(1, hot), self.h_hot, self.token_mask)
+        col, tail_l1 = tail.col, self.h_tail.abs()
+        if self.token_mask is not None:
+            counted = self.token_mask.take(tail.flat // self.gate.shape[1])
+            col, tail_l1 = col[counted], tail_l1[counted]
+        counts = torch.bincount(col, minlength=self.gate.shape[1]).int()
+        counts[hot] += hot_counts
+        return hot_l1 + tail_l1.sum(dtype=hot_l1.dtype), counts
+
+
+def backward(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w: Weights,
+    r: Tensor,
+    u: Tensor | None,
+    activation: str = "relu",
+    token_mask: Tensor | None = None,
+    needs: tuple[bool, ...] = (True,) * 7,
+) -> Gradients:
+    """The twin of ``reference.backward``, at the active elements only where that pays.
+
+    Token-major: dh by sampled dots of dy with Wd's rows, dx by weighted rows of Wu and Wg. Neuron-major, after
+    one stable sort: dWu, dWg, dWd by weighted rows of x and dy.
+    """
+    M, F = r.shape
+    pays = M >= _MIN_TRAIN_ROWS and _gather(r.dtype).each * _active_share(r) < _MARGIN
+    w_down_FD = neuron_major(w.down) if pays and _is_finite(x) and _is_finite(dy) else None
+    if w_down_FD is None:
+        return reference.backward(dy, dl1, x, w, r, u, activation, token_mask, needs)
+
+    entries = _list_entries(r)
+    flat, col, row_start = entries
+    acc = sum_dtype(x.dtype)
+    r_E = r.reshape(-1).take(flat).to(acc)
+    a_E = activate(r_E, activation)
+    u_E = None if u is None else u.reshape(-1).take(flat).to(acc)
+    h_E = a_E if u_E is None else a_E * u_E
+    dy = dy.contiguous()
+    dh_E = _sampled_dots(dy, w_down_FD, entries)
+    row = flat // F
+    if dl1 is not None:
+        sign = h_E.sign() * dl1.to(acc)
+        dh_E += sign if token_mask is None else sign.where(token_mask.take(row), 0)
+    dz_E = ((dh_E if u_E is None else dh_E * u_E) * slope(r_E, activation)).to(x.dtype)
+    du_E = None if u_E is None else (dh_E * a_E).to(x.dtype)
+    h_E = h_E.to(x.dtype)
+
+    order = torch.argsort(col, stable=True)
+    token = row[order]
+    neuron_start = torch.searchsorted(col[order], torch.arange(F + 1))
+    nothing = x.new_empty(0)
+
+    def by_neuron(table: Tensor, weight_E: Tensor) -> Tensor:  # [F, D]
+        return _weighted_rows(table, token, neuron_start, weight_E[order])
+
+    def per_neuron(weight_E: Tensor) -> Tensor:  # [F]
+        return torch.zeros(F, dtype=acc).index_add_(0, col, weight_E.to(acc)).to(x.dtype)
+
+    dx = nothing
+    if needs[0]:
+        dx = _weighted_rows(w.gate, col, row_start, dz_E)
+        if w.up is not None and du_E is not None:
+            dx += _weighted_rows(w.up, col, row_start, du_E)
+    x = x.contiguous()
+    return Gradients(
+        dx,
+        Weights(
+            gate=by_neuron(x, dz_E) if needs[1] else nothing,
+            up=None if du_E is None else by_neuron(x, du_E) if needs[2] else nothing,
+            down=by_neuron(dy, h_E).t().contiguous() if needs[3] else nothing,
+            gate_bias=per_neuron(dz_E) if needs[4] else nothing,
+            up_bias=None if du_E is None else per_neuron(du_E) if needs[5] else nothing,
+            down_bias=dy.sum(0) if needs[6] else nothing,
+        ),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Pieces
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _is_finite(x: Tensor) -> bool:
+    """No inf or NaN in x. (A block that is not finite runs densely, so that 0 * inf = NaN as in a dense FFN.)"""
+    if math.isfinite(x.sum(dtype=sum_dtype(x.dtype)).item()):
+        return True
+    return bool(x.isfinite().all())  # the sum may have overflowed
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, contiguous; the fastest of three ways (fp32, 2 cores, W 5632 x 2048).
+
+    1 row: MKL's matrix-vector product runs at a third of the memory's speed (2.5 ms), sampled_addmm over all
+    of W at nearly all of it (1.0 ms). 2 to 256 rows: (W x^T)^T takes 4.4 ms where x W^T takes 5.8, at 16 rows.
+    """
+    wide = x.dtype in (torch.float32, torch.float64)
+    if wide and len(x) == 1 and weight.numel() >= _MIN_MATVEC:
+        _silence_csr_beta_warning()
+        column = _full_column(len(weight), x.dtype)
+        y = torch.sparse.sampled_addmm(column, weight, x.t(), beta=0.0).values().view(1, -1)
+    elif wide and 2 <= len(x) <= _SKINNY_ROWS:
+        y = torch.mm(weight, x.t()).t().contiguous()
+    else:
+        return nnf.linear(x, weight, bias)
+    return y if bias is None else y.add_(bias)
+
+
+@functools.lru_cache(maxsize=16)
+def _full_column(n: int, dtype: torch.dtype) -> Tensor:
+    """CSR pattern [n, 1] with every element present."""
+    zeros = torch.zeros(n, dtype=torch.int64)
+    return torch.sparse_csr_tensor(torch.arange(n + 1), zeros, zeros.to(dtype), (n, 1), check_invariants=False)
+
+
+def _cut(gate: Tensor) -> tuple[_Entries, Tensor] | None:
+    """The cold tail and the hot neurons of a block [m, F], or None where dense is cheapest."""
+    m, F = gate.shape
+    if _active_share(gate) > _DENSE_SHARE:
+        return None
+    gather, dense_neuron = _gather(gate.dtype), m + _WEIGHT_READ_ROWS
+    tail = _list_entries(gate)
+    per_neuron = torch.bincount(tail.col, minlength=F)
+    n_tail_neurons = int(torch.count_nonzero(per_neuron))
+    hot = tail.col[:0]
+    if m >= _MIN_HOT_ROWS:
+        is_hot = gather.first + gather.each * per_neuron > dense_neuron
+        is_hot &= per_neuron > 0
+        hot = is_hot.nonzero().flatten()
+        if len(hot):
+            flat = tail.flat[~is_hot.take(tail.col)]
+            tail = _Entries(flat, flat % F, _row_starts(flat, m, F))
+            n_tail_neurons -= len(hot)
+    cost = len(hot) * dense_neuron + gather.cost(n_tail_neurons, len(tail.flat))
+    return None if cost > _MARGIN * F * dense_neuron else (tail, hot)
+
+
+def _active_share(gate: Tensor) -> float:
+    """Share of active elements in a sample of about 8192: counting a half-full block takes 3 % of its FFN."""
+    flat = gate.reshape(-1)
+    sample = flat[:: len(flat) // 8192 | 1]  # an odd step visits all columns of an even F
+    return int(torch.count_nonzero(sample)) / max(1, len(sample))
+
+
+def _gather(dtype: torch.dtype) -> _Gather:
+    return _GATHER_BF16 if dtype == torch.bfloat16 else _GATHER
+
+
+def _list_entries(r: Tensor) -> _Entries:
+    m, F = r.shape
+    flat = r.reshape(-1).nonzero().flatten()
+    return _Entries(flat, flat % F, _row_starts(flat, m, F))
+
+
+def _row_starts(flat: Tensor, m: int, F: int) -> Tensor:
+    return torch.searchsorted(flat, torch.arange(m + 1) * F)
+
+
+def _sampled_dots(a: Tensor, table_FD: Tensor, entries: _Entries) -> Tensor:
+    """a[row] . table[col] for each entry, in the accumulation dtype of ``a``."""
+    _, col, row_start = entries
+    acc = sum_dtype(a.dtype)
+    if acc != a.dtype:  # sampled_addmm has no 16-bit form: widen only the rows that are used
+        used, col = torch.unique(col, return_inverse=True)
+        a, table_FD = a.to(acc), table_FD.index_select(0, used).to(acc)
+    if len(col) == 0:
+        return a.new_zeros(0)
+    _silence_csr_beta_warning()
+    where = torch.sparse_csr_tensor(
+        row_start, col, a.new_zeros(len(col)), (len(a), len(table_FD)), check_invariants=False
+    )
+    # beta=0 still adds 0 * value: hence the zeros above
+    return torch.sparse.sampled_addmm(where, a.contiguous(), table_FD.t(), beta=0.0).values()
+
+
+def _weighted_rows(table: Tensor, index: Tensor, start: Tensor, weight: Tensor) -> Tensor:
+    """Row i of the result: the sum over e in start[i]..start[i+1] of weight[e] * table[index[e]]."""
+    return nnf.embedding_bag(index, table, start, mode="sum", per_sample_weights=weight, include_last_offset=True)
+
+
+@functools.cache
+def _silence_csr_beta_warning() -> None:
+    """torch warns once per process that CSR is in beta; users of this package need not read it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.zeros(0, dtype=torch.int64), torch.zeros(0), (1, 1))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# bf16 on machines that advertise AMX but cannot run it
+# ---------------------------------------------------------------------------------------------------------
+
+AMX_REMEDY = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+_BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); assert (a @ a)[0, 0] == 64"
+
+
+def bf16_problem() -> str | None:
+    """Why bf16 matrix products would kill this process, or None where they work.
+
+    Some virtual machines advertise AMX and trap on its use: oneDNN then dies with SIGILL, which cannot be
+    caught. So it is tried in a second process, and only where the CPU advertises AMX (about 2 s).
+    """
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not _advertises_amx():
+        return None
+    result = subprocess.run([sys.executable, "-c", _BF16_PROBE], capture_output=True, check=False)
+    if result.returncode == 0:
+        return None
+    return (
+        f"bf16 matrix products crash on this machine (exit code {result.returncode}): it advertises AMX but "
+        f"cannot run it. Before starting Python: {AMX_REMEDY}"
+    )
+
+
+def _advertises_amx() -> bool:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
+            return "amx_bf16" in f.read()
+    except OSError:
+        return False
