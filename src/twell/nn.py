@@ -1,0 +1,248 @@
+"""Modules: drop-in feed-forward blocks with HF parameter names, backed by ``twell.gated_ffn`` and ``twell.ffn``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from twell import ops
+from twell.reference import ACTIVATIONS
+
+# Activation modules and functions by name, as PyTorch and transformers call them.
+_KNOWN_ACTIVATIONS = {
+    "ReLU": "relu",
+    "relu": "relu",
+    "ReLUSquaredActivation": "relu2",
+    "relu2": "relu2",
+    "relu_squared": "relu2",
+}
+
+
+class _SparseFFNBase(nn.Module):
+    """What the two modules share: backend, running counts, conversion from a dense block, repr."""
+
+    projections: ClassVar[tuple[str, ...]]  # input projections first, output projection last
+    neuron_counts: Tensor
+    tokens_seen: Tensor
+
+    def __init__(self, activation: str, backend: str, track_counts: bool) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        if backend not in ops.BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(ops.BACKENDS)}, got {backend!r}")
+        self.activation = activation
+        self.backend = backend
+        self.track_counts = track_counts
+
+    def _set_projections(self, *linears: nn.Linear) -> None:
+        for name, linear in zip(self.projections, linears, strict=True):
+            setattr(self, name, linear)
+        first = linears[0].weight
+        counts = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device)
+        self.register_buffer("neuron_counts", counts, persistent=False)
+        self.register_buffer("tokens_seen", counts.new_zeros(()), persistent=False)
+
+    @classmethod
+    def from_dense(
+        cls,
+        mlp: nn.Module,
+        *,
+        names: tuple[str, ...] | None = None,
+        activation: str | None = None,
+        backend: str = "auto",
+        track_counts: bool = False,
+    ) -> Self:
+        """Wrap a dense block, sharing its ``nn.Linear``s (no copy; training one trains the other).
+
+        ``names`` are the block's projections where they differ from HF's, e.g. ("fc1", "fc2") for OPT.
+        ``activation`` is read from the block's ``act_fn`` / ``activation_fn`` / ``act`` unless given.
+        """
+        linears = []
+        for name in names or cls.projections:
+            linear = getattr(mlp, name, None)
+            if not isinstance(linear, nn.Linear):
+                raise ValueError(
+                    f"{cls.__name__}.from_dense: expected {type(mlp).__name__}.{name} to be an nn.Linear, "
+                    f"got {type(linear).__name__}; pass names=(...) for other projection names"
+                )
+            linears.append(linear)
+        new = cls.__new__(cls)
+        _SparseFFNBase.__init__(new, activation or _activation_of(mlp), backend, track_counts)
+        new._set_projections(*linears)
+        new.train(mlp.training)
+        return new
+
+    # -- running counts --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def commit(self, stats: ops.Stats) -> None:
+        """Add one call's statistics to the running counts.
+
+        Call it once per forward and outside checkpointed blocks, which run twice; or set ``track_counts`` and
+        the forward does it.
+        """
+        self.neuron_counts += stats.counts
+        self.tokens_seen += stats.tokens
+
+    @torch.no_grad()
+    def reset_counts(self) -> None:
+        self.neuron_counts.zero_()
+        self.tokens_seen.zero_()
+
+    @property
+    def mean_active(self) -> float | None:
+        """Mean active neurons per counted token, or None before any was counted."""
+        tokens = int(self.tokens_seen)
+        return int(self.neuron_counts.sum()) / tokens if tokens else None
+
+    # -- forward and repr ------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
+        """y [..., D] for x [..., D]; (y, Stats) with ``return_stats``."""
+        want_stats = return_stats or self.track_counts
+        result = self._ffn(x, token_mask, want_stats)
+        if not want_stats:
+            return result
+        y, stats = result
+        if self.track_counts:
+            self.commit(stats)
+        return (y, stats) if return_stats else y
+
+    def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        linear = getattr(self, self.projections[0])
+        parts = [f"{linear.in_features} -> {linear.out_features} -> {linear.in_features}", self.activation]
+        parts.append(f"backend={self.backend}")
+        if self.neuron_counts.device.type == "meta":
+            return ", ".join(parts)
+        mean = self.mean_active
+        if mean is not None:
+            silent = int((self.neuron_counts == 0).sum())
+            parts.append(
+                f"{mean:.1f} of {linear.out_features} active over {int(self.tokens_seen):,} tokens, {silent} never"
+            )
+        elif self.track_counts:
+            parts.append("counting, no tokens yet")
+        return ", ".join(parts)
+
+
+class GatedSparseFFN(_SparseFFNBase):
+    """y = down_proj(a(gate_proj(x)) * up_proj(x)), a = relu or relu2, made fast by sparsity.
+
+    >>> layer = GatedSparseFFN(64, 256, track_counts=True)
+    >>> sorted(layer.state_dict())
+    ['down_proj.weight', 'gate_proj.weight', 'up_proj.weight']
+    >>> layer(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    >>> int(layer.tokens_seen)
+    10
+    """
+
+    projections = ("gate_proj", "up_proj", "down_proj")
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "relu",
+        bias: bool = False,
+        backend: str = "auto",
+        track_counts: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(activation, backend, track_counts)
+        self._set_projections(
+            nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype),
+            nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype),
+            nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype),
+        )
+
+    def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        return ops.gated_ffn(
+            x,
+            gate.weight,
+            up.weight,
+            down.weight,
+            gate.bias,
+            up.bias,
+            down.bias,
+            activation=self.activation,
+            token_mask=token_mask,
+            backend=self.backend,
+            return_stats=return_stats,
+        )
+
+
+class SparseFFN(_SparseFFNBase):
+    """y = down_proj(a(up_proj(x))), a = relu or relu2, made fast by sparsity.
+
+    >>> SparseFFN(64, 256, activation="relu2", bias=True)
+    SparseFFN(
+      64 -> 256 -> 64, relu2, backend=auto
+      (up_proj): Linear(in_features=64, out_features=256, bias=True)
+      (down_proj): Linear(in_features=256, out_features=64, bias=True)
+    )
+    """
+
+    projections = ("up_proj", "down_proj")
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "relu",
+        bias: bool = False,
+        backend: str = "auto",
+        track_counts: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(activation, backend, track_counts)
+        self._set_projections(
+            nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype),
+            nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype),
+        )
+
+    def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
+        up, down = self.up_proj, self.down_proj
+        return ops.ffn(
+            x,
+            up.weight,
+            down.weight,
+            up.bias,
+            down.bias,
+            activation=self.activation,
+            token_mask=token_mask,
+            backend=self.backend,
+            return_stats=return_stats,
+        )
+
+
+def _activation_of(mlp: nn.Module) -> str:
+    """The activation of a dense block, by the name of its activation module or function."""
+    for attribute in ("act_fn", "activation_fn", "act"):
+        function = getattr(mlp, attribute, None)
+        if function is None:
+            continue
+        name = getattr(function, "__name__", type(function).__name__)
+        if name in _KNOWN_ACTIVATIONS:
+            return _KNOWN_ACTIVATIONS[name]
+        raise ValueError(
+            f"{type(mlp).__name__}.{attribute} is {name}: a sparse FFN computes relu or relu2; "
+            f"changing the activation changes the model, so pass activation=... only if you mean it"
+        )
+    raise ValueError(f"{type(mlp).__name__} does not tell its activation; pass activation='relu' or 'relu2'")

@@ -1,0 +1,402 @@
+"""The operations users call, and the one place that registers custom ops and picks a backend.
+
+``twell::gated_ffn`` and ``twell::ffn`` are functional: statistics are outputs, nothing is updated behind the
+caller's back. Their backwards are ops of their own. Schema, with M tokens, D model width, F hidden width:
+
+    gated_ffn(x [M, D], w_gate [F, D], w_up [F, D], w_down [D, F], biases?, token_mask? [M] bool, ...)
+        -> y [M, D], l1_sum [], counts [F] int32, gate [M, F], up [M, F]
+
+``gate`` and ``up`` are what the backward needs; they are empty unless ``save``. Without them (an op called
+directly, or to save memory) the backward computes them again from x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell import cpu, reference
+from twell.reference import ACTIVATIONS, Weights, sum_dtype
+
+BACKENDS = ("auto", "reference", "cpu", "triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Stats(NamedTuple):
+    """What one call saw. Tokens that ``token_mask`` leaves out are in none of the three.
+
+    l1_sum: sum over tokens and neurons of |h|, differentiable, float32 (float64 for float64 inputs).
+    counts: int32 [F], the tokens for which each neuron was active.
+    tokens: int64 scalar tensor, the tokens counted.
+    """
+
+    l1_sum: Tensor
+    counts: Tensor
+    tokens: Tensor
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Backends
+# ---------------------------------------------------------------------------------------------------------
+
+
+def why_unavailable(backend: str, device: torch.device) -> str | None:
+    """Why ``backend`` cannot run on ``device``, or None if it can."""
+    if backend == "cpu" and device.type != "cpu":
+        return f"it runs on CPU tensors, and these are on {device}"
+    if backend == "triton":
+        return "this version of twell has no Triton kernels"
+    return None
+
+
+def choose_backend(requested: str, device: torch.device) -> str:
+    """The backend that will run: the requested one, or for "auto" the fastest that can."""
+    if requested not in BACKENDS:
+        raise ValueError(f"unknown backend {requested!r}: expected one of {', '.join(BACKENDS)}")
+    if requested == "auto":
+        return next(b for b in ("triton", "cpu", "reference") if why_unavailable(b, device) is None)
+    reason = why_unavailable(requested, device)
+    if reason is not None:
+        raise ValueError(f"backend {requested!r} is not available: {reason}")
+    return requested
+
+
+def _forward(
+    x: Tensor,
+    w: Weights,
+    token_mask: Tensor | None,
+    activation: str,
+    backend: str,
+    want_stats: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if choose_backend(backend, x.device) == "cpu":
+        out = cpu.forward(x, w, activation, token_mask, want_stats=want_stats, save=save)
+    else:
+        out = reference.forward(x, w, activation, token_mask, want_stats=want_stats)
+    F = w.gate.shape[0]
+    gate = out.gate if save else x.new_empty(0, F)
+    up = out.up if save and out.up is not None else x.new_empty(0, F)
+    return out.y, out.l1_sum, out.counts, gate, up
+
+
+def _backward(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w: Weights,
+    gate: Tensor,
+    up: Tensor | None,
+    token_mask: Tensor | None,
+    activation: str,
+    backend: str,
+    needs: Sequence[bool],
+) -> reference.Gradients:
+    if len(gate) != len(x):  # not saved
+        again = reference.forward(x, w, activation, want_stats=False)
+        gate, up = again.gate, again.up
+    path = cpu if choose_backend(backend, x.device) == "cpu" else reference
+    return path.backward(dy, dl1, x, w, gate, up, activation, token_mask, tuple(needs))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Custom ops: gated
+# ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("twell::gated_ffn", mutates_args=())
+def _gated_ffn_op(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    token_mask: Tensor | None,
+    activation: str,
+    backend: str,
+    want_stats: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
+    return _forward(x, w, token_mask, activation, backend, want_stats, save)
+
+
+@_gated_ffn_op.register_fake
+def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, activation, backend, want_stats, save):
+    y, l1_sum, counts, gate = _fake_forward(x, w_gate, w_down, want_stats, save)
+    return y, l1_sum, counts, gate, torch.empty_like(gate)
+
+
+@torch.library.custom_op("twell::gated_ffn_backward", mutates_args=())
+def _gated_ffn_backward_op(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    token_mask: Tensor | None,
+    gate: Tensor,
+    up: Tensor,
+    activation: str,
+    backend: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
+    dx, dw = _backward(dy, dl1, x, w, gate, up, token_mask, activation, backend, needs)
+    assert dw.up is not None and dw.gate_bias is not None and dw.up_bias is not None and dw.down_bias is not None
+    return dx, dw.gate, dw.up, dw.down, dw.gate_bias, dw.up_bias, dw.down_bias
+
+
+@_gated_ffn_backward_op.register_fake
+def _(dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, gate, up, activation, backend, needs):
+    (M, D), F = x.shape, w_gate.shape[0]
+    return _fake_gradients(x, ((M, D), (F, D), (F, D), (D, F), (F,), (F,), (D,)), needs)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Custom ops: plain
+# ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("twell::ffn", mutates_args=())
+def _ffn_op(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    token_mask: Tensor | None,
+    activation: str,
+    backend: str,
+    want_stats: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    w = Weights(w_up, None, w_down, b_up, None, b_down)
+    return _forward(x, w, token_mask, activation, backend, want_stats, save)[:4]
+
+
+@_ffn_op.register_fake
+def _(x, w_up, w_down, b_up, b_down, token_mask, activation, backend, want_stats, save):
+    return _fake_forward(x, w_up, w_down, want_stats, save)
+
+
+@torch.library.custom_op("twell::ffn_backward", mutates_args=())
+def _ffn_backward_op(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    token_mask: Tensor | None,
+    gate: Tensor,
+    activation: str,
+    backend: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    w = Weights(w_up, None, w_down, b_up, None, b_down)
+    n_x, n_up, n_down, n_up_bias, n_down_bias = needs
+    all_needs = (n_x, n_up, False, n_down, n_up_bias, False, n_down_bias)
+    dx, dw = _backward(dy, dl1, x, w, gate, None, token_mask, activation, backend, all_needs)
+    assert dw.gate_bias is not None and dw.down_bias is not None
+    return dx, dw.gate, dw.down, dw.gate_bias, dw.down_bias
+
+
+@_ffn_backward_op.register_fake
+def _(dy, dl1, x, w_up, w_down, b_up, b_down, token_mask, gate, activation, backend, needs):
+    (M, D), F = x.shape, w_up.shape[0]
+    return _fake_gradients(x, ((M, D), (F, D), (D, F), (F,), (D,)), needs)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What the registrations share
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _fake_forward(
+    x: Tensor, w_gate: Tensor, w_down: Tensor, want_stats: bool, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    M, F = x.shape[0], w_gate.shape[0]
+    return (
+        x.new_empty(M, w_down.shape[0]),
+        x.new_empty((), dtype=sum_dtype(x.dtype)),
+        x.new_empty(F if want_stats else 0, dtype=torch.int32),
+        x.new_empty(M if save else 0, F),
+    )
+
+
+def _fake_gradients(x: Tensor, shapes: Sequence[tuple[int, ...]], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(shape if n else (0,)) for shape, n in zip(shapes, needs, strict=True))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.activation, ctx.backend, _, _ = inputs
+    _, _, counts, *activations = output
+    ctx.save_for_backward(*tensors, *activations)  # the parameters themselves, never views of them
+    ctx.mark_non_differentiable(counts, *activations)
+    ctx.set_materialize_grads(False)  # an unused l1_sum costs nothing
+
+
+def _register_autograd(name: str, n_differentiable: int) -> None:
+    """``n_differentiable``: x, weights and biases; token_mask and four options follow them."""
+    backward_op = getattr(torch.ops.twell, f"{name}_backward")
+
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> tuple:
+        needs = list(ctx.needs_input_grad[:n_differentiable])
+        dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
+        grads = backward_op(dy, dl1, *ctx.saved_tensors, ctx.activation, ctx.backend, needs)
+        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), None, None, None, None, None)
+
+    torch.library.register_autograd(f"twell::{name}", backward, setup_context=_setup_context)
+
+
+_library = torch.library.Library("twell", "FRAGMENT")  # must stay alive: dropping it unregisters
+
+
+def _register_autocast(name: str, device_type: str, dispatch_key: str) -> None:
+    """Under autocast run in the autocast dtype, as F.linear does. (torch's own helper fixes one dtype.)"""
+    op = getattr(torch.ops.twell, name)
+
+    def kernel(*args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch.autocast(device_type, enabled=False):
+            return op(*(_cast_for_autocast(a, dtype, device_type) for a in args))
+
+    _library.impl(name, kernel, dispatch_key)
+
+
+def _cast_for_autocast(arg: Any, dtype: torch.dtype, device_type: str) -> Any:
+    eligible = isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
+    return arg.to(dtype) if eligible and arg.device.type == device_type else arg
+
+
+for _name, _n_differentiable in (("gated_ffn", 7), ("ffn", 5)):
+    _register_autograd(_name, _n_differentiable)
+    _register_autocast(_name, "cpu", "AutocastCPU")
+    _register_autocast(_name, "cuda", "AutocastCUDA")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The functional front
+# ---------------------------------------------------------------------------------------------------------
+
+
+def gated_ffn(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: str = "relu",
+    token_mask: Tensor | None = None,
+    backend: str = "auto",
+    return_stats: bool = False,
+) -> Any:
+    """y = (a(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd with a = relu or relu2 (squared ReLU), made fast by sparsity.
+
+    x [..., D]; w_gate, w_up [F, D]; w_down [D, F] (HF layout); biases [F], [F], [D]. Returns y [..., D], or
+    (y, Stats) with ``return_stats``. ``token_mask`` [...] marks the tokens that count in the statistics; y
+    is computed for all. Equal to the dense FFN within rounding, whatever the sparsity.
+
+    >>> x, w_gate, w_up, w_down = torch.randn(2, 3, 8), torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
+    >>> y, stats = gated_ffn(x, w_gate, w_up, w_down, return_stats=True)
+    >>> y.shape, stats.counts.shape, int(stats.tokens)
+    (torch.Size([2, 3, 8]), torch.Size([16]), 6)
+    """
+    w = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+    return _call(torch.ops.twell.gated_ffn, "gated_ffn", x, w, activation, token_mask, backend, return_stats)
+
+
+def ffn(
+    x: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: str = "relu",
+    token_mask: Tensor | None = None,
+    backend: str = "auto",
+    return_stats: bool = False,
+) -> Any:
+    """y = a(x Wu^T + bu) Wd^T + bd with a = relu or relu2 (squared ReLU), made fast by sparsity.
+
+    The plain FFN; arguments, shapes and results as in ``gated_ffn``.
+    """
+    w = {"w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
+    return _call(torch.ops.twell.ffn, "ffn", x, w, activation, token_mask, backend, return_stats)
+
+
+def _call(
+    op: Callable[..., tuple[Tensor, ...]],
+    name: str,
+    x: Tensor,
+    weights: dict[str, Tensor | None],
+    activation: str,
+    token_mask: Tensor | None,
+    backend: str,
+    return_stats: bool,
+) -> Any:
+    _check(name, x, weights, activation, token_mask)
+    choose_backend(backend, x.device)  # raises here, with a clean traceback
+    x_MD = x.reshape(-1, x.shape[-1])
+    mask_M = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
+    tensors = (x, *(w for w in weights.values() if w is not None))
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    y, l1_sum, counts, *_ = op(x_MD, *weights.values(), mask_M, activation, backend, return_stats, save)
+    y = y.reshape(x.shape)
+    if not return_stats:
+        return y
+    tokens = x_MD.new_full((), x_MD.shape[0], dtype=torch.int64) if mask_M is None else mask_M.sum()
+    return y, Stats(l1_sum, counts, tokens)
+
+
+def _check(name: str, x: Tensor, weights: dict[str, Tensor | None], activation: str, token_mask: Tensor | None) -> None:
+    """Raise a ValueError that says what was expected and what came."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if x.dim() == 0:
+        raise ValueError(f"{name}: x must be [..., D], got a scalar")
+    w_first = next(iter(weights.values()))
+    if w_first is None or w_first.dim() != 2:
+        got = "None" if w_first is None else tuple(w_first.shape)
+        raise ValueError(f"{name}: {next(iter(weights))} must be [F, D], got {got}")
+    D, F = x.shape[-1], w_first.shape[0]
+    expected = {"w_gate": (F, D), "w_up": (F, D), "w_down": (D, F), "b_gate": (F,), "b_up": (F,), "b_down": (D,)}
+    autocast = torch.is_autocast_enabled(x.device.type)
+    for key, t in {"x": x, **weights}.items():
+        if t is None:
+            if key.startswith("w_"):
+                raise ValueError(f"{name}: {key} must be a tensor, got None")
+            continue
+        if key != "x" and tuple(t.shape) != expected[key]:
+            raise ValueError(
+                f"{name}: {key} must have shape {expected[key]} (D={D} from x, F={F} from "
+                f"{next(iter(weights))}), got {tuple(t.shape)}"
+            )
+        if t.dtype not in DTYPES:
+            raise ValueError(f"{name}: {key} must be float32, bfloat16, float16 or float64, got {t.dtype}")
+        if t.dtype != x.dtype and not autocast:
+            raise ValueError(f"{name}: {key} is {t.dtype} but x is {x.dtype}; cast one, or use torch.autocast")
+        if t.device != x.device:
+            raise ValueError(f"{name}: {key} is on {t.device} but x is on {x.device}")
+    if token_mask is not None:
+        if token_mask.shape != x.shape[:-1]:
+            raise ValueError(f"{name}: token_mask must have shape {tuple(x.shape[:-1])}, got {tuple(token_mask.shape)}")
+        if token_mask.is_floating_point():
+            raise ValueError(f"{name}: token_mask must be bool or integer, got {token_mask.dtype}")
+        if token_mask.device != x.device:
+            raise ValueError(f"{name}: token_mask is on {token_mask.device} but x is on {x.device}")
