@@ -1,0 +1,5 @@
+"""``python -m twell``: the command line."""
+
+from twell.cli import main
+
+main()

@@ -1,0 +1,145 @@
+"""Benchmark inputs: synthetic FFN workloads with a chosen sparsity, and recorded traces.
+
+A workload has no bias: a constant direction ``m`` in x carries every neuron's firing threshold, so the
+gate is sparse by construction, with the unevenness of trained models on both axes (a few neurons fire
+often, a few tokens wake many neurons).
+
+    x_MD    = z + s m                      z: token part, no component along m; s = sqrt(D) / 2
+    gate_n  = z . G_n - (t_n + shift)      t_n: normal quantile of 1 - (firing probability of neuron n)
+
+Legend: M tokens, D model width, F hidden width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+_CENTRES = 4096  # clusters of similar tokens, drawn with weight 1 / rank
+_TOKEN_BLOCK = 4096  # tokens are drawn in blocks of this size; `shift` is fitted to the first
+_DEAD_THRESHOLD = 12.0  # standard deviations: never reached
+_MAX_PROBABILITY = 0.6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The statistics of a synthetic gate activation.
+
+    mean_nnz: active neurons per token.  sigma: spread of the neurons' firing rates (log-normal).
+    dead: share of neurons that never fire.  rho: how alike tokens of one cluster are.
+    tok_sigma: spread of the tokens' norms (log-normal), which makes some rows heavier.
+    """
+
+    mean_nnz: float
+    sigma: float = 0.0
+    dead: float = 0.0
+    rho: float = 0.0
+    tok_sigma: float = 0.0
+
+
+_SKEW = Workload(mean_nnz=29, sigma=1.6, dead=0.3, rho=0.6, tok_sigma=0.12)
+
+WORKLOADS: dict[str, Workload] = {
+    "iid29": Workload(mean_nnz=29),
+    **{f"skew{n}": dataclasses.replace(_SKEW, mean_nnz=n) for n in (10, 29, 100, 300, 1000, 2800)},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FFNInputs:
+    """One FFN and its input, weights in HF layout: x [M, D], w_gate and w_up [F, D], w_down [D, F]."""
+
+    x: Tensor
+    w_gate: Tensor
+    w_up: Tensor
+    w_down: Tensor
+
+
+def get_workload(name: str) -> Workload:
+    """The workload called ``name``, or ``skewN`` for any mean count N."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    if name.startswith("skew") and name[4:].isdigit() and int(name[4:]) > 0:
+        return dataclasses.replace(_SKEW, mean_nnz=int(name[4:]))
+    known = ", ".join(WORKLOADS)
+    raise ValueError(f"unknown workload {name!r}: expected one of {known}, or skewN for a mean count N")
+
+
+def _firing_thresholds(w: Workload, n_neurons: int, gen: torch.Generator) -> Tensor:
+    """Thresholds t_F in standard deviations, such that the firing probabilities sum to about mean_nnz."""
+    if w.mean_nnz >= n_neurons:
+        raise ValueError(f"mean_nnz {w.mean_nnz:g} does not fit {n_neurons} neurons")
+    p_F = torch.exp(w.sigma * torch.randn(n_neurons, generator=gen))
+    p_F[torch.rand(n_neurons, generator=gen) < w.dead] = 0
+    p_F = (p_F * (w.mean_nnz / p_F.sum())).clamp(max=_MAX_PROBABILITY).double()
+    t_F = math.sqrt(2) * torch.erfinv(1 - 2 * p_F)
+    return t_F.clamp(max=_DEAD_THRESHOLD).float()
+
+
+def _fit_shift(pre_MF: Tensor, t_F: Tensor, mean_nnz: float) -> float:
+    """The shift of all thresholds at which the rows of ``pre_MF`` average ``mean_nnz`` positives."""
+    excess_MF = pre_MF - t_F
+    low, high = -2 * _DEAD_THRESHOLD, 2 * _DEAD_THRESHOLD
+    for _ in range(40):
+        shift = (low + high) / 2
+        too_many = (excess_MF > shift).sum().item() > mean_nnz * len(excess_MF)
+        low, high = (shift, high) if too_many else (low, shift)
+    return shift
+
+
+def _without(direction_D: Tensor, a: Tensor) -> Tensor:
+    return a - torch.outer(a @ direction_D, direction_D)
+
+
+def _tokens(w: Workload, m_D: Tensor, centres_CD: Tensor, seed: int) -> Tensor:
+    """One block of token parts z, without a component along m."""
+    gen = torch.Generator().manual_seed(seed)
+    z = torch.randn(_TOKEN_BLOCK, len(m_D), generator=gen)
+    if w.rho:
+        weight = 1 / torch.arange(1, _CENTRES + 1, dtype=torch.float64)
+        centre = torch.multinomial(weight, _TOKEN_BLOCK, replacement=True, generator=gen)
+        z = math.sqrt(w.rho) * centres_CD[centre] + math.sqrt(1 - w.rho) * z
+    return _without(m_D, z) * torch.exp(w.tok_sigma * torch.randn(_TOKEN_BLOCK, 1, generator=gen))
+
+
+def make(
+    workload: Workload | str,
+    M: int,
+    D: int = 2048,
+    F: int = 5632,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> FFNInputs:
+    """Build the inputs of ``workload`` for M tokens. The same arguments give the same numbers."""
+    w = get_workload(workload) if isinstance(workload, str) else workload
+    if M < 1 or D < 2 or F < 1:
+        raise ValueError(f"expected M >= 1, D >= 2, F >= 1, got M={M}, D={D}, F={F}")
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen)
+
+    m_D = torch.nn.functional.normalize(normal(D), dim=0)
+    G_FD = _without(m_D, normal(F, D) / math.sqrt(D))
+    t_F = _firing_thresholds(w, F, gen)
+    w_up, w_down = normal(F, D) / math.sqrt(D), normal(D, F) / math.sqrt(F)
+    centres_CD = normal(_CENTRES, D)
+
+    # Tokens come in blocks with seeds of their own, so that neither they nor the weights depend on M.
+    n_blocks = -(-M // _TOKEN_BLOCK)
+    z = torch.cat([_tokens(w, m_D, centres_CD, seed + (b + 1) * _TOKEN_BLOCK) for b in range(n_blocks)])
+    shift = _fit_shift(z[:_TOKEN_BLOCK] @ G_FD.T, t_F, w.mean_nnz)
+
+    s = math.sqrt(D) / 2
+    tensors = {
+        "x": z[:M] + s * m_D,
+        "w_gate": G_FD - torch.outer((t_F + shift) / s, m_D),
+        "w_up": w_up,
+        "w_down": w_down,
+    }
+    return FFNInputs(**{name: t.to(device, dtype).contiguous() for name, t in tensors.items()})

@@ -1,0 +1,91 @@
+"""Timing of alternatives side by side, and the facts that make a row of results readable later."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Spread(NamedTuple):
+    """Milliseconds of one alternative: 20th, 50th and 80th percentile."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def compare(
+    alternatives: Mapping[str, Callable[[], Any]],
+    *,
+    seconds: float = 3.0,
+    min_repeats: int = 5,
+    max_repeats: int = 100,
+    warmups: int = 2,
+) -> dict[str, Spread]:
+    """Time alternatives in turn (a, b, a, b, ...), so that a slow spell of the machine hits all alike.
+
+    For CPU work: calls must be synchronous. ``seconds`` bounds the timed part, after ``min_repeats``.
+    """
+    for run in alternatives.values():
+        for _ in range(warmups):
+            run()
+    times: dict[str, list[float]] = {name: [] for name in alternatives}
+    deadline = time.perf_counter() + seconds
+    for repeat in range(max_repeats):
+        if repeat >= min_repeats and time.perf_counter() > deadline:
+            break
+        for name, run in alternatives.items():
+            start = time.perf_counter()
+            run()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: _spread(t) for name, t in times.items()}
+
+
+def _spread(times: list[float]) -> Spread:
+    quantiles = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+    return Spread(*(round(q, 4) for q in quantiles.tolist()))
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Machine, versions and commit, as every row of results carries them."""
+    from twell import __version__
+
+    facts: dict[str, Any] = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {"twell": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "device": device.type,
+    }
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    else:
+        facts |= {"cpu": cpu_name(), "threads": torch.get_num_threads()}
+    return facts
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this package runs from, marked if it has changes; None when installed."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        described = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.strip()

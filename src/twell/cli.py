@@ -1,0 +1,232 @@
+"""The ``twell`` command. Heavy modules are imported inside the commands, so that --help is quick."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    help="Sparse-activation feed-forward layers, fast and exact.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+bench_app = typer.Typer(help="Measure dense against sparse, checked before timed.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+def main() -> None:
+    """Entry point: bad input ends in one clear line and exit code 2."""
+    try:
+        app()
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"twell: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("twell: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from twell import __version__
+
+        print(f"twell {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------------------
+# bench ffn
+# ---------------------------------------------------------------------------------------------------------
+
+
+@bench_app.command("ffn")
+def bench_ffn(
+    workload: Annotated[
+        list[str] | None,
+        typer.Option("--workload", "-w", help="iid29, or skewN for a mean count of N; repeatable."),
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option("--tokens", "-m", help="Token count M; repeatable.")] = None,
+    width: Annotated[int, typer.Option("--width", "-d", help="Model width D.")] = 2048,
+    hidden: Annotated[int, typer.Option("--hidden", "-f", help="Hidden width F.")] = 5632,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    plain: Annotated[bool, typer.Option("--plain", help="Plain FFN instead of the gated one.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda where there is one.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    seconds: Annotated[float, typer.Option(help="Timing budget per row, after 5 repeats.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
+) -> None:
+    """Time one FFN, dense against sparse, side by side.
+
+    Example: [bold]twell bench ffn -w skew29 -w skew2800 -m 1 -m 256 --json[/bold]
+    """
+    import torch
+
+    from twell import cpu, ops
+    from twell.bench import cases, ffn
+
+    torch_dtype = getattr(torch, dtype, None)
+    if torch_dtype not in ops.DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: expected float32, bfloat16, float16 or float64")
+    torch_device = _device(device)
+    ops.choose_backend(backend, torch_device)
+    if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := cpu.bf16_problem()):
+        raise RuntimeError(problem)
+    names, sizes = workload or ["skew29"], tokens or [1, 16, 256, 2048]
+    for name in names:
+        cases.get_workload(name)
+    if min(*sizes, width, hidden) < 1:
+        raise ValueError("--tokens, --width and --hidden must be at least 1")
+    todo = [
+        ffn.Case(
+            workload=name,
+            M=m,
+            D=width,
+            F=hidden,
+            dtype=torch_dtype,
+            gated=not plain,
+            device=device,
+            backend=backend,
+        )
+        for name in names
+        for m in sizes
+    ]
+    rows = []
+    with _progress("measuring", len(todo)) as advance:
+        for row in ffn.run(todo, seconds=seconds):
+            rows.append(row)
+            if as_json:
+                print(json.dumps(row), flush=True)
+            if out is not None:
+                with out.open("a", encoding="utf-8") as f:
+                    f.write(json.dumps(row) + "\n")
+            advance(f"{row['workload']}, {row['M']} tokens: {row['speedup']:.2f}x")
+    if not as_json:
+        _print_speed_table(rows)
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}: expected cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}: expected cpu or cuda")
+    if device.type == "cuda":
+        raise ValueError("this version of twell measures on the CPU; use --device cpu")
+    return device
+
+
+def _print_speed_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = rows[0]
+    table = Table(
+        title=f"{first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {first['cpu']}, "
+        f"{first['threads']} threads",
+        caption="ms: median, and half the distance of the 20th and 80th percentile; error: relative, against float64",
+    )
+    for name in ("workload", "tokens", "active", "dense ms", "sparse ms", "speedup", "error", "dense error"):
+        table.add_column(name, justify="left" if name == "workload" else "right")
+
+    def ms(s: dict[str, float]) -> str:
+        return f"{s['p50']:.2f} ±{(s['p80'] - s['p20']) / 2 / s['p50']:.0%}"
+
+    for row in rows:
+        table.add_row(
+            row["workload"],
+            str(row["M"]),
+            f"{row['mean_active']:.0f}",
+            ms(row["dense_ms"]),
+            ms(row["sparse_ms"]),
+            f"[bold]{row['speedup']:.2f}x[/bold]",
+            f"{row['error']['sparse']:.1e}",
+            f"{row['error']['dense']:.1e}",
+        )
+    Console().print(table)
+
+
+@contextlib.contextmanager
+def _progress(what: str, total: int) -> Iterator[Any]:
+    """A progress bar with remaining time on standard error; silent where that is no terminal."""
+    from rich import progress as rp
+    from rich.console import Console
+
+    columns = (
+        rp.TextColumn("{task.description}"),
+        rp.BarColumn(),
+        rp.MofNCompleteColumn(),
+        rp.TimeElapsedColumn(),
+        rp.TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda text: progress.update(task, advance=1, description=text)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# doctor
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+    """Show what would run here and why, and compare sparse with dense on this machine.
+
+    Exits with 1 if something is broken. Example: [bold]twell doctor[/bold]
+    """
+    from twell.doctor import examine
+
+    report = examine()
+    if as_json:
+        print(json.dumps({"healthy": report.healthy, **report.facts}))
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for name, fact in report.facts.items():
+            table.add_row(f"[bold]{name}[/bold]", str(fact))
+        Console().print(table)
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# demo
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo() -> None:
+    """Pack a sparse activation, run an FFN sparse and dense side by side, and time both on this CPU.
+
+    Takes about a minute. Example: [bold]twell demo[/bold]
+    """
+    from twell.demo import run_demo
+
+    run_demo(_progress, _print_speed_table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""``twell demo``: what a sparse activation looks like, that sparse equals dense, and what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.rule import Rule
+
+from twell import reference
+from twell.bench import cases, ffn
+from twell.formats import TwELL
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def run_demo(progress: Any, print_speed_table: Callable[[list[dict[str, Any]]], None]) -> None:
+    console = Console()
+    torch.manual_seed(0)
+    _show_packing(console)
+    _show_layer(console)
+    _show_speed(console, progress, print_speed_table)
+
+
+def _show_packing(console: Console) -> None:
+    console.print(Rule("1. Packing: only what is active is stored"))
+    g = torch.zeros(2, 16, dtype=torch.bfloat16)
+    g[0, [1, 6, 7]] = torch.tensor([1.5, 2.0, 0.25], dtype=torch.bfloat16)
+    g[1, [8, 15]] = torch.tensor([3.0, 1.0], dtype=torch.bfloat16)
+    packed = TwELL.pack(g, tile=8, slots=4, compact=True)
+    assert packed.words is not None
+    for row, words in zip(g.tolist(), packed.words.tolist(), strict=True):
+        console.print("activations ", " ".join(f"{v:4g}" if v else "   ·" for v in row))
+        console.print("TwELL words ", " ".join(f"{w & 0xFFFFFFFF:08x}" for w in words), highlight=False)
+    console.print("Per tile of 8 columns: a count, then bf16 value and column in one 32-bit word.")
+    console.print(f"Unpacked bit for bit: {torch.equal(packed.unpack(), g)}\n")
+
+
+def _show_layer(console: Console) -> None:
+    console.print(Rule("2. A layer with the sparsity of a trained model (D 1024, F 2816, workload skew29)"))
+    inputs = cases.make("skew29", 512, 1024, 2816, dtype=torch.float32)
+    r = torch.relu(inputs.x @ inputs.w_gate.T)
+    per_token = (r != 0).sum(1)
+    per_neuron = (r != 0).sum(0).sort(descending=True).values
+    top = int(per_neuron[: len(per_neuron) // 10].sum()) / int(per_neuron.sum())
+    histogram = torch.histc(per_token.float(), bins=40, min=0, max=float(per_token.max()))
+    bars = "".join(_BARS[round(v * 8)] for v in (histogram / histogram.max()).tolist())
+    console.print(f"active neurons a token: mean {per_token.float().mean():.0f}, most {int(per_token.max())} of 2816")
+    console.print(f"0 {bars} {int(per_token.max())}", highlight=False)
+    dead = int((per_neuron == 0).sum())
+    console.print(f"the busiest 10 % of neurons do {top:.0%} of the work; {dead} never fire here")
+
+    dense_y = reference.gated_ffn(inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down)
+    w = reference.Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
+    hot = (r != 0).sum(0).topk(128).indices.sort().values
+    parts = reference.split(r, hot, cap=64)
+    split_y = reference.split_ffn(inputs.x, w, hot, cap=64)
+    n_hot, n_tail = int((parts.hot_gate != 0).sum()), int(parts.tail.counts.sum())
+    console.print(
+        f"three-part split: 128 hot neurons take {n_hot} active elements, {int(parts.heavy.sum())} heavy tokens run "
+        f"densely, {n_tail} elements stay in the cold tail ({n_tail / len(r):.1f} a token)"
+    )
+    difference = ffn.relative_error(split_y, dense_y.double())
+    console.print(f"sum of the three parts against dense: relative difference {difference:.1e}\n")
+
+
+def _show_speed(console: Console, progress: Any, print_speed_table: Callable[..., None]) -> None:
+    console.print(Rule("3. Speed on this CPU, checked against float64 first"))
+    todo = [ffn.Case(workload=name, M=m) for name in ("skew29", "skew300", "skew2800") for m in (1, 16, 256)]
+    rows = []
+    with progress("building inputs", len(todo)) as advance:
+        for row in ffn.run(todo, seconds=1.5):
+            rows.append(row)
+            advance(f"{row['workload']}, {row['M']} tokens: {row['speedup']:.2f}x")
+    print_speed_table(rows)
+    console.print("skewN: N active neurons a token. skew2800 is half dense: there the layer runs densely.")

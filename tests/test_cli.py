@@ -1,0 +1,113 @@
+"""The command line: help everywhere, rows as JSON, one clear line on bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from twell import __version__, cli, cpu
+
+SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0"]
+
+
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Twell = Callable[..., Result]
+
+
+@pytest.fixture
+def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Twell:
+    """Runs the command line in this process."""
+
+    def run(*args: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["twell", *args])
+        monkeypatch.setenv("COLUMNS", "140")
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return Result(int(stop.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+def test_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "twell", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"twell {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["bench", "ffn"], ["doctor"], ["demo"]])
+def test_help(twell: Twell, command: list[str]) -> None:
+    result = twell(*command, "--help")
+    assert result.returncode == 0
+    assert "Usage" in result.stdout
+    assert not command or "Example" in result.stdout
+
+
+def test_bench_prints_and_appends_json_rows(twell: Twell, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    for _ in range(2):
+        result = twell("bench", "ffn", "-w", "skew10", "-m", "1", "-m", "70", *SMALL, "--json", "--out", str(out))
+        assert result.returncode == 0, result.stderr
+    printed = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(row["workload"], row["M"]) for row in printed] == [("skew10", 1), ("skew10", 70)]
+    assert len(out.read_text().splitlines()) == 4
+
+
+def test_bench_prints_a_table(twell: Twell) -> None:
+    result = twell("bench", "ffn", "-w", "skew10", "-m", "4", *SMALL, "--plain", "--dtype", "bfloat16")
+    assert result.returncode == 0, result.stderr
+    assert "plain FFN, D 64, F 256, bfloat16" in result.stdout
+    assert "skew10" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-w", "nonsense"], "unknown workload 'nonsense'"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--backend", "magic"], "unknown backend 'magic'"),
+        (["--backend", "triton"], "backend 'triton' is not available"),
+        (["--device", "tpu0"], "unknown device 'tpu0'"),
+        (["-m", "0"], "must be at least 1"),
+        (["-w", "skew300", "--hidden", "64"], "mean_nnz 300 does not fit 64 neurons"),
+    ],
+)
+def test_bad_input_is_one_clear_line(twell: Twell, args: list[str], message: str) -> None:
+    result = twell("bench", "ffn", *args)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_doctor_reports_and_passes_here(twell: Twell) -> None:
+    result = twell("doctor", "--json")
+    assert result.returncode == 0, result.stdout
+    facts = json.loads(result.stdout)
+    assert facts["healthy"] is True
+    assert facts["backend on cpu"].startswith("cpu")
+    assert facts["self-test"] == "sparse equals dense"
+    assert "self-test" in twell("doctor").stdout
+
+
+def test_unusable_amx_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(cpu, "_advertises_amx", lambda: True)
+    monkeypatch.setattr(cpu, "_BF16_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    problem = cpu.bf16_problem()
+    assert problem is not None
+    assert "AMX" in problem
+    assert cpu.AMX_REMEDY in problem
+    monkeypatch.setattr(cpu, "_BF16_PROBE", "pass")
+    assert cpu.bf16_problem() is None
+    monkeypatch.setattr(cpu, "_advertises_amx", lambda: False)
+    monkeypatch.setattr(cpu, "_BF16_PROBE", "raise SystemExit(1)")
+    assert cpu.bf16_problem() is None

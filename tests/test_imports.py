@@ -1,0 +1,88 @@
+"""Imports go one way, and importing the package is cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "twell"
+
+# A module may import modules of a lower level, and of its own package.
+LEVELS = {
+    "_version": 0,
+    "formats": 1,
+    "weights": 1,
+    "reference": 2,
+    "cpu": 3,
+    "kernels": 3,
+    "ops": 4,
+    "nn": 5,
+    "sparsity": 5,
+    "hf": 6,
+    "__init__": 7,
+    "bench": 8,
+    "train": 8,
+    "report": 9,
+    "doctor": 9,
+    "demo": 9,
+    "cli": 10,
+    "__main__": 11,
+}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def imported_modules(source: str) -> set[str]:
+    """Names below ``twell`` that a module imports, anywhere in it; "__init__" for the package itself."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("twell").lstrip(".") for a in node.names if a.name.split(".")[0] == "twell"}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            if node.module == "twell":
+                names = {a.name for a in node.names}
+                found |= {n if n in LEVELS else "__init__" for n in names}
+            elif node.module and node.module.startswith("twell."):
+                found.add(node.module.removeprefix("twell."))
+    return {name or "__init__" for name in found}
+
+
+def back_edges(name: str, source: str) -> list[str]:
+    stem = name.split(".")[0]
+    targets = {target.split(".")[0] for target in imported_modules(source)} - {stem}
+    return [f"{name} -> {target}" for target in targets if LEVELS[target] >= LEVELS[stem]]
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=module_name)
+def test_imports_go_one_way(path: Path) -> None:
+    assert back_edges(module_name(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["from twell.ops import gated_ffn", "from twell import nn", "import twell.cli", "import twell"]
+)
+def test_a_back_edge_is_found(source: str) -> None:
+    assert len(back_edges("reference", f"def f():\n    {source}\n")) == 1
+
+
+def test_import_takes_less_than_300_ms_beyond_torch() -> None:
+    code = "import time, torch; start = time.perf_counter(); import twell; print(time.perf_counter() - start)"
+    seconds = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(seconds) < 0.3
+
+
+def test_import_leaves_heavy_modules_alone() -> None:
+    code = "import sys, twell; print([m for m in ('transformers', 'triton', 'typer', 'rich') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    bare = "import sys, torch; print([m for m in ('transformers', 'triton', 'typer', 'rich') if m in sys.modules])"
+    assert result.stdout == subprocess.run([sys.executable, "-c", bare], capture_output=True, text=True).stdout
