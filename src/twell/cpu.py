@@ -24,6 +24,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -244,7 +245,7 @@ def backward(
     order = torch.argsort(col, stable=True)
     token = row[order]
     neuron_start = torch.searchsorted(col[order], torch.arange(F + 1))
-    nothing = x.new_empty(0)
+    x = x.contiguous()
 
     def by_neuron(table: Tensor, weight_E: Tensor) -> Tensor:  # [F, D]
         return _weighted_rows(table, token, neuron_start, weight_E[order])
@@ -252,21 +253,24 @@ def backward(
     def per_neuron(weight_E: Tensor) -> Tensor:  # [F]
         return torch.zeros(F, dtype=acc).index_add_(0, col, weight_E.to(acc)).to(x.dtype)
 
-    dx = nothing
-    if needs[0]:
-        dx = _weighted_rows(w.gate, col, row_start, dz_E)
-        if w.up is not None and du_E is not None:
-            dx += _weighted_rows(w.up, col, row_start, du_E)
-    x = x.contiguous()
+    def dx() -> Tensor:
+        gate_part = _weighted_rows(w.gate, col, row_start, dz_E)
+        if w.up is None or du_E is None:
+            return gate_part
+        return gate_part + _weighted_rows(w.up, col, row_start, du_E)
+
+    def when(needed: bool, gradient: Callable[[], Tensor]) -> Tensor:
+        return gradient() if needed else x.new_empty(0)
+
     return Gradients(
-        dx,
+        when(needs[0], dx),
         Weights(
-            gate=by_neuron(x, dz_E) if needs[1] else nothing,
-            up=None if du_E is None else by_neuron(x, du_E) if needs[2] else nothing,
-            down=by_neuron(dy, h_E).t().contiguous() if needs[3] else nothing,
-            gate_bias=per_neuron(dz_E) if needs[4] else nothing,
-            up_bias=None if du_E is None else per_neuron(du_E) if needs[5] else nothing,
-            down_bias=dy.sum(0) if needs[6] else nothing,
+            gate=when(needs[1], lambda: by_neuron(x, dz_E)),
+            up=None if du_E is None else when(needs[2], lambda: by_neuron(x, du_E)),
+            down=when(needs[3], lambda: by_neuron(dy, h_E).t().contiguous()),
+            gate_bias=when(needs[4], lambda: per_neuron(dz_E)),
+            up_bias=None if du_E is None else when(needs[5], lambda: per_neuron(du_E)),
+            down_bias=when(needs[6], lambda: dy.sum(0)),
         ),
     )
 

@@ -55,6 +55,10 @@ def _require_tensor(owner: str, name: str, t: Any, shape: tuple[int, ...], dtype
         _require(t.dtype == dtype, f"{owner}: {name} must be {dtype}, got {t.dtype}")
 
 
+def _require_float(owner: str, dtype: torch.dtype) -> None:
+    _require(dtype.is_floating_point, f"{owner}: values must be floating-point, got {dtype}")
+
+
 def _require_same_device(owner: str, tensors: list[Tensor]) -> None:
     devices = sorted({str(t.device) for t in tensors})
     _require(len(devices) <= 1, f"{owner}: tensors lie on different devices: {', '.join(devices)}")
@@ -98,6 +102,11 @@ def _dense(shape: tuple[int, int], entries: tuple[Tensor, Tensor, Tensor]) -> Te
     return g
 
 
+def _is_not_zero_bits(values: Tensor) -> Tensor:
+    """True also for -0.0, so that equal matrices have equal forms."""
+    return values.contiguous().view(_BITS[values.element_size()]) != 0
+
+
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
         return False
@@ -139,7 +148,7 @@ def _check_lists(owner: str, columns: Tensor, values: Tensor, stored: Tensor, lo
     for name, wrong in (
         ("a stored value is zero", used & (values == 0)),
         ("a column index lies outside its range", used & ~inside),
-        ("an unused slot is not zero", ~used & ((values != 0) | (columns != 0))),
+        ("an unused slot is not zero", ~used & (_is_not_zero_bits(values) | (columns != 0))),
     ):
         if bool(wrong.any()):
             raise ValueError(f"{owner}: {name}, first at {_first(wrong)}")
@@ -186,6 +195,7 @@ class TwELL:
         M, F = self.shape
         n_tiles = _n_tiles(F, self.tile, self.slots)
         _require(M >= 0, f"TwELL: M must not be negative, got {M}")
+        _require_float("TwELL", self.dtype)
         _require_tensor("TwELL", "counts", self.counts, (M, n_tiles), torch.int32)
         tensors = [self.counts]
         if self.words is not None:
@@ -269,10 +279,8 @@ class TwELL:
             isinstance(words, Tensor) and words.dim() == 2 and words.shape[0] == M,
             f"TwELL.from_words: expected words of shape [{M}, n_tiles * slots]",
         )
-        _require(
-            n_tiles == 0 or (words.shape[1] > 0 and words.shape[1] % n_tiles == 0),
-            f"TwELL.from_words: {words.shape[1]} words a row do not divide into {n_tiles} tiles",
-        )
+        divides = words.shape[1] == 0 if n_tiles == 0 else words.shape[1] > 0 and words.shape[1] % n_tiles == 0
+        _require(divides, f"TwELL.from_words: {words.shape[1]} words a row do not divide into {n_tiles} tiles")
         slots = words.shape[1] // n_tiles if n_tiles else 1
         counts = words.view(M, n_tiles, slots)[..., 0].contiguous()
         return cls(shape=(M, F), tile=tile, slots=slots, dtype=dtype, counts=counts, words=words)
@@ -436,9 +444,10 @@ class Hybrid:
     def __post_init__(self) -> None:
         M, F = self.shape
         cap = self.values.shape[-1] if isinstance(self.values, Tensor) and self.values.dim() == 2 else 0
-        n_backup = len(self.backup_rows) if isinstance(self.backup_rows, Tensor) else 0
+        n_backup = self.backup_rows.numel() if isinstance(self.backup_rows, Tensor) else 0
         _require(M >= 0 and F >= 0, f"Hybrid: shape must not be negative, got {self.shape}")
         _require_tensor("Hybrid", "values", self.values, (M, cap), None)
+        _require_float("Hybrid", self.values.dtype)
         _require_tensor("Hybrid", "indices", self.indices, (M, cap), _index_dtype(F))
         _require_tensor("Hybrid", "counts", self.counts, (M,), torch.int32)
         _require_tensor("Hybrid", "backup", self.backup, (n_backup, F), self.values.dtype)
@@ -451,34 +460,34 @@ class Hybrid:
         if bool(wrong.any()):
             [m] = _first(wrong)
             raise ValueError(f"Hybrid: row {m} has count {int(self.counts[m])}, expected 0 to {F}")
-        self._check_maps(n_backup)
+        self._check_backup()
         stored = torch.where(self.counts <= cap, self.counts, 0)
         low = torch.zeros((), dtype=torch.int64, device=self.device)
         _check_lists("Hybrid", self.columns, self.values, stored, low, low + F)
 
-    def _check_maps(self, n_backup: int) -> None:
-        M = self.shape[0]
-        in_range = (self.row_backup >= -1) & (self.row_backup < n_backup)
-        _require(in_range.all(), f"Hybrid: row_backup must be -1 to {n_backup - 1}")
-        in_range = (self.backup_rows >= -1) & (self.backup_rows < M)
-        _require(in_range.all(), f"Hybrid: backup_rows must be -1 to {M - 1}")
-        rows = (self.row_backup >= 0).nonzero().flatten()
-        slots = (self.backup_rows >= 0).nonzero().flatten()
-        there_and_back = (
-            len(rows) == len(slots)
-            and torch.equal(self.backup_rows[self.row_backup[rows].long()].long(), rows)
-            and torch.equal(self.row_backup[self.backup_rows[slots].long()].long(), slots)
+    def _check_backup(self) -> None:
+        """The counts and the number of backup rows leave no choice: which rows are there, and where."""
+        maps = dict(
+            zip(("backup_rows", "row_backup"), _backup_maps(self.counts, self.cap, len(self.backup)), strict=True)
         )
-        _require(there_and_back, "Hybrid: row_backup and backup_rows do not invert each other")
-        _require((self.counts[rows] > self.cap).all(), "Hybrid: a row that fits the ELL part has a backup row")
-        expected = torch.zeros(n_backup, dtype=torch.int64, device=self.device)
-        expected[slots] = self.counts[self.backup_rows[slots].long()].long()
+        for name, expected in maps.items():
+            wrong = getattr(self, name) != expected
+            if bool(wrong.any()):
+                [i] = _first(wrong)
+                raise ValueError(
+                    f"Hybrid: {name}[{i}] must be {int(expected[i])}, got {int(getattr(self, name)[i])} (the first "
+                    f"rows with more than cap={self.cap} active elements have backup rows, in row order)"
+                )
+        expected = torch.zeros(len(self.backup), dtype=torch.int64, device=self.device)
+        used = self.backup_rows >= 0
+        expected[used] = self.counts[self.backup_rows[used].long()].long()
         true_counts = (self.backup != 0).sum(1)
         if not torch.equal(true_counts, expected):
             [b] = _first(true_counts != expected)
             raise ValueError(
                 f"Hybrid: backup row {b} has {int(true_counts[b])} active elements, counts say {int(expected[b])}"
             )
+        _require(not bool((_is_not_zero_bits(self.backup) & (self.backup == 0)).any()), "Hybrid: the backup holds -0.0")
 
     # -- building --------------------------------------------------------------------------------------
 
@@ -522,12 +531,7 @@ class Hybrid:
                 f"no backup row: {len(long_rows)} rows are over the cap, backup={n_backup}; the smallest "
                 f"backup that fits is {len(long_rows)}, or with this backup the smallest cap {smallest_cap}"
             )
-        placed = long_rows[:n_backup]
-        row_backup = torch.full((M,), -1, dtype=torch.int32, device=device)
-        row_backup[placed] = torch.arange(len(placed), dtype=torch.int32, device=device)
-        backup_rows = torch.full((n_backup,), -1, dtype=torch.int32, device=device)
-        backup_rows[: len(placed)] = placed.int()
-
+        backup_rows, row_backup = _backup_maps(counts, cap, n_backup)
         dense = torch.zeros(n_backup, F, dtype=value.dtype, device=device)
         to_backup = row_backup[row] >= 0
         dense[row_backup[row[to_backup]].long(), col[to_backup]] = value[to_backup]
@@ -619,6 +623,16 @@ class Hybrid:
             f"{_short(self.dtype)}, {int(self.counts.sum())} active, "
             f"{f'{n_over} rows overflowed, ' if n_over else ''}{self.nbytes} bytes)"
         )
+
+
+def _backup_maps(counts: Tensor, cap: int, n_backup: int) -> tuple[Tensor, Tensor]:
+    """backup_rows [n_backup] and row_backup [M]: the first rows over ``cap`` have backup rows, in row order."""
+    placed = (counts > cap).nonzero().flatten()[:n_backup]
+    backup_rows = torch.full((n_backup,), -1, dtype=torch.int32, device=counts.device)
+    backup_rows[: len(placed)] = placed.int()
+    row_backup = torch.full((len(counts),), -1, dtype=torch.int32, device=counts.device)
+    row_backup[placed] = torch.arange(len(placed), dtype=torch.int32, device=counts.device)
+    return backup_rows, row_backup
 
 
 def _index_dtype(n_columns: int) -> torch.dtype:

@@ -70,6 +70,8 @@ def finite_rows(x: Tensor) -> Tensor:
 
 def activate(r: Tensor, activation: str) -> Tensor:
     """a(r) of a rectified pre-activation."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     return r * r if activation == "relu2" else r
 
 
@@ -272,6 +274,8 @@ def split(
     A token is heavy when it has more than ``cap`` active neurons outside ``hot``, when one of its TwELL
     tiles overflows, or where ``force_heavy`` (bool [M]) says so.
     """
+    if len(hot.unique()) != len(hot):
+        raise ValueError("split: a hot neuron is listed twice")
     cold = r.clone()
     cold[:, hot] = 0
     packed = TwELL.pack(cold, tile=tile, slots=slots, overflow="mark")
