@@ -1,0 +1,101 @@
+"""What tests on the CPU cannot see: the same formats, operations and modules on CUDA tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import twell
+from twell import reference
+from twell.bench import cases, ffn
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def inputs_on_gpu(dtype: torch.dtype, M: int = 257) -> cases.FFNInputs:
+    return cases.make("skew29", M, 256, 1024, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_formats_agree_with_the_cpu(dtype: torch.dtype) -> None:
+    g = torch.relu(torch.randn(70, 300) - 1.5).to(dtype)
+    g[3, 5], g[4] = float("nan"), 1
+    twell_cpu = twell.TwELL.pack(g, tile=64, slots=65)
+    assert twell.TwELL.pack(g.cuda(), tile=64, slots=65) == twell_cpu.to("cuda")
+    hybrid_cpu = twell.Hybrid.pack(g, cap=30)
+    on_gpu = twell.Hybrid.pack(g.cuda(), cap=30)
+    assert on_gpu.to("cpu") == hybrid_cpu
+    assert on_gpu.transpose(cap=20).to("cpu") == hybrid_cpu.transpose(cap=20)
+    assert on_gpu != hybrid_cpu  # another device
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M", [1, 16, 257])
+def test_gated_ffn_is_within_the_tolerance(dtype: torch.dtype, M: int) -> None:
+    inputs = inputs_on_gpu(dtype, M)
+    w = reference.Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
+    y, stats = twell.gated_ffn(inputs.x, *w[:3], return_stats=True)
+    ffn.check(inputs.x, inputs, True, reference.forward(inputs.x, w).y, y)
+    assert stats.counts.device.type == "cuda"
+    assert int(stats.tokens) == M
+
+
+@pytest.mark.parametrize("backward_through", ["y", "l1_sum"])
+def test_gradients_agree_with_plain_autograd(backward_through: str) -> None:
+    inputs = inputs_on_gpu(torch.float32)
+    leaves = [t.double().requires_grad_() for t in (inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down)]
+    x, w_gate, w_up, w_down = leaves
+    y, stats = twell.gated_ffn(*leaves, return_stats=True)
+    h = torch.relu(x @ w_gate.T) * (x @ w_up.T)
+    mine, plain = (y, h @ w_down.T) if backward_through == "y" else (stats.l1_sum, h.abs().sum())
+    weight = torch.randn_like(plain)
+    got = torch.autograd.grad((mine * weight).sum(), leaves, allow_unused=True, retain_graph=True)
+    expected = torch.autograd.grad((plain * weight).sum(), leaves, allow_unused=True)
+    for g, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(torch.zeros_like(x[:0]) if g is None else g, x[:0] * 0 if e is None else e)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_runs_in_its_dtype(dtype: torch.dtype) -> None:
+    layer = twell.GatedSparseFFN(64, 256, device="cuda", track_counts=True)
+    x = torch.randn(9, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=dtype):
+        y = layer(x)
+    assert y.dtype == dtype
+    y.float().sum().backward()
+    assert layer.gate_proj.weight.grad is not None
+    assert layer.gate_proj.weight.grad.dtype == torch.float32
+    assert int(layer.tokens_seen) == 9
+
+
+def test_compiles_without_a_break_and_trains() -> None:
+    layer = twell.GatedSparseFFN(64, 256, device="cuda")
+    x = torch.randn(33, 64, device="cuda")
+    compiled = torch.compile(layer, fullgraph=True)
+    y, stats = compiled(x, return_stats=True)
+    torch.testing.assert_close(y, layer(x))
+    (y.square().mean() + stats.l1_sum).backward()
+    assert layer.up_proj.weight.grad is not None
+
+
+def test_inference_is_captured_in_a_cuda_graph() -> None:
+    layer = twell.SparseFFN(64, 256, device="cuda").requires_grad_(False)
+    x = torch.randn(8, 64, device="cuda")
+    layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(y, layer(x))
+
+
+def test_backends_and_devices_are_checked() -> None:
+    inputs = inputs_on_gpu(torch.float32, 2)
+    with pytest.raises(ValueError, match="backend 'cpu' is not available: it runs on CPU tensors"):
+        twell.gated_ffn(inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down, backend="cpu")
+    with pytest.raises(ValueError, match="w_up is on cpu but x is on cuda:0"):
+        twell.gated_ffn(inputs.x, inputs.w_gate, inputs.w_up.cpu(), inputs.w_down)
