@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from twell import cpu
+
 settings.register_profile(
     "ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -32,12 +34,19 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     def poison(make):
         def poisoned(*args, **kwargs):
             t = make(*args, **kwargs)
-            return t.fill_(float("nan")) if t.is_floating_point() and t.device.type in ("cpu", "cuda") else t
+            real = t.is_floating_point() and t.device.type in ("cpu", "cuda")
+            return t.detach().fill_(float("nan")).requires_grad_(t.requires_grad) if real else t
 
         return poisoned
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def small_shapes_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests are small; the CPU path would leave all of them to the dense reference."""
+    monkeypatch.setattr(cpu, "_MIN_WORK", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -51,13 +51,12 @@ class _Gather(NamedTuple):
 _GATHER = _Gather(first=35.0, each=7.0)
 _GATHER_BF16 = _Gather(first=70.0, each=20.0)  # GEMMs are faster, and gathered rows must be widened
 _WEIGHT_READ_ROWS = 18  # a GEMM over m rows costs m + 18: the 18 stand for reading the weights
+_MIN_WORK = 20e6  # D * F * (M + 18) below which a dense FFN takes less than the bookkeeping, 0.5 ms
 _DENSE_SHARE = 0.4  # above this share of active elements not even listing them pays
 _MARGIN = 0.9  # sparse must promise to be 10 % cheaper than dense
 
 _BLOCK_BYTES = 24 << 20  # of a [m, F] buffer; malloc keeps freed buffers up to 32 MiB
 _MIN_HOT_ROWS = 64  # with fewer tokens a hot neuron's rows are read once either way
-_SKINNY_ROWS = 256  # see _linear
-_MIN_MATVEC = 1 << 19  # elements of W below which a matrix-vector product is bound by its call
 _MIN_TRAIN_ROWS = 256  # training renews Wd's neuron-major copy every step: it takes this many tokens to pay
 
 
@@ -82,10 +81,12 @@ def forward(
 
     ``save`` also returns the activations the backward needs (u only where r is active, zero elsewhere).
     """
-    M, F = x.shape[0], w.gate.shape[0]
+    (M, D), F = x.shape, w.gate.shape[0]
+    if D * F * (M + _WEIGHT_READ_ROWS) < _MIN_WORK:
+        return reference.forward(x, w, activation, token_mask, want_stats=want_stats)
     if M == 1 and not want_stats and not save:
         return Forward(_one_token(x, w, activation), *no_statistics(x), x.new_empty(0, F), None)
-    w_down_FD = neuron_major(w.down) if not save or M >= _MIN_TRAIN_ROWS else None
+    may_copy = not save or M >= _MIN_TRAIN_ROWS
     y = x.new_empty(M, w.down.shape[0])
     l1_sum, counts = no_statistics(x)
     if want_stats:
@@ -97,7 +98,7 @@ def forward(
     step = max(1, -(-M // max(1, n_blocks)))
     for start in range(0, M, step):
         rows = slice(start, start + step)
-        block = _Block(x[rows], w, w_down_FD, activation, None if token_mask is None else token_mask[rows])
+        block = _Block(x[rows], w, may_copy, activation, None if token_mask is None else token_mask[rows])
         block.run(y[rows], gate[rows] if save else None, up[rows] if save and up is not None else None)
         if want_stats:
             block_l1, block_counts = block.statistics()
@@ -110,31 +111,26 @@ def _one_token(x: Tensor, w: Weights, activation: str) -> Tensor:
     """y [1, D] for decoding, in few calls: beside a 1 ms gate, the block's bookkeeping takes 0.3 ms."""
     gate = _linear(x, w.gate, w.gate_bias).relu_()
     col = gate.view(-1).nonzero().view(-1)
-    dense_cost = gate.shape[1] * (1 + _WEIGHT_READ_ROWS)
-    pays = _gather(x.dtype).cost(len(col), len(col)) < _MARGIN * dense_cost
-    r = gate.view(-1).take(col)
-    # A single inf or NaN in x leaves no pre-activation finite, so one finite active value vouches for all of x.
-    finite = math.isfinite(r[0].item()) if len(col) else False
-    w_down_FD = neuron_major(w.down) if pays and (finite or _is_finite(x)) else None
-    if w_down_FD is None:
-        h = activate(gate, activation)
-        h = h if w.up is None else h * _linear(x, w.up, w.up_bias)
-        return _linear(h, w.down, w.down_bias)
-    h = activate(r, activation)
-    if w.up is not None:
-        u = w.up.index_select(0, col) @ x[0]
-        h = h * (u if w.up_bias is None else u.add_(w.up_bias.take(col)))
-    y = (h @ w_down_FD.index_select(0, col)).unsqueeze(0)
-    return y if w.down_bias is None else y.add_(w.down_bias)
+    if _gather(x.dtype).cost(len(col), len(col)) < _MARGIN * gate.shape[1] * (1 + _WEIGHT_READ_ROWS):
+        r = gate.view(-1).take(col)
+        w_down_FD = neuron_major(w.down) if _is_finite_token(x, r) else None
+        if w_down_FD is not None:
+            h = activate(r, activation)
+            if w.up is not None:
+                u = w.up.index_select(0, col) @ x[0]
+                h = h * (u if w.up_bias is None else u.add_(w.up_bias.take(col)))
+            y = (h @ w_down_FD.index_select(0, col)).unsqueeze(0)
+            return y if w.down_bias is None else y.add_(w.down_bias)
+    h = activate(gate, activation)
+    h = h if w.up is None else h * _linear(x, w.up, w.up_bias)
+    return _linear(h, w.down, w.down_bias)
 
 
 class _Block:
     """One block of tokens: compute the gate, choose the cheapest way on, and keep what the statistics need."""
 
-    def __init__(
-        self, x: Tensor, w: Weights, w_down_FD: Tensor | None, activation: str, token_mask: Tensor | None
-    ) -> None:
-        self.x, self.w, self.w_down_FD, self.activation, self.token_mask = x, w, w_down_FD, activation, token_mask
+    def __init__(self, x: Tensor, w: Weights, may_copy: bool, activation: str, token_mask: Tensor | None) -> None:
+        self.x, self.w, self.may_copy, self.activation, self.token_mask = x, w, may_copy, activation, token_mask
         self.gate = _linear(x, w.gate, w.gate_bias).relu_()
 
     def run(self, y: Tensor, gate_out: Tensor | None, up_out: Tensor | None) -> None:
@@ -177,15 +173,16 @@ class _Block:
                 up_out.index_copy_(1, hot, u)
             self.h_hot = u.mul_(self.h_hot)
 
-        if self.w_down_FD is None:  # no neuron-major Wd: put h back into a dense block
+        w_down_FD = neuron_major(w.down) if self.may_copy else None
+        if w_down_FD is None:  # put h back into a dense block
             h = torch.zeros_like(self.gate)
             h.view(-1)[tail.flat] = self.h_tail
             h.index_copy_(1, hot, self.h_hot)
             y.copy_(_linear(h, w.down, w.down_bias))
             return
-        y.copy_(_weighted_rows(self.w_down_FD, tail.col, tail.row_start, self.h_tail))
+        y.copy_(_weighted_rows(w_down_FD, tail.col, tail.row_start, self.h_tail))
         if len(hot):
-            y.addmm_(self.h_hot, self.w_down_FD.index_select(0, hot))
+            y.addmm_(self.h_hot, w_down_FD.index_select(0, hot))
         if w.down_bias is not None:
             y += w.down_bias
 
@@ -287,22 +284,46 @@ def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())  # the sum may have overflowed
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b, contiguous; the fastest of three ways (fp32, 2 cores, W 5632 x 2048).
+def _is_finite_token(x: Tensor, active: Tensor) -> bool:
+    """``_is_finite`` of one token, from its active gate values: a single inf or NaN in x leaves no pre-activation
+    finite, so one finite active value vouches for all of x."""
+    return (len(active) > 0 and math.isfinite(active[0].item())) or _is_finite(x)
 
-    1 row: MKL's matrix-vector product runs at a third of the memory's speed (2.5 ms), sampled_addmm over all
-    of W at nearly all of it (1.0 ms). 2 to 256 rows: (W x^T)^T takes 4.4 ms where x W^T takes 5.8, at 16 rows.
-    """
-    wide = x.dtype in (torch.float32, torch.float64)
-    if wide and len(x) == 1 and weight.numel() >= _MIN_MATVEC:
-        _silence_csr_beta_warning()
-        column = _full_column(len(weight), x.dtype)
-        y = torch.sparse.sampled_addmm(column, weight, x.t(), beta=0.0).values().view(1, -1)
-    elif wide and 2 <= len(x) <= _SKINNY_ROWS:
-        y = torch.mm(weight, x.t()).t().contiguous()
-    else:
-        return nnf.linear(x, weight, bias)
-    return y if bias is None else y.add_(bias)
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + b, contiguous; in fp32 with few rows by the way that is fastest on this vendor's CPUs."""
+    if x.dtype in (torch.float32, torch.float64):
+        habits = _blas_habits()
+        if len(x) == 1 and habits.slow_matvec:
+            _silence_csr_beta_warning()
+            column = _full_column(len(weight), x.dtype)
+            y = torch.sparse.sampled_addmm(column, weight, x.t(), beta=0.0).values().view(1, -1)
+            return y if bias is None else y.add_(bias)
+        if len(x) in habits.transposed_rows:
+            y = torch.mm(weight, x.t()).t().contiguous()
+            return y if bias is None else y.add_(bias)
+    return nnf.linear(x, weight, bias)
+
+
+class _BlasHabits(NamedTuple):
+    """Where MKL's plain x W^T is not the fastest fp32 product; W 5632 x 2048, ms."""
+
+    slow_matvec: bool = False  # one row: sampled_addmm over all of W is faster
+    transposed_rows: range = range(0)  # these many rows: (W x^T)^T is faster
+
+
+@functools.cache
+def _blas_habits() -> _BlasHabits:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
+            cpuinfo = f.read(4096)
+    except OSError:
+        return _BlasHabits()
+    if "AuthenticAMD" in cpuinfo:  # 2 threads: 1 row 2.5 against 1.0; 4 rows 5.3 against 3.1; 16 rows 5.8 against 4.4
+        return _BlasHabits(slow_matvec=True, transposed_rows=range(2, 65))
+    if "GenuineIntel" in cpuinfo:  # 2 threads: 16 rows 3.8 against 2.6; 16 threads: 1.9 against 0.6
+        return _BlasHabits(transposed_rows=range(8, 33))
+    return _BlasHabits()
 
 
 @functools.lru_cache(maxsize=16)
@@ -315,14 +336,16 @@ def _full_column(n: int, dtype: torch.dtype) -> Tensor:
 def _cut(gate: Tensor) -> tuple[_Entries, Tensor] | None:
     """The cold tail and the hot neurons of a block [m, F], or None where dense is cheapest."""
     m, F = gate.shape
-    if _active_share(gate) > _DENSE_SHARE:
-        return None
     gather, dense_neuron = _gather(gate.dtype), m + _WEIGHT_READ_ROWS
+    may_be_hot = m >= _MIN_HOT_ROWS
+    share = _active_share(gate)
+    if share > _DENSE_SHARE or (not may_be_hot and gather.each * share * m > dense_neuron):
+        return None
     tail = _list_entries(gate)
     per_neuron = torch.bincount(tail.col, minlength=F)
     n_tail_neurons = int(torch.count_nonzero(per_neuron))
     hot = tail.col[:0]
-    if m >= _MIN_HOT_ROWS:
+    if may_be_hot:
         is_hot = gather.first + gather.each * per_neuron > dense_neuron
         is_hot &= per_neuron > 0
         hot = is_hot.nonzero().flatten()

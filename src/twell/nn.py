@@ -60,8 +60,14 @@ class _SparseFFNBase(nn.Module):
         ``names`` are the block's projections where they differ from HF's, e.g. ("fc1", "fc2") for OPT.
         ``activation`` is read from the block's ``act_fn`` / ``activation_fn`` / ``act`` unless given.
         """
+        names = names or cls.projections
+        if len(names) != len(cls.projections):
+            raise ValueError(
+                f"{cls.__name__}.from_dense: names must be {len(cls.projections)} names, for "
+                f"{', '.join(cls.projections)}, got {names}"
+            )
         linears = []
-        for name in names or cls.projections:
+        for name in names:
             linear = getattr(mlp, name, None)
             if not isinstance(linear, nn.Linear):
                 raise ValueError(

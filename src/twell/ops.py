@@ -376,7 +376,8 @@ def _check(name: str, x: Tensor, weights: dict[str, Tensor | None], activation: 
         raise ValueError(f"{name}: {next(iter(weights))} must be [F, D], got {got}")
     D, F = x.shape[-1], w_first.shape[0]
     expected = {"w_gate": (F, D), "w_up": (F, D), "w_down": (D, F), "b_gate": (F,), "b_up": (F,), "b_down": (D,)}
-    autocast = torch.is_autocast_enabled(x.device.type)
+    device_type = x.device.type
+    autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
     for key, t in {"x": x, **weights}.items():
         if t is None:
             if key.startswith("w_"):

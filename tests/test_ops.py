@@ -1,0 +1,697 @@
+"""The operations as PyTorch sees them: opcheck, gradients, compile, autocast, shapes, statistics, errors."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+import twell
+from twell import cpu, ops, reference
+
+f64 = torch.float64
+D, F = 8, 32
+Weights = dict[str, Tensor | None]
+
+GATED = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+PLAIN = ("w_up", "w_down", "b_up", "b_down")
+
+each_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
+each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+each_activation = pytest.mark.parametrize("activation", ["relu", "relu2"])
+with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+
+
+@pytest.fixture(autouse=True)
+def sparse_at_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the small cases here take the sparse backward too."""
+    monkeypatch.setattr(cpu, "_MIN_TRAIN_ROWS", 1)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Helpers
+# ---------------------------------------------------------------------------------------------------------
+
+
+def case(
+    *shape: int,
+    gated: bool = True,
+    bias: bool = False,
+    dtype: torch.dtype = f64,
+    grad: bool = False,
+    seed: int = 0,
+    width: tuple[int, int] = (D, F),
+) -> tuple[Tensor, Weights]:
+    """x [*shape, D] and weights by argument name; about one neuron in twenty is active."""
+    D, F = width
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=gen, dtype=f64)
+
+    x = normal(*shape, D)
+    x[..., 0] = 1
+    sizes = {"w_gate": (F, D), "w_up": (F, D), "w_down": (D, F), "b_gate": (F,), "b_up": (F,), "b_down": (D,)}
+    w: Weights = {name: normal(*sizes[name]) / 2 for name in (GATED if gated else PLAIN)}
+    carrier = w["w_gate" if gated else "w_up"]
+    assert carrier is not None
+    carrier[:, 0] = -1.6 * D**0.5 / 2
+    if not bias:
+        w = {name: None if name.startswith("b_") else t for name, t in w.items()}
+    w = {name: None if t is None else t.to(dtype).requires_grad_(grad) for name, t in w.items()}
+    return x.to(dtype).requires_grad_(grad), w
+
+
+def call(x: Tensor, w: Weights, **options: Any) -> Any:
+    return twell.gated_ffn(x, **w, **options) if "w_gate" in w else twell.ffn(x, **w, **options)
+
+
+def dense(x: Tensor, w: Weights, activation: str = "relu") -> tuple[Tensor, Tensor]:
+    """(y, h), the formula in plain PyTorch."""
+    linear = torch.nn.functional.linear
+    gated = "w_gate" in w
+    r = torch.relu(linear(x, w["w_gate"], w["b_gate"]) if gated else linear(x, w["w_up"], w["b_up"]))
+    h = r * r if activation == "relu2" else r
+    h = h * linear(x, w["w_up"], w["b_up"]) if gated else h
+    return linear(h, w["w_down"], w["b_down"]), h
+
+
+def raw_arguments(x: Tensor, w: Weights, *options: Any) -> tuple:
+    return (x, *w.values(), *options)
+
+
+def op_of(w: Weights, suffix: str = "") -> Any:
+    return getattr(torch.ops.twell, ("gated_ffn" if "w_gate" in w else "ffn") + suffix).default
+
+
+def leaves(x: Tensor, w: Weights) -> dict[str, Tensor]:
+    return {name: t for name, t in {"x": x, **w}.items() if t is not None}
+
+
+def gradients(loss: Tensor, x: Tensor, w: Weights) -> dict[str, Tensor]:
+    wanted = {name: t for name, t in leaves(x, w).items() if t.requires_grad}
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) -> None:
+    tolerance = tolerance or {"rtol": 1e-10, "atol": 1e-10}
+    assert got.keys() == want.keys()
+    for name, g in got.items():
+        torch.testing.assert_close(g, want[name], **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def wave(y: Tensor) -> Tensor:
+    """A scalar in which every element of y counts differently."""
+    return (y * torch.arange(1, y.numel() + 1, dtype=y.dtype).cos().view(y.shape)).sum()
+
+
+def loss_of_dense(x: Tensor, w: Weights, activation: str = "relu", mask: Tensor | None = None) -> Tensor:
+    y, h = dense(x, w, activation)
+    return wave(y) + 0.3 * (h if mask is None else h[mask]).abs().sum()
+
+
+def loss_of(x: Tensor, w: Weights, activation: str = "relu", mask: Tensor | None = None, **options: Any) -> Tensor:
+    y, stats = call(x, w, activation=activation, token_mask=mask, return_stats=True, **options)
+    return wave(y) + 0.3 * stats.l1_sum
+
+
+# ---------------------------------------------------------------------------------------------------------
+# opcheck
+# ---------------------------------------------------------------------------------------------------------
+
+
+@each_backend
+@each_kind
+@pytest.mark.parametrize("save", [True, False], ids=["save", "no save"])
+@pytest.mark.parametrize("extras", [True, False], ids=["bias and mask", "bare"])
+def test_opcheck_forward(backend: str, gated: bool, save: bool, extras: bool) -> None:
+    x, w = case(6, gated=gated, bias=extras, grad=True)
+    mask = torch.arange(6) != 2 if extras else None
+    opcheck(op_of(w), raw_arguments(x, w, mask, "relu2", backend, True, save))
+
+
+@each_backend
+@each_kind
+def test_opcheck_without_gradients_or_statistics(backend: str, gated: bool) -> None:
+    x, w = case(6, gated=gated, dtype=torch.float32)
+    opcheck(op_of(w), raw_arguments(x, w, None, "relu", backend, False, False))
+
+
+@each_backend
+@each_kind
+@pytest.mark.parametrize("save", [True, False], ids=["save", "no save"])
+@pytest.mark.parametrize("extras", [True, False], ids=["bias, mask and l1", "bare"])
+@pytest.mark.parametrize("needed", ["all", "some"])
+def test_opcheck_backward(backend: str, gated: bool, save: bool, extras: bool, needed: str) -> None:
+    x, w = case(6, gated=gated, bias=extras)
+    mask, dl1 = (torch.arange(6) != 2, torch.tensor(0.3, dtype=f64)) if extras else (None, None)
+    _, _, _, *saved = op_of(w)(*raw_arguments(x, w, mask, "relu", backend, True, save))
+    needs = [needed == "all" or i % 2 == 0 for i in range(1 + len(w))]
+    dy = torch.randn_like(x)
+    arguments = (dy, dl1, *raw_arguments(x, w, mask, *saved, "relu", backend, needs))
+    opcheck(op_of(w, "_backward"), arguments)
+
+
+@each_backend
+@each_kind
+def test_opcheck_backward_of_inputs_that_require_grad(backend: str, gated: bool) -> None:
+    """All but the test that differentiates: a backward has no gradient of its own."""
+    x, w = case(6, gated=gated, bias=True, grad=True)
+    saved = [torch.zeros(0, F, dtype=f64)] * (2 if gated else 1)
+    arguments = (torch.randn_like(x), None, *raw_arguments(x, w, None, *saved, "relu", backend, [True] * (1 + len(w))))
+    opcheck(
+        op_of(w, "_backward"), arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+
+
+@each_backend
+@each_kind
+def test_opcheck_of_noncontiguous_inputs(backend: str, gated: bool) -> None:
+    x, w = case(6, gated=gated)
+    x = x.t().contiguous().t().requires_grad_()
+    w = {n: None if t is None else t.t().contiguous().t().requires_grad_() for n, t in w.items()}
+    opcheck(op_of(w), raw_arguments(x, w, None, "relu", backend, True, True))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Gradients
+# ---------------------------------------------------------------------------------------------------------
+
+
+def smooth_case(gated: bool, bias: bool) -> tuple[Tensor, Weights]:
+    """A small case that keeps clear of the kinks of relu and |h|, with a few active neurons."""
+    for seed in itertools.count():
+        x, w = case(4, gated=gated, bias=bias, seed=seed, width=(4, 24))
+        linear = torch.nn.functional.linear
+        z = linear(x, w["w_gate"], w["b_gate"]) if gated else linear(x, w["w_up"], w["b_up"])
+        u = linear(x, w["w_up"], w["b_up"])
+        if min(z.abs().min(), u.abs().min()) > 2e-3 and 4 <= (z > 0).sum() <= 10:
+            return x.requires_grad_(), {n: None if t is None else t.requires_grad_() for n, t in w.items()}
+    raise AssertionError
+
+
+@each_backend
+@each_kind
+@each_activation
+@with_and_without_bias
+def test_gradcheck(backend: str, gated: bool, activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = smooth_case(gated, bias)
+    given = leaves(x, w)
+    mask = torch.tensor([True, True, False, True])
+    if backend == "cpu":  # the sparse backward, not its fallback
+        monkeypatch.setattr(reference, "backward", None)
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        named = dict(zip(given, tensors, strict=True))
+        named["w_down"] = named[
+            "w_down"
+        ].clone()  # gradcheck writes single elements through .data: no copy could follow
+        named_weights = {name: named.get(name) for name in w}
+        y, stats = call(
+            named["x"], named_weights, activation=activation, token_mask=mask, backend=backend, return_stats=True
+        )
+        return y, stats.l1_sum
+
+    assert torch.autograd.gradcheck(function, tuple(given.values()))
+
+
+@each_backend
+@each_kind
+@each_activation
+@with_and_without_bias
+@pytest.mark.parametrize("M", [0, 1, 7, 40])
+def test_gradients_are_those_of_the_formula(M: int, backend: str, gated: bool, activation: str, bias: bool) -> None:
+    x, w = case(M, gated=gated, bias=bias, grad=True)
+    for mask in (None, torch.arange(M) % 3 != 1):
+        got = gradients(loss_of(x, w, activation, mask, backend=backend), x, w)
+        assert_same(got, gradients(loss_of_dense(x, w, activation, mask), x, w))
+
+
+@each_backend
+@pytest.mark.parametrize(
+    ("gated", "needed"),
+    [(gated, {n}) for gated in (True, False) for n in ("x", *(GATED if gated else PLAIN))]
+    + [(True, {"w_gate", "b_up"}), (True, {"x", "w_down"}), (True, set(GATED)), (False, set(PLAIN))],
+)
+def test_partial_gradients(backend: str, gated: bool, needed: set[str]) -> None:
+    x, w = case(9, gated=gated, bias=True)
+    for name, t in leaves(x, w).items():
+        t.requires_grad_(name in needed)
+    got = gradients(loss_of(x, w, backend=backend), x, w)
+    assert got.keys() == needed
+    assert_same(got, gradients(loss_of_dense(x, w), x, w))
+
+
+@each_backend
+@each_kind
+@pytest.mark.parametrize("loss", ["y.sum()", "y.mean(0).sum()", "y only", "l1 only"])
+def test_losses_of_one_output_or_zero_stride(backend: str, gated: bool, loss: str) -> None:
+    x, w = case(9, gated=gated, bias=True, grad=True)
+
+    def value(y: Tensor, l1_sum: Tensor) -> Tensor:
+        return {"y.sum()": y.sum(), "y.mean(0).sum()": y.mean(0).sum(), "y only": wave(y), "l1 only": l1_sum}[loss]
+
+    y, stats = call(x, w, backend=backend, return_stats=True)
+    y_dense, h = dense(x, w)
+    keep = {n: t for n, t in w.items() if loss != "l1 only" or n not in ("w_down", "b_down")}
+    assert_same(gradients(value(y, stats.l1_sum), x, keep), gradients(value(y_dense, h.abs().sum()), x, keep))
+
+
+@each_backend
+def test_no_gradient_where_none_is_asked_for(backend: str) -> None:
+    y, stats = call(*case(5), backend=backend, return_stats=True)
+    assert not y.requires_grad
+    assert not stats.l1_sum.requires_grad
+    assert not stats.counts.requires_grad
+
+
+@each_backend
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("M", [1, 40])
+def test_without_autograd(backend: str, context: Callable[[], Any], M: int) -> None:
+    x, w = case(M, bias=True, grad=True)
+    with context():
+        y, stats = call(x, w, backend=backend, return_stats=True)
+        bare = call(x, w, backend=backend)
+    assert not y.requires_grad and not bare.requires_grad
+    y_dense, h = dense(x, w)
+    for got in (y, bare):
+        torch.testing.assert_close(got, y_dense.detach())
+    torch.testing.assert_close(stats.l1_sum, h.abs().sum().detach())
+
+
+@each_backend
+@each_kind
+def test_activations_not_saved_are_computed_again(backend: str, gated: bool) -> None:
+    x, w = case(40, gated=gated, bias=True, grad=True)
+
+    def run(save: bool) -> dict[str, Tensor]:
+        y, l1_sum, _, *saved = op_of(w)(*raw_arguments(x, w, None, "relu2", backend, True, save))
+        assert all(len(t) == (40 if save else 0) and not t.requires_grad for t in saved)
+        return gradients(wave(y) + l1_sum, x, w)
+
+    assert_same(run(save=False), run(save=True))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_activations_are_saved_only_for_a_backward(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = []
+    forward = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda *args, **kw: saved.append(kw["save"]) or forward(*args, **kw))
+    x, w = case(5, grad=grad)
+    call(x, w)
+    with torch.no_grad():
+        call(x, w)
+    assert saved == [grad, False]
+
+
+@each_backend
+@each_kind
+def test_half_batches_accumulate_to_the_whole(backend: str, gated: bool) -> None:
+    x, w = case(40, gated=gated, bias=True)
+    weights = [t.requires_grad_() for t in w.values() if t is not None]
+
+    def accumulated(*parts: Tensor) -> list[Tensor]:
+        for t in weights:
+            t.grad = None
+        for part in parts:
+            y, stats = call(part, w, backend=backend, return_stats=True)
+            (y.square().sum() + 0.1 * stats.l1_sum).backward()
+        return [t.grad for t in weights]
+
+    for halves, whole in zip(accumulated(x[:13], x[13:]), accumulated(x), strict=True):
+        torch.testing.assert_close(halves, whole, rtol=1e-10, atol=1e-10)
+
+
+@each_backend
+@each_kind
+def test_checkpointing_gives_equal_gradients(backend: str, gated: bool) -> None:
+    x, w = case(9, gated=gated, bias=True, grad=True)
+    again = checkpoint(lambda t: loss_of(t, w, backend=backend), x, use_reentrant=False)
+    assert_same(gradients(again, x, w), gradients(loss_of(x, w, backend=backend), x, w), rtol=0, atol=0)
+
+
+@each_backend
+@each_kind
+def test_double_backward_raises(backend: str, gated: bool) -> None:
+    x, w = case(5, gated=gated, grad=True)
+    (dx,) = torch.autograd.grad(call(x, w, backend=backend).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="ffn_backward"):
+        dx.sum().backward()
+
+
+@pytest.mark.xfail(strict=True, reason="torch drops the tangent of a custom op whose inputs need no gradient")
+def test_forward_mode_raises() -> None:
+    x, w = case(5)
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(lambda t: call(t, w), (x,), (x,))
+
+
+@each_backend
+def test_same_input_gives_the_same_bits(backend: str) -> None:
+    x, w = case(40, bias=True, grad=True, dtype=torch.float32)
+    first, second = (gradients(loss_of(x, w, backend=backend), x, w) for _ in range(2))
+    assert_same(first, second, rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.compile
+# ---------------------------------------------------------------------------------------------------------
+
+
+@each_backend
+@each_kind
+@pytest.mark.parametrize("masked", [True, False])
+def test_compiled_training(backend: str, gated: bool, masked: bool) -> None:
+    x, w = case(2, 5, gated=gated, bias=True, grad=True)
+    mask = torch.arange(10).view(2, 5) % 3 != 1 if masked else None
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    got = gradients(compiled(x, w, "relu2", mask, backend=backend), x, w)
+    assert_same(got, gradients(loss_of_dense(x, w, "relu2", mask), x, w))
+
+
+@each_backend
+@each_kind
+def test_compiled_inference(backend: str, gated: bool) -> None:
+    x, w = case(2, 5, gated=gated)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        y, stats = compiled(x, w, backend=backend, return_stats=True)
+        expected, eager = call(x, w, backend=backend, return_stats=True)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(tuple(stats), tuple(eager))
+    assert stats.counts.dtype == torch.int32
+
+
+@each_backend
+def test_compiled_once_for_any_number_of_tokens(backend: str) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss_of, fullgraph=True, backend=counter, dynamic=True)
+    for M in (5, 12, 40):
+        x, w = case(M, bias=True, grad=True)
+        assert_same(gradients(compiled(x, w, backend=backend), x, w), gradients(loss_of_dense(x, w), x, w))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+@each_kind
+def test_compiled_by_inductor(gated: bool) -> None:
+    x, w = case(40, gated=gated, bias=True, grad=True, dtype=torch.float32)
+    got = gradients(torch.compile(loss_of, fullgraph=True)(x, w), x, w)
+    assert_same(got, gradients(loss_of_dense(x, w), x, w), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(call, fullgraph=True)(x, w), dense(x, w)[0], rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# autocast
+# ---------------------------------------------------------------------------------------------------------
+
+
+def error(got: Tensor, truth: Tensor) -> float:
+    return (got.double() - truth).norm().item()
+
+
+@each_backend
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", ["eager", "compiled", "compiled inside"])
+def test_autocast_is_as_dense_under_autocast(backend: str, gated: bool, dtype: torch.dtype, how: str) -> None:
+    x, w = case(40, gated=gated, bias=True, grad=True, dtype=torch.float32)
+
+    def run(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+        y, stats = call(x, w, backend=backend, return_stats=True)
+        return y, stats.l1_sum
+
+    def run_under_autocast(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype):
+            return run(x, w)
+
+    function = run if how == "compiled" else run_under_autocast
+    function = function if how == "eager" else torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", dtype, enabled=how == "compiled"):
+        y, l1_sum = function(x, w)
+    with torch.autocast("cpu", dtype):
+        y_dense, h = dense(x, w)
+    assert y.dtype == dtype
+    assert l1_sum.dtype == torch.float32
+    got = gradients(wave(y.float()) + 0.3 * l1_sum, x, w)
+    same_in_dense = gradients(wave(y_dense.float()) + 0.3 * h.abs().sum(dtype=torch.float32), x, w)
+
+    wide_x = x.detach().double().requires_grad_()
+    wide_w = {n: t.detach().double().requires_grad_() for n, t in w.items()}
+    truth = gradients(loss_of_dense(wide_x, wide_w), wide_x, wide_w)
+    assert error(y, dense(wide_x, wide_w)[0]) <= 2 * error(y_dense, dense(wide_x, wide_w)[0])
+    for name, g in got.items():
+        assert g.dtype == torch.float32
+        assert error(g, truth[name]) <= 2 * error(same_in_dense[name], truth[name]), name
+
+
+@each_backend
+def test_backward_inside_autocast(backend: str) -> None:
+    x, w = case(40, bias=True, grad=True, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gradients(call(x, w, backend=backend).sum(), x, w)
+        y = call(x, w, backend=backend)
+    assert_same(inside, gradients(y.sum(), x, w), rtol=0, atol=0)
+
+
+def test_autocast_takes_mixed_dtypes() -> None:
+    x, w = case(5, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = call(x.bfloat16(), w)
+        assert torch.equal(mixed, call(x, w))
+        assert mixed.dtype == torch.bfloat16
+
+
+@each_backend
+def test_autocast_leaves_float64_alone(backend: str) -> None:
+    x, w = case(5, grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call(x, w, backend=backend)
+    torch.testing.assert_close(y, dense(x, w)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Shapes and layouts
+# ---------------------------------------------------------------------------------------------------------
+
+
+@each_backend
+@each_kind
+@pytest.mark.parametrize("leading", [(), (1,), (7,), (2, 5), (2, 1, 3), (0,), (2, 0), (40, 2)])
+def test_any_leading_shape(backend: str, gated: bool, leading: tuple[int, ...]) -> None:
+    x, w = case(*leading, gated=gated, bias=True, grad=True)
+    y, stats = call(x, w, backend=backend, return_stats=True)
+    assert y.shape == (*leading, D)
+    assert stats.tokens == x[..., 0].numel()
+    torch.testing.assert_close(y, dense(x, w)[0])
+    assert_same(gradients(wave(y) + 0.3 * stats.l1_sum, x, w), gradients(loss_of_dense(x, w), x, w))
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, w, backend=backend), y.detach())
+
+
+@each_backend
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x.transpose(0, 1),
+        lambda x: x[:, ::2],
+        lambda x: x[..., None].expand(*x.shape, 2)[..., 1],
+        lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        lambda x: x[:1].expand(3, -1, -1),
+    ],
+    ids=["transposed", "every other token", "strided", "feature-major", "expanded"],
+)
+def test_noncontiguous_x(backend: str, layout: Callable[[Tensor], Tensor]) -> None:
+    x, w = case(4, 6, bias=True, grad=True)
+    got = gradients(loss_of(layout(x), w, backend=backend), x, w)
+    assert_same(got, gradients(loss_of_dense(layout(x), w), x, w))
+
+
+def test_meta_tensors_give_shapes() -> None:
+    x, w = case(2, 5, bias=True)
+    y, stats = call(x.to("meta"), {n: t.to("meta") for n, t in w.items()}, return_stats=True)
+    assert y.device.type == stats.counts.device.type == "meta"
+    assert (y.shape, stats.counts.shape) == (x.shape, (F,))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Statistics
+# ---------------------------------------------------------------------------------------------------------
+
+
+@each_backend
+@each_kind
+@each_activation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, f64])
+def test_statistics(backend: str, gated: bool, activation: str, dtype: torch.dtype) -> None:
+    x, w = case(3, 7, gated=gated, dtype=dtype)
+    _, stats = call(x, w, activation=activation, backend=backend, return_stats=True)
+    assert isinstance(stats, twell.Stats)
+    assert (stats.l1_sum.dtype, stats.l1_sum.shape) == (f64 if dtype == f64 else torch.float32, ())
+    assert (stats.counts.dtype, stats.counts.shape) == (torch.int32, (F,))
+    assert (stats.tokens.dtype, stats.tokens.shape) == (torch.int64, ())
+    _, h = dense(x, w, activation)
+    torch.testing.assert_close(stats.l1_sum.double(), h.double().abs().sum(), rtol=1e-2, atol=0)
+    carrier = w["w_gate" if gated else "w_up"]
+    expected = (x.reshape(-1, D) @ carrier.t() > 0).sum(0)
+    assert stats.counts.sum() > 0
+    assert torch.equal(stats.counts.long(), expected)
+    assert stats.tokens == 21
+
+
+@each_backend
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.uint8])
+def test_token_mask_chooses_what_counts(backend: str, mask_dtype: torch.dtype) -> None:
+    x, w = case(4, 6)
+    mask = torch.arange(24).view(4, 6) % 3 != 1
+    y, stats = call(x, w, token_mask=mask.to(mask_dtype), backend=backend, return_stats=True)
+    _, kept = call(x[mask], w, backend=backend, return_stats=True)
+    torch.testing.assert_close(y, dense(x, w)[0])
+    torch.testing.assert_close(stats.l1_sum, kept.l1_sum)
+    assert torch.equal(stats.counts, kept.counts)
+    assert stats.tokens == kept.tokens == 16
+
+
+@each_backend
+def test_nothing_counts_under_an_empty_mask(backend: str) -> None:
+    x, w = case(6, grad=True)
+    _, stats = call(x, w, token_mask=torch.zeros(6, dtype=torch.bool), backend=backend, return_stats=True)
+    assert stats.l1_sum == stats.tokens == stats.counts.sum() == 0
+    assert all((g == 0).all() for g in gradients(stats.l1_sum, x, w).values())
+
+
+@each_backend
+@each_kind
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_padding_that_is_not_finite_does_not_leak(backend: str, gated: bool, value: float) -> None:
+    clean, w = case(6, gated=gated, bias=True)
+    mask = torch.arange(6) != 2
+    padded = clean.masked_fill(~mask[:, None], value).requires_grad_()
+    clean.requires_grad_()
+    _, stats = call(padded, w, token_mask=mask, backend=backend, return_stats=True)
+    _, expected = call(clean, w, token_mask=mask, backend=backend, return_stats=True)
+    torch.testing.assert_close(stats.l1_sum, expected.l1_sum)
+    assert torch.equal(stats.counts, expected.counts)
+    (got,), (want,) = torch.autograd.grad(stats.l1_sum, padded), torch.autograd.grad(expected.l1_sum, clean)
+    torch.testing.assert_close(got[mask], want[mask])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Backends and errors
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_choose_backend() -> None:
+    assert ops.choose_backend("auto", torch.device("cpu")) == "cpu"
+    assert ops.choose_backend("auto", torch.device("meta")) == "reference"
+    assert ops.choose_backend("reference", torch.device("cpu")) == "reference"
+    with pytest.raises(ValueError, match=r"backend 'cpu' is not available: .* CPU tensors, and these are on cuda:1"):
+        ops.choose_backend("cpu", torch.device("cuda:1"))
+
+
+@pytest.mark.parametrize(("backend", "ran"), [("auto", "cpu"), ("cpu", "cpu"), ("reference", "reference")])
+def test_the_requested_backend_runs(backend: str, ran: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = case(40, grad=True)
+    seen = []
+
+    def spy(module: Any, name: str, label: str) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kw: seen.append(label) or original(*args, **kw))
+
+    for name in ("forward", "backward"):
+        spy(cpu, name, "cpu")
+        spy(reference, name, "reference")
+    call(x, w, backend=backend).sum().backward()
+    assert seen == [ran, ran]
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("cuda", "unknown backend 'cuda': expected one of auto, reference, cpu, triton"),
+        ("triton", "backend 'triton' is not available: this version of twell has no Triton kernels"),
+    ],
+)
+def test_backend_errors(gated: bool, backend: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(*case(3, gated=gated), backend=backend)
+
+
+def test_cpu_backend_says_what_it_needs() -> None:
+    x, w = case(3)
+    on_meta = {n: None if t is None else t.to("meta") for n, t in w.items()}
+    with pytest.raises(
+        ValueError, match="backend 'cpu' is not available: it runs on CPU tensors, and these are on meta"
+    ):
+        call(x.to("meta"), on_meta, backend="cpu")
+
+
+def tensor(*shape: int, dtype: torch.dtype = f64, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+ERRORS = [
+    ({"activation": "silu"}, "activation must be one of relu, relu2, got 'silu'"),
+    ({"x": tensor()}, "x must be [..., D], got a scalar"),
+    ({"x": tensor(3, D + 1)}, f"must have shape {(F, D + 1)} (D={D + 1} from x, F={F} from"),
+    ({"x": tensor(3, D, dtype=torch.int64)}, "x must be float32, bfloat16, float16 or float64, got torch.int64"),
+    ({"w_up": tensor(F)}, f"w_up must be [F, D], got ({F},)"),
+    ({"w_up": None}, "w_up must be [F, D], got None"),
+    ({"w_down": None}, "w_down must be a tensor, got None"),
+    ({"w_down": tensor(F, D)}, f"w_down must have shape ({D}, {F}) (D={D} from x, F={F} from w_up), got ({F}, {D})"),
+    ({"b_up": tensor(D)}, f"b_up must have shape ({F},) (D={D} from x, F={F} from w_up), got ({D},)"),
+    ({"b_down": tensor(F)}, f"b_down must have shape ({D},) (D={D} from x, F={F} from w_up), got ({F},)"),
+    (
+        {"w_down": tensor(D, F, dtype=torch.int8)},
+        "w_down must be float32, bfloat16, float16 or float64, got torch.int8",
+    ),
+    (
+        {"w_down": tensor(D, F, dtype=torch.float32)},
+        "w_down is torch.float32 but x is torch.float64; cast one, or use torch.autocast",
+    ),
+    ({"w_down": tensor(D, F, device="meta")}, "w_down is on meta but x is on cpu"),
+    ({"token_mask": tensor(4, dtype=torch.bool)}, "token_mask must have shape (3,), got (4,)"),
+    ({"token_mask": tensor(3)}, "token_mask must be bool or integer, got torch.float64"),
+    ({"token_mask": tensor(3, dtype=torch.bool, device="meta")}, "token_mask is on meta but x is on cpu"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), ERRORS)
+def test_errors_say_what_was_expected_and_what_came(wrong: dict[str, Any], message: str) -> None:
+    x, w = case(3, gated=False, bias=True)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        twell.ffn(**{"x": x, **w, **wrong})
+    assert str(raised.value).startswith("ffn: ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"w_gate": tensor(F)}, f"w_gate must be [F, D], got ({F},)"),
+        ({"w_gate": None}, "w_gate must be [F, D], got None"),
+        ({"w_up": None}, "w_up must be a tensor, got None"),
+        ({"w_up": tensor(F + 1, D)}, f"w_up must have shape ({F}, {D}) (D={D} from x, F={F} from w_gate)"),
+        ({"b_gate": tensor(1)}, f"b_gate must have shape ({F},) (D={D} from x, F={F} from w_gate), got (1,)"),
+    ],
+)
+def test_errors_of_the_gated_form(wrong: dict[str, Any], message: str) -> None:
+    x, w = case(3, bias=True)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        twell.gated_ffn(**{"x": x, **w, **wrong})
+    assert str(raised.value).startswith("gated_ffn: ")
