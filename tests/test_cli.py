@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from twell import __version__, cli, cpu
+from twell import __version__, cli, cpu, doctor
 
 SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0"]
 
@@ -98,16 +98,25 @@ def test_doctor_reports_and_passes_here(twell: Twell) -> None:
     assert "self-test" in twell("doctor").stdout
 
 
+def test_doctor_finds_a_broken_fast_path(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cpu._sampled_dots
+    monkeypatch.setattr(cpu, "_MIN_WORK", 20e6)  # as users have it: the self-test must still reach the fast path
+    monkeypatch.setattr(cpu, "_sampled_dots", lambda *args: right(*args) * 1.01)
+    result = twell("doctor", "--json")
+    assert result.returncode == 1
+    assert "sparse output is wrong" in json.loads(result.stdout)["self-test"]
+
+
 def test_unusable_amx_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(cpu, "_advertises_amx", lambda: True)
-    monkeypatch.setattr(cpu, "_BF16_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    problem = cpu.bf16_problem()
+    monkeypatch.setattr(doctor, "_advertises_amx", lambda: True)
+    monkeypatch.setattr(doctor, "_BF16_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    problem = doctor.bf16_problem()
     assert problem is not None
     assert "AMX" in problem
-    assert cpu.AMX_REMEDY in problem
-    monkeypatch.setattr(cpu, "_BF16_PROBE", "pass")
-    assert cpu.bf16_problem() is None
-    monkeypatch.setattr(cpu, "_advertises_amx", lambda: False)
-    monkeypatch.setattr(cpu, "_BF16_PROBE", "raise SystemExit(1)")
-    assert cpu.bf16_problem() is None
+    assert doctor.AMX_REMEDY in problem
+    monkeypatch.setattr(doctor, "_BF16_PROBE", "pass")
+    assert doctor.bf16_problem() is None
+    monkeypatch.setattr(doctor, "_advertises_amx", lambda: False)
+    monkeypatch.setattr(doctor, "_BF16_PROBE", "raise SystemExit(1)")
+    assert doctor.bf16_problem() is None

@@ -77,11 +77,11 @@ def every_third_left_out(M: int) -> Tensor:
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ways taken, in order: one for each block or single token, and "reference" for a dense backward."""
+    """The ways taken, in order: one for each block or single token, and one or two for a backward."""
     taken: list[str] = []
     copies: list[Tensor | None] = []
     run_dense, run_sparse, one_token = cpu._Block._run_dense, cpu._Block._run_sparse, cpu._one_token
-    neuron_major = cpu.neuron_major
+    neuron_major, tail_backward = cpu.neuron_major, cpu._tail_backward
 
     def spy_neuron_major(w_down):
         copies.append(neuron_major(w_down))
@@ -105,14 +105,19 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken.append("one token, sparse" if has_copy() else "one token, dense")
         return y
 
+    def spy_tail_backward(*args):
+        taken.append("tail")
+        return tail_backward(*args)
+
     def spy_backward(*args):
-        taken.append("reference")
+        taken.append("hot" if taken[-1:] == ["tail"] else "reference")
         return reference_backward(*args)
 
     monkeypatch.setattr(cpu, "neuron_major", spy_neuron_major)
     monkeypatch.setattr(cpu._Block, "_run_dense", spy_dense)
     monkeypatch.setattr(cpu._Block, "_run_sparse", spy_sparse)
     monkeypatch.setattr(cpu, "_one_token", spy_one_token)
+    monkeypatch.setattr(cpu, "_tail_backward", spy_tail_backward)
     monkeypatch.setattr(reference, "backward", spy_backward)
     return taken
 
@@ -603,7 +608,7 @@ def test_backward_is_the_reference(
     for dl1, mask in itertools.product((None, DL1), (None, every_third_left_out(M))):
         ways.clear()
         assert_backward(x, w, activation, mask, dl1=dl1)
-        assert not ways
+        assert ways == (["tail", "hot"] if M >= 64 else ["tail"] if M else ways)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -616,7 +621,7 @@ def test_backward_errs_at_most_twice_as_dense(
     r, u = saved_activations(x, w, activation)
     dy, wide_u = random_like(x), None if u is None else u.double()
     got = named(cpu.backward(dy, DL1, x, w, r, u, activation))
-    assert not ways
+    assert ways == ["tail", "hot"]
     dense = named(reference_backward(dy, DL1, x, w, r, u, activation))
     truth = named(reference_backward(dy.double(), DL1, x.double(), w.to(f64), r.double(), wide_u, activation))
     for name, g in got.items():
@@ -624,7 +629,7 @@ def test_backward_errs_at_most_twice_as_dense(
 
 
 @pytest.mark.parametrize(
-    ("fewer", "density", "way"), [(1, 0.02, ["reference"]), (0, 0.02, []), (0, 0.3, ["reference"])]
+    ("fewer", "density", "way"), [(1, 0.02, ["reference"]), (0, 0.02, ["tail"]), (0, 0.3, ["reference"])]
 )
 def test_backward_is_sparse_where_that_pays(fewer: int, density: float, way: list[str], ways: list[str]) -> None:
     assert_backward(*case(cpu._MIN_TRAIN_ROWS - fewer, density=density))
@@ -651,9 +656,10 @@ ONE_NEEDED = [tuple(i == k for i in range(7)) for k in range(7)]
 def test_backward_gives_what_is_needed_and_no_more(
     needs: tuple[bool, ...], gated: bool, ways: list[str], train_any_size: None
 ) -> None:
-    x, w = case(33, density=0.03, gated=gated, biases="gud" if gated else "gd")
+    x, w = case(65, density=0.02, hot=2, gated=gated, biases="gud" if gated else "gd")
     assert_backward(x, w, dl1=DL1, needs=needs)
-    assert not ways
+    assert "reference" not in ways
+    assert ways[0] == "tail"
     r, u = saved_activations(x, w, "relu")
     got = named(cpu.backward(random_like(x), None, x, w, r, u, needs=needs))
     wanted = dict(zip(("x", *Weights._fields), needs, strict=True))
@@ -666,7 +672,7 @@ def test_backward_of_extreme_rows(shape: Callable[[Tensor], None], gated: bool, 
     x, w = case(257, gated=gated, hot=1 if shape is one_neuron_for_all else 0)
     shape(x)
     assert_backward(x, w, "relu2", every_third_left_out(257), dl1=DL1)
-    assert not ways
+    assert ways == (["tail", "hot"] if shape is one_neuron_for_all else ["tail"])
 
 
 @pytest.mark.parametrize("dy_shape", [(1, 1), (1, 24), (257, 1)])
@@ -674,7 +680,8 @@ def test_backward_of_zero_stride_gradients(dy_shape: tuple[int, int], ways: list
     x, w = case(257, density=0.03)
     dy = random_like(torch.empty(dy_shape, dtype=f64)).expand(257, 24)
     assert_backward(x, w, dy=dy, dl1=DL1)
-    assert not ways
+    assert "reference" not in ways
+    assert ways[0] == "tail"
 
 
 @each_layout
@@ -687,7 +694,8 @@ def test_backward_of_noncontiguous_tensors(layout: Callable[[Tensor], Tensor], w
     got = named(cpu.backward(dy, None, x, w, layout(r), layout(u)))
     for name, g in named(reference_backward(dy, None, x, w, r, u)).items():
         close(got[name], g, f"d{name}")
-    assert not ways
+    assert "reference" not in ways
+    assert ways[0] == "tail"
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

@@ -355,7 +355,7 @@ def test_trains_as_its_dense_twin(gated: bool, activation: str, l1: float, monke
     dense = dense_block(gated, bias=True, act_fn=act_fn)
     carrier = dense.gate_proj if gated else dense.up_proj
     with torch.no_grad():
-        carrier.bias -= 0.8
+        carrier.bias -= 2
     layer = sparse_class(gated).from_dense(copy.deepcopy(dense))
     x, target = tokens(40), tokens(40)
 

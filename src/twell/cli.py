@@ -78,15 +78,16 @@ def bench_ffn(
     """
     import torch
 
-    from twell import cpu, ops
+    from twell import ops
     from twell.bench import cases, ffn
+    from twell.doctor import bf16_problem
 
     torch_dtype = getattr(torch, dtype, None)
     if torch_dtype not in ops.DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: expected float32, bfloat16, float16 or float64")
     torch_device = _device(device)
     ops.choose_backend(backend, torch_device)
-    if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := cpu.bf16_problem()):
+    if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
     names, sizes = workload or ["skew29"], tokens or [1, 16, 256, 2048]
     for name in names:

@@ -9,8 +9,8 @@ nothing can overflow. A block of tokens is cut by cost:
 - everything else: gathered.
 
 Bytes, fp32, D 2048, F 5632: a dense FFN reads 138 MB of weights, the gate alone 46 MB, an active element
-16 KB. So one token with 29 active neurons is bound by the gate: at most 3x. For many tokens a gathered
-element costs about as much as 7 elements of a large GEMM (2 cores, AVX-512).
+16 KB. So the gate bounds what a sparse layer takes, with one token by its bytes, with many by its FLOPs.
+A gathered element costs about as much as 7 elements of a large GEMM (2 cores, AVX-512).
 
 Blocks are small enough for the allocator to reuse their buffers: fresh pages for [M, F] intermediates are
 a good part of what a dense FFN of 2048 tokens pays. Legend: m rows of a block, D, F as everywhere.
@@ -20,9 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -211,26 +208,65 @@ def backward(
     token_mask: Tensor | None = None,
     needs: tuple[bool, ...] = (True,) * 7,
 ) -> Gradients:
-    """The twin of ``reference.backward``, at the active elements only where that pays.
+    """The twin of ``reference.backward``: dense for hot neurons, at the active elements for the tail."""
+    parts = _cut(r) if len(x) >= _MIN_TRAIN_ROWS and _is_finite(x) and _is_finite(dy) else None
+    w_down_FD = None if parts is None else neuron_major(w.down)
+    if parts is None or w_down_FD is None:
+        return reference.backward(dy, dl1, x, w, r, u, activation, token_mask, needs)
+    tail, hot = parts
+    total = _tail_backward(
+        dy.contiguous(), dl1, x.contiguous(), w, w_down_FD, r, u, tail, activation, token_mask, needs
+    )
+    if len(hot):
+        hot_w = Weights(
+            w.gate.index_select(0, hot),
+            None if w.up is None else w.up.index_select(0, hot),
+            w_down_FD.index_select(0, hot).t(),
+        )
+        hot_u = None if u is None else u.index_select(1, hot)
+        hot_needs = (*needs[:6], False)  # the bias of the output is no neuron's
+        hot_r = r.index_select(1, hot)
+        part = reference.backward(dy, dl1, x, hot_w, hot_r, hot_u, activation, token_mask, hot_needs)
+        _add_hot(total, hot, part, needs)
+    return total
+
+
+def _add_hot(total: Gradients, hot: Tensor, part: Gradients, needs: tuple[bool, ...]) -> None:
+    """Put the hot neurons' gradients where the tail left zeros."""
+    if needs[0]:
+        total.x.add_(part.x)
+    neuron_axis = (0, 0, 1, 0, 0)  # of gate, up, down and the two hidden biases
+    for needed, axis, gradient, hot_gradient in zip(needs[1:6], neuron_axis, total.weights, part.weights, strict=False):
+        if needed and gradient is not None and hot_gradient is not None:
+            gradient.index_copy_(axis, hot, hot_gradient)
+
+
+def _tail_backward(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w: Weights,
+    w_down_FD: Tensor,
+    r: Tensor,
+    u: Tensor | None,
+    tail: _Entries,
+    activation: str,
+    token_mask: Tensor | None,
+    needs: tuple[bool, ...],
+) -> Gradients:
+    """The gradients the tail's entries give, E of them.
 
     Token-major: dh by sampled dots of dy with Wd's rows, dx by weighted rows of Wu and Wg. Neuron-major, after
     one stable sort: dWu, dWg, dWd by weighted rows of x and dy.
     """
-    M, F = r.shape
-    pays = M >= _MIN_TRAIN_ROWS and _gather(r.dtype).each * _active_share(r) < _MARGIN
-    w_down_FD = neuron_major(w.down) if pays and _is_finite(x) and _is_finite(dy) else None
-    if w_down_FD is None:
-        return reference.backward(dy, dl1, x, w, r, u, activation, token_mask, needs)
-
-    entries = _list_entries(r)
-    flat, col, row_start = entries
+    F = r.shape[1]
+    flat, col, row_start = tail
     acc = sum_dtype(x.dtype)
     r_E = r.reshape(-1).take(flat).to(acc)
     a_E = activate(r_E, activation)
     u_E = None if u is None else u.reshape(-1).take(flat).to(acc)
     h_E = a_E if u_E is None else a_E * u_E
-    dy = dy.contiguous()
-    dh_E = _sampled_dots(dy, w_down_FD, entries)
+    dh_E = _sampled_dots(dy, w_down_FD, tail)
     row = flat // F
     if dl1 is not None:
         sign = h_E.sign() * dl1.to(acc)
@@ -242,7 +278,6 @@ def backward(
     order = torch.argsort(col, stable=True)
     token = row[order]
     neuron_start = torch.searchsorted(col[order], torch.arange(F + 1))
-    x = x.contiguous()
 
     def by_neuron(table: Tensor, weight_E: Tensor) -> Tensor:  # [F, D]
         return _weighted_rows(table, token, neuron_start, weight_E[order])
@@ -406,36 +441,3 @@ def _silence_csr_beta_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.zeros(0, dtype=torch.int64), torch.zeros(0), (1, 1))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# bf16 on machines that advertise AMX but cannot run it
-# ---------------------------------------------------------------------------------------------------------
-
-AMX_REMEDY = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
-_BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); assert (a @ a)[0, 0] == 64"
-
-
-def bf16_problem() -> str | None:
-    """Why bf16 matrix products would kill this process, or None where they work.
-
-    Some virtual machines advertise AMX and trap on its use: oneDNN then dies with SIGILL, which cannot be
-    caught. So it is tried in a second process, and only where the CPU advertises AMX (about 2 s).
-    """
-    if "ONEDNN_MAX_CPU_ISA" in os.environ or not _advertises_amx():
-        return None
-    result = subprocess.run([sys.executable, "-c", _BF16_PROBE], capture_output=True, check=False)
-    if result.returncode == 0:
-        return None
-    return (
-        f"bf16 matrix products crash on this machine (exit code {result.returncode}): it advertises AMX but "
-        f"cannot run it. Before starting Python: {AMX_REMEDY}"
-    )
-
-
-def _advertises_amx() -> bool:
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
-            return "amx_bf16" in f.read()
-    except OSError:
-        return False

@@ -27,7 +27,23 @@ class _SparseFFNBase(nn.Module):
     neuron_counts: Tensor
     tokens_seen: Tensor
 
-    def __init__(self, activation: str, backend: str, track_counts: bool) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "relu",
+        bias: bool = False,
+        backend: str = "auto",
+        track_counts: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        widths = [(hidden_size, intermediate_size)] * (len(self.projections) - 1) + [(intermediate_size, hidden_size)]
+        linears = [nn.Linear(n_in, n_out, bias=bias, device=device, dtype=dtype) for n_in, n_out in widths]
+        self._build(linears, activation, backend, track_counts)
+
+    def _build(self, linears: list[nn.Linear], activation: str, backend: str, track_counts: bool) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -36,8 +52,6 @@ class _SparseFFNBase(nn.Module):
         self.activation = activation
         self.backend = backend
         self.track_counts = track_counts
-
-    def _set_projections(self, *linears: nn.Linear) -> None:
         for name, linear in zip(self.projections, linears, strict=True):
             setattr(self, name, linear)
         first = linears[0].weight
@@ -76,8 +90,7 @@ class _SparseFFNBase(nn.Module):
                 )
             linears.append(linear)
         new = cls.__new__(cls)
-        _SparseFFNBase.__init__(new, activation or _activation_of(mlp), backend, track_counts)
-        new._set_projections(*linears)
+        new._build(linears, activation or _activation_of(mlp), backend, track_counts)
         new.train(mlp.training)
         return new
 
@@ -154,25 +167,6 @@ class GatedSparseFFN(_SparseFFNBase):
     up_proj: nn.Linear
     down_proj: nn.Linear
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        activation: str = "relu",
-        bias: bool = False,
-        backend: str = "auto",
-        track_counts: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(activation, backend, track_counts)
-        self._set_projections(
-            nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype),
-            nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype),
-            nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype),
-        )
-
     def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
         return ops.gated_ffn(
@@ -204,24 +198,6 @@ class SparseFFN(_SparseFFNBase):
     projections = ("up_proj", "down_proj")
     up_proj: nn.Linear
     down_proj: nn.Linear
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        activation: str = "relu",
-        bias: bool = False,
-        backend: str = "auto",
-        track_counts: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(activation, backend, track_counts)
-        self._set_projections(
-            nn.Linear(hidden_size, intermediate_size, bias=bias, device=device, dtype=dtype),
-            nn.Linear(intermediate_size, hidden_size, bias=bias, device=device, dtype=dtype),
-        )
 
     def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
         up, down = self.up_proj, self.down_proj
