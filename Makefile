@@ -29,7 +29,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	$(BIN)/twell bench ffn --device cpu --workload skew29 --workload skew300 --workload skew2800
+	$(BIN)/twell bench ffn --device cpu --workload skew29 --workload skew300 --workload skew1000 --workload skew2800
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
