@@ -27,19 +27,19 @@ def run_demo(progress: Any, print_speed_table: Callable[[list[dict[str, Any]]], 
 def _show_packing(console: Console) -> None:
     console.print(Rule("1. Packing: only what is active is stored"))
     g = torch.zeros(2, 16, dtype=torch.bfloat16)
-    g[0, [1, 6, 7]] = torch.tensor([1.5, 2.0, 0.25], dtype=torch.bfloat16)
+    g[0, [1, 6, 12]] = torch.tensor([1.5, 2.0, 0.5], dtype=torch.bfloat16)
     g[1, [8, 15]] = torch.tensor([3.0, 1.0], dtype=torch.bfloat16)
-    packed = TwELL.pack(g, tile=8, slots=4, compact=True)
+    packed = TwELL.pack(g, tile=8, slots=3, compact=True)
     assert packed.words is not None
     for row, words in zip(g.tolist(), packed.words.tolist(), strict=True):
-        console.print("activations ", " ".join(f"{v:4g}" if v else "   ·" for v in row))
+        console.print("activations", "".join(f"{v:4g}" if v else "   ·" for v in row), highlight=False)
         console.print("TwELL words ", " ".join(f"{w & 0xFFFFFFFF:08x}" for w in words), highlight=False)
     console.print("Per tile of 8 columns: a count, then bf16 value and column in one 32-bit word.")
     console.print(f"Unpacked bit for bit: {torch.equal(packed.unpack(), g)}\n")
 
 
 def _show_layer(console: Console) -> None:
-    console.print(Rule("2. A layer with the sparsity of a trained model (D 1024, F 2816, workload skew29)"))
+    console.print(Rule("2. A layer as sparse as a trained model (D 1024, F 2816)"))
     inputs = cases.make("skew29", 512, 1024, 2816, dtype=torch.float32)
     r = torch.relu(inputs.x @ inputs.w_gate.T)
     per_token = (r != 0).sum(1)
