@@ -22,6 +22,7 @@ LEVELS = {
     "ops": 4,
     "nn": 5,
     "sparsity": 5,
+    "transformers_hook": 5,  # imports twell.hf by name, when a sparse configuration is first used
     "hf": 6,
     "__init__": 7,
     "bench": 8,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import twell
 from twell import cpu, reference
-from twell.nn import GatedSparseFFN, SparseFFN, _SparseFFNBase
+from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase
 
 f64 = torch.float64
 D, F = 8, 32
@@ -71,7 +71,7 @@ def dense_block(gated: bool, **options: Any) -> nn.Module:
     return DenseGated(**options) if gated else DensePlain(**options)
 
 
-def sparse_class(gated: bool) -> type[_SparseFFNBase]:
+def sparse_class(gated: bool) -> type[SparseFFNBase]:
     return GatedSparseFFN if gated else SparseFFN
 
 
@@ -296,7 +296,7 @@ def test_repr_in_each_state() -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def counted_layer(gated: bool) -> _SparseFFNBase:
+def counted_layer(gated: bool) -> SparseFFNBase:
     layer = sparse_class(gated)(D, F, bias=True, dtype=f64, activation="relu2", track_counts=True)
     layer(tokens(5))
     return layer

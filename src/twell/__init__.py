@@ -9,5 +9,32 @@ from twell._version import __version__
 from twell.formats import Hybrid, TwELL
 from twell.nn import GatedSparseFFN, SparseFFN
 from twell.ops import Stats, ffn, gated_ffn
+from twell.transformers_hook import register_with_transformers as _register_with_transformers
 
-__all__ = ["GatedSparseFFN", "Hybrid", "SparseFFN", "Stats", "TwELL", "__version__", "ffn", "gated_ffn"]
+# What needs transformers is imported when it is first used.
+_FROM_HF = ("desparsify_", "relufy_", "sparsify_")
+
+
+def __getattr__(name: str) -> object:
+    if name in _FROM_HF:
+        from twell.hf import convert
+
+        return getattr(convert, name)
+    raise AttributeError(f"module 'twell' has no attribute {name!r}")
+
+
+__all__ = [
+    "GatedSparseFFN",
+    "Hybrid",
+    "SparseFFN",
+    "Stats",
+    "TwELL",
+    "__version__",
+    "desparsify_",
+    "ffn",
+    "gated_ffn",
+    "relufy_",
+    "sparsify_",
+]
+
+_register_with_transformers()

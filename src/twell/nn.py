@@ -20,7 +20,7 @@ _KNOWN_ACTIVATIONS = {
 }
 
 
-class _SparseFFNBase(nn.Module):
+class SparseFFNBase(nn.Module):
     """What the two modules share: backend, running counts, conversion from a dense block, repr."""
 
     projections: ClassVar[tuple[str, ...]]  # input projections first, output projection last
@@ -90,7 +90,7 @@ class _SparseFFNBase(nn.Module):
                 )
             linears.append(linear)
         new = cls.__new__(cls)
-        new._build(linears, activation or _activation_of(mlp), backend, track_counts)
+        new._build(linears, activation or activation_of(mlp), backend, track_counts)
         new.train(mlp.training)
         return new
 
@@ -150,7 +150,7 @@ class _SparseFFNBase(nn.Module):
         return ", ".join(parts)
 
 
-class GatedSparseFFN(_SparseFFNBase):
+class GatedSparseFFN(SparseFFNBase):
     """y = down_proj(a(gate_proj(x)) * up_proj(x)), a = relu or relu2, made fast by sparsity.
 
     >>> layer = GatedSparseFFN(64, 256, track_counts=True)
@@ -184,7 +184,7 @@ class GatedSparseFFN(_SparseFFNBase):
         )
 
 
-class SparseFFN(_SparseFFNBase):
+class SparseFFN(SparseFFNBase):
     """y = down_proj(a(up_proj(x))), a = relu or relu2, made fast by sparsity.
 
     >>> SparseFFN(64, 256, activation="relu2", bias=True)
@@ -214,7 +214,7 @@ class SparseFFN(_SparseFFNBase):
         )
 
 
-def _activation_of(mlp: nn.Module) -> str:
+def activation_of(mlp: nn.Module) -> str:
     """The activation of a dense block, by the name of its activation module or function."""
     for attribute in ("act_fn", "activation_fn", "act"):
         function = getattr(mlp, attribute, None)

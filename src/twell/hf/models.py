@@ -1,0 +1,248 @@
+"""Causal language models with sparse FFNs: Llama and Qwen2, weight for weight the base models of transformers.
+
+The loss is ``ce_loss + sparsity_l1_coeff * l1_loss``; both parts are returned beside it, with the statistics of
+every layer. ``l1_loss`` is the mean over layers of the mean over tokens of sum_j |h_j|, taken over the tokens whose
+prediction counts in the cross-entropy and normalised exactly as that is: by ``num_items_in_batch`` where the Trainer
+gives it, else by their number. So neither accumulation steps nor the number of processes change the gradient.
+
+How statistics leave the layers: the model's forward makes a ``_Sink`` and passes it down as a keyword argument,
+which a decoder layer binds to its FFN while it runs. A checkpointed layer that runs again in the backward gets the
+same sink with its arguments, makes the same calls, and finds the sink closed: nothing is counted twice. (This needs
+non-reentrant checkpointing, where what leaves the first run is part of the graph; the reentrant kind is refused.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2Model
+
+from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
+from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase
+from twell.ops import Stats
+
+IGNORED_LABEL = -100
+
+
+@dataclasses.dataclass
+class SparseCausalLMOutput(CausalLMOutputWithPast):
+    """A causal LM's output with the two parts of the loss, and per layer what the FFN did.
+
+    ce_loss, l1_loss: scalars, ``loss = ce_loss + sparsity_l1_coeff * l1_loss``; given when labels are.
+    sparsity: one ``Stats`` per layer; given with labels, or on ``output_sparsity=True``.
+    """
+
+    ce_loss: Tensor | None = None
+    l1_loss: Tensor | None = None
+    sparsity: tuple[Stats, ...] | None = None
+
+
+class _Sink:
+    """Collects the statistics of one forward pass, layer after layer."""
+
+    def __init__(self, token_mask: Tensor | None) -> None:
+        self.token_mask = token_mask
+        self.stats: list[Stats] = []
+        self.is_open = True
+
+    def add(self, stats: Stats) -> None:
+        if self.is_open:
+            self.stats.append(stats)
+
+    def close(self) -> tuple[Stats, ...]:
+        self.is_open = False
+        stats, self.stats = tuple(self.stats), []
+        return stats
+
+
+class _ReportingMixin:
+    """An FFN that hands its statistics to the sink bound to it, and skips them where none is."""
+
+    sink: _Sink | None = None
+
+    @contextlib.contextmanager
+    def reporting_to(self, sink: _Sink | None) -> Iterator[None]:
+        self.sink = sink
+        try:
+            yield
+        finally:
+            self.sink = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sink is None:
+            return super().forward(x)
+        mask = self.sink.token_mask
+        y, stats = super().forward(x, token_mask=None if mask is None else mask.expand(x.shape[:-1]), return_stats=True)
+        self.sink.add(stats)
+        return y
+
+
+class GatedSparseMLP(_ReportingMixin, GatedSparseFFN):
+    """The gated FFN of a decoder layer."""
+
+
+class SparseMLP(_ReportingMixin, SparseFFN):
+    """The plain FFN of a decoder layer."""
+
+
+def make_mlp(config: Any) -> SparseFFNBase:
+    """A decoder layer's FFN, as the configuration has it."""
+    cls = GatedSparseMLP if config.sparsity_gated_mlp else SparseMLP
+    width = config.sparsity_new_intermediate_size or config.intermediate_size
+    return cls(config.hidden_size, width, bias=getattr(config, "mlp_bias", False))
+
+
+class _SparseDecoderLayerMixin(nn.Module):
+    mlp: Any
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.mlp = make_mlp(config)
+
+    def forward(self, *args: Any, sparsity_sink: _Sink | None = None, **kwargs: Any) -> Any:
+        with self.mlp.reporting_to(sparsity_sink):
+            return super().forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_layers(config: Any) -> Iterator[None]:
+    """The base class's own layers would be built only to be thrown away."""
+    n_layers, config.num_hidden_layers = config.num_hidden_layers, 0
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = n_layers
+
+
+class _InitCountsMixin:
+    def _init_weights(self, module: nn.Module) -> None:
+        """Buffers made on the meta device hold nothing until set, and a loaded checkpoint does not bring counts."""
+        super()._init_weights(module)
+        if isinstance(module, SparseFFNBase):
+            module.reset_counts()
+
+
+class _SparseModelMixin(_InitCountsMixin, nn.Module):
+    """The base model with sparse decoder layers."""
+
+    decoder_layer: type[nn.Module]
+
+    def __init__(self, config: Any) -> None:
+        with _without_layers(config):
+            super().__init__(config)
+        self.layers = nn.ModuleList([self.decoder_layer(config, i) for i in range(config.num_hidden_layers)])
+        self.post_init()
+
+
+class _SparseCausalLMMixin(_InitCountsMixin, nn.Module):
+    model_class: type[nn.Module]
+    l1_scale: float = 1.0  # what a warm-up schedule multiplies sparsity_l1_coeff by
+
+    def __init__(self, config: Any) -> None:
+        with _without_layers(config):
+            super().__init__(config)
+        self.model = self.model_class(config)
+        self.post_init()
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):
+        _refuse_reentrant(gradient_checkpointing_kwargs)
+        return super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kw)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_sparsity: bool = False,
+        **kwargs: Any,
+    ) -> SparseCausalLMOutput:
+        """As the base model's, with both parts of the loss. ``output_sparsity``: statistics without labels, too."""
+        if labels is None and not output_sparsity:
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        kwargs.pop("return_dict", None)
+        mask = _counted_tokens(labels, kwargs.get("shift_labels"), attention_mask)
+        sink = _Sink(mask)
+        out = super().forward(
+            input_ids=input_ids, attention_mask=attention_mask, labels=labels, sparsity_sink=sink, **kwargs
+        )
+        stats = sink.close()
+        result = SparseCausalLMOutput(**out, sparsity=stats)
+        if labels is not None:
+            result.ce_loss = out.loss
+            result.l1_loss = _l1_loss(stats, kwargs.get("num_items_in_batch"))
+            coefficient = self.config.sparsity_l1_coeff * self.l1_scale
+            result.loss = out.loss + coefficient * result.l1_loss
+        return result
+
+
+def _counted_tokens(labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """bool [B, S]: the tokens that count in L1 and statistics.
+
+    With labels the tokens whose prediction counts in the cross-entropy, else those that are not padding.
+    """
+    if labels is not None and shift_labels is None:
+        shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
+    if shift_labels is not None:
+        return shift_labels != IGNORED_LABEL
+    if attention_mask is not None and attention_mask.dim() == 2:
+        return attention_mask.bool()
+    return None
+
+
+def _l1_loss(stats: tuple[Stats, ...], num_items_in_batch: Tensor | int | None) -> Tensor:
+    total = torch.stack([s.l1_sum for s in stats]).mean()
+    if num_items_in_batch is None:
+        return total / stats[0].tokens
+    return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+def _refuse_reentrant(gradient_checkpointing_kwargs: dict[str, Any] | None) -> None:
+    if (gradient_checkpointing_kwargs or {}).get("use_reentrant", False):
+        raise ValueError(
+            "gradient checkpointing with use_reentrant=True loses the L1 term of checkpointed layers; "
+            "use gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Llama and Qwen2
+# ---------------------------------------------------------------------------------------------------------
+
+
+class LlamaSparseReluDecoderLayer(_SparseDecoderLayerMixin, LlamaDecoderLayer):
+    pass
+
+
+class LlamaSparseReluModel(_SparseModelMixin, LlamaModel):
+    config_class = LlamaSparseReluConfig
+    decoder_layer = LlamaSparseReluDecoderLayer
+    _no_split_modules: ClassVar = ["LlamaSparseReluDecoderLayer"]
+
+
+class LlamaSparseReluForCausalLM(_SparseCausalLMMixin, LlamaForCausalLM):
+    config_class = LlamaSparseReluConfig
+    model_class = LlamaSparseReluModel
+    _no_split_modules: ClassVar = ["LlamaSparseReluDecoderLayer"]
+
+
+class Qwen2SparseReluDecoderLayer(_SparseDecoderLayerMixin, Qwen2DecoderLayer):
+    pass
+
+
+class Qwen2SparseReluModel(_SparseModelMixin, Qwen2Model):
+    config_class = Qwen2SparseReluConfig
+    decoder_layer = Qwen2SparseReluDecoderLayer
+    _no_split_modules: ClassVar = ["Qwen2SparseReluDecoderLayer"]
+
+
+class Qwen2SparseReluForCausalLM(_SparseCausalLMMixin, Qwen2ForCausalLM):
+    config_class = Qwen2SparseReluConfig
+    model_class = Qwen2SparseReluModel
+    _no_split_modules: ClassVar = ["Qwen2SparseReluDecoderLayer"]

@@ -1,0 +1,487 @@
+"""Sparse models in transformers, and the conversion of existing ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    NemotronConfig,
+    OPTConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Trainer,
+    TrainingArguments,
+)
+
+import twell
+from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
+from twell.nn import SparseFFNBase
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+SPARSE_CONFIGS = [LlamaSparseReluConfig, Qwen2SparseReluConfig]
+each_type = pytest.mark.parametrize("config_class", SPARSE_CONFIGS, ids=lambda c: c.model_type)
+each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+
+
+def sparse_model(config_class: type = LlamaSparseReluConfig, l1: float = 0.01, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_class(**TINY, sparsity_l1_coeff=l1, **changes))
+    with torch.no_grad():  # larger weights than at initialisation, so that L1 and its gradient weigh something
+        for p in model.parameters():
+            p.mul_(3 if p.dim() == 2 else 1)
+    return model
+
+
+def token_ids(batch: int = 4, length: int = 10, seed: int = 0) -> Tensor:
+    return torch.randint(1, TINY["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Registration
+# ---------------------------------------------------------------------------------------------------------
+
+LOAD = "m = AutoModelForCausalLM.from_pretrained({path!r}); print(type(m).__name__)"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import twell; from transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM; import twell",
+        "import twell; from transformers import Trainer, AutoModelForCausalLM",
+        "import transformers, twell; from twell.hf import models; from transformers import AutoModelForCausalLM",
+    ],
+)
+def test_import_twell_makes_the_types_known(imports: str, tmp_path: Path) -> None:
+    sparse_model().save_pretrained(tmp_path)
+    code = f"{imports}; {LOAD.format(path=str(tmp_path))}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "LlamaSparseReluForCausalLM\n", result.stderr
+
+
+def test_import_twell_does_not_import_transformers() -> None:
+    code = "import sys, twell; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_auto_config_makes_the_real_configuration() -> None:
+    config = AutoConfig.for_model("llama_sparse_relu", **TINY, sparsity_l1_coeff=0.5)
+    assert type(config) is LlamaSparseReluConfig
+    assert config.sparsity_l1_coeff == 0.5
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Configurations and checkpoints
+# ---------------------------------------------------------------------------------------------------------
+
+
+@each_type
+def test_configuration_keeps_known_and_unknown_fields(config_class: type, tmp_path: Path) -> None:
+    fields = {
+        "sparsity_l1_coeff": 2e-5,
+        "sparsity_gated_mlp": False,
+        "sparsity_new_intermediate_size": 64,
+        "sparsity_use_hybrid_kernel": True,
+        "sparsity_l0_cutoff": 50,
+        "sparsity_start_warmup_step": 10,
+        "sparsity_end_warmup_step": 20,
+        "sparsity_reinitialize": True,
+        "sparsity_do_track": True,
+        "sparsity_tokens_until_dead": 1000,
+        "sparsity_mlp_execution_logic": "auto",
+        "sparsity_baseline_run": False,
+        "sparsity_of_tomorrow": [1, 2],
+    }
+    config_class(**TINY, **fields).save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is config_class
+    assert {name: getattr(loaded, name) for name in fields} == fields
+
+
+def test_a_checkpoint_in_the_released_form_loads(tmp_path: Path) -> None:
+    dense = AutoModelForCausalLM.from_config(
+        LlamaConfig(**TINY, hidden_act="relu", rope_parameters={"rope_type": "default", "rope_theta": 1e5})
+    ).bfloat16()
+    weights = {n: t.clone() for n, t in dense.state_dict().items() if n != "lm_head.weight"}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        **TINY,
+        "architectures": ["LlamaSparseReluForCausalLM"],
+        "model_type": "llama_sparse_relu",
+        "hidden_act": "silu",  # the released configurations say so; the FFN is ReLU all the same
+        "rope_theta": 1e5,
+        "torch_dtype": "bfloat16",
+        "sparsity_l1_coeff": 2e-5,
+        "sparsity_gated_mlp": True,
+        "sparsity_reinitialize": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert model.config.rope_parameters["rope_theta"] == 1e5
+    assert {n for n, _ in model.named_parameters()} == set(weights)
+    assert all(torch.equal(model.state_dict()[n], w) for n, w in weights.items())  # not reinitialised
+    ids = token_ids()
+    torch.testing.assert_close(model.eval()(ids).logits, dense.eval()(ids).logits, rtol=0.05, atol=0.02)
+
+
+@each_type
+@each_kind
+def test_save_and_load_bit_for_bit(config_class: type, gated: bool, tmp_path: Path) -> None:
+    model = sparse_model(config_class, sparsity_gated_mlp=gated, sparsity_new_intermediate_size=80).eval()
+    assert model.model.layers[0].mlp.up_proj.out_features == 80
+    assert hasattr(model.model.layers[0].mlp, "gate_proj") == gated
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert loaded.config.num_hidden_layers == loaded.model.config.num_hidden_layers == 3
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+    assert torch.equal(loaded(token_ids()).logits, model(token_ids()).logits)
+    for module in loaded.modules():
+        if isinstance(module, SparseFFNBase):
+            assert int(module.tokens_seen) == int(module.neuron_counts.abs().sum()) == 0
+
+
+@each_type
+def test_generate_with_cache_gives_the_tokens_without(config_class: type) -> None:
+    model = sparse_model(config_class).eval()
+    ids = token_ids(2, 5)
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The loss
+# ---------------------------------------------------------------------------------------------------------
+
+
+def plain_l1(model: Any, ids: Tensor, counted: Tensor) -> Tensor:
+    """The paper's formula, from the inputs the FFNs really get."""
+    terms = []
+
+    def record(mlp: nn.Module, args: tuple) -> None:
+        x = args[0]
+        gated = hasattr(mlp, "gate_proj")
+        h = torch.relu(mlp.gate_proj(x)) * mlp.up_proj(x) if gated else torch.relu(mlp.up_proj(x))
+        terms.append(h.abs().sum(-1)[counted].mean())
+
+    hooks = [layer.mlp.register_forward_pre_hook(record) for layer in model.model.layers]
+    model(ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(terms).mean()
+
+
+@each_type
+@each_kind
+def test_loss_is_cross_entropy_plus_l1(config_class: type, gated: bool) -> None:
+    model = sparse_model(config_class, l1=0.02, sparsity_gated_mlp=gated)
+    ids = token_ids()
+    labels = ids.clone()
+    labels[:, :3] = -100
+    labels[1] = -100
+    out = model(ids, labels=labels)
+    counted = nn.functional.pad(labels[:, 1:] != -100, (0, 1))  # the tokens that predict a label
+    torch.testing.assert_close(out.l1_loss, plain_l1(model, ids, counted))
+    torch.testing.assert_close(out.loss, out.ce_loss + 0.02 * out.l1_loss)
+    logits = model(ids).logits
+    ce = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(out.ce_loss, ce)
+    assert torch.equal(out.logits, logits)
+    assert [int(s.tokens) for s in out.sparsity] == [int(counted.sum())] * 3
+    model.l1_scale = 0.5
+    torch.testing.assert_close(model(ids, labels=labels).loss, out.ce_loss + 0.01 * out.l1_loss)
+
+
+def test_statistics_without_labels_leave_out_padding() -> None:
+    model, ids = sparse_model().eval(), token_ids()
+    mask = torch.ones_like(ids)
+    mask[2, 6:] = 0
+    out = model(ids, attention_mask=mask, output_sparsity=True)
+    assert out.loss is None
+    assert [int(s.tokens) for s in out.sparsity] == [36] * 3
+    assert not hasattr(model(ids, attention_mask=mask), "sparsity")
+
+
+def test_accumulated_micro_batches_give_the_gradient_of_the_whole() -> None:
+    model = sparse_model(l1=0.1).double()
+    ids = token_ids(6)
+    labels = ids.clone()
+    labels[0, 2:] = labels[3] = -100  # unequal numbers of tokens
+    items = (labels[:, 1:] != -100).sum()
+    whole = model(ids, labels=labels, num_items_in_batch=items)
+    whole.loss.backward()
+    expected = gradients(model)
+    for sizes in ([3, 3], [1, 5], [2, 1, 3]):
+        model.zero_grad()
+        losses = [
+            model(i, labels=lab, num_items_in_batch=items).loss
+            for i, lab in zip(ids.split(sizes), labels.split(sizes), strict=True)
+        ]
+        sum(losses).backward()
+        torch.testing.assert_close(sum(losses), whole.loss)
+        torch.testing.assert_close(gradients(model), expected)
+
+
+def trainer_step(batch: int, accumulation: int, folder: Path) -> tuple[Any, Any]:
+    """The model before and after one SGD step on four rows of unequal numbers of labels."""
+    model = sparse_model(l1=0.1).double()
+    before = copy.deepcopy(model)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        max_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    Trainer(model=model, args=arguments, train_dataset=rows_of_unequal_length()).train()
+    return before, model
+
+
+def rows_of_unequal_length() -> list[dict[str, Tensor]]:
+    rows = [{"input_ids": row, "labels": row.clone()} for row in token_ids(4)]
+    for row, length in zip(rows, (10, 4, 7, 2), strict=True):
+        row["labels"][length:] = -100
+    return rows
+
+
+def test_trainer_step_does_not_depend_on_accumulation(tmp_path: Path) -> None:
+    before, whole = trainer_step(4, 1, tmp_path)
+    for batch, accumulation in ((2, 2), (1, 4)):
+        _, accumulated = trainer_step(batch, accumulation, tmp_path)
+        torch.testing.assert_close(accumulated.state_dict(), whole.state_dict(), rtol=1e-9, atol=1e-11)
+
+    rows = rows_of_unequal_length()
+    labels = torch.stack([row["labels"] for row in rows])
+    before(torch.stack([row["input_ids"] for row in rows]), labels=labels).loss.backward()
+    # Later versions of the Trainer divide by the labels predicted, earlier ones by all labels: CE and L1 alike.
+    shifted, unshifted = (labels[:, 1:] != -100).sum(), (labels != -100).sum()
+    name = "model.layers.1.mlp.gate_proj.weight"
+    p, stepped = before.get_parameter(name), whole.get_parameter(name)
+    assert any(
+        torch.allclose(stepped, p - 0.1 * p.grad * scale, rtol=1e-9, atol=1e-11) for scale in (1, shifted / unshifted)
+    )
+
+
+@each_type
+def test_gradient_checkpointing_changes_nothing_and_counts_once(config_class: type) -> None:
+    model = sparse_model(config_class, l1=0.1).double().train()
+    ids = token_ids()
+    plain = model(ids, labels=ids)
+    plain.loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    model.gradient_checkpointing_enable()
+    checkpointed = model(ids, labels=ids, use_cache=False)
+    checkpointed.loss.backward()
+    torch.testing.assert_close(gradients(model), expected)
+    for a, b in zip(plain.sparsity, checkpointed.sparsity, strict=True):
+        assert torch.equal(a.counts, b.counts)
+    assert len(checkpointed.sparsity) == 3
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    with pytest.raises(ValueError, match="use_reentrant"):
+        sparse_model().gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def test_compiles_without_a_break() -> None:
+    model, ids = sparse_model(), token_ids()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    out = compiled(ids, labels=ids)
+    torch.testing.assert_close(out.loss, model(ids, labels=ids).loss)
+    out.loss.backward()
+    assert model.model.layers[0].mlp.gate_proj.weight.grad is not None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# sparsify_ and desparsify_
+# ---------------------------------------------------------------------------------------------------------
+
+OPT = {"hidden_size": 32, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 61}
+RELU_MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**TINY, hidden_act="relu"),
+    "llama with bias": lambda: LlamaConfig(**TINY, hidden_act="relu", mlp_bias=True),
+    "mistral": lambda: MistralConfig(**TINY, hidden_act="relu"),
+    "qwen2": lambda: Qwen2Config(**TINY, hidden_act="relu"),
+    "qwen3": lambda: Qwen3Config(**TINY, hidden_act="relu", head_dim=8),
+    "gemma": lambda: GemmaConfig(**TINY, hidden_act="relu", hidden_activation="relu", head_dim=8),
+    "nemotron": lambda: NemotronConfig(**TINY),
+    "opt": lambda: OPTConfig(**OPT, word_embed_proj_dim=32),
+}
+
+
+def dense_model(name: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(RELU_MODELS[name]()).eval()
+
+
+@pytest.mark.parametrize("name", RELU_MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparsify_keeps_the_function_and_desparsify_is_exact(name: str, dtype: torch.dtype) -> None:
+    model = dense_model(name).to(dtype)
+    ids = token_ids()
+    before, keys, classes = model(ids).logits, list(model.state_dict()), [type(m) for m in model.modules()]
+    report = twell.sparsify_(model)
+    assert len(report.changed) == 3 and not report.skipped
+    assert list(model.state_dict()) == keys
+    wide = before.double()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.03
+    assert (model(ids).logits.double() - wide).norm() <= tolerance * wide.norm()
+    again = twell.sparsify_(model)
+    assert [row.why for row in again.rows] == ["already sparse"] * 3
+    assert len(twell.desparsify_(model).changed) == 3
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize("name", ["llama", "nemotron", "opt"])
+def test_sparsified_models_run_the_sparse_operation_and_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dense_model(name).double()
+    ids = token_ids()
+    model(ids, labels=ids).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    twell.sparsify_(model)
+    calls = []
+    for op in ("gated_ffn", "ffn"):
+        right = getattr(twell.ops, op)
+        monkeypatch.setattr(twell.ops, op, lambda *a, right=right, **k: (calls.append(1), right(*a, **k))[1])
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == 3
+    torch.testing.assert_close(gradients(model), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_a_deep_copy_of_a_sparsified_model_is_its_own(name: str) -> None:
+    model = dense_model(name)
+    twell.sparsify_(model)
+    twin = copy.deepcopy(model)
+    ids = token_ids()
+    assert torch.equal(twin(ids).logits, model(ids).logits)
+    before = model(ids).logits
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert torch.equal(model(ids).logits, before)
+    assert not twin(ids).logits.any()
+
+
+def test_what_is_not_relu_is_skipped_with_the_reason() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).eval()
+    before = model(token_ids()).logits
+    report = twell.sparsify_(model)
+    assert [row.why for row in report.rows] == ["silu: call relufy_ first"] * 3
+    assert str(report).splitlines()[1] == "model.layers.0.mlp  LlamaMLP  skipped: silu: call relufy_ first"
+    assert torch.equal(model(token_ids()).logits, before)
+
+
+def test_blocks_that_compute_something_else_are_skipped() -> None:
+    model: Any = dense_model("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)) + x
+    model.model.layers[1].mlp.up_proj = nn.Bilinear(32, 32, 96)
+    report = twell.sparsify_(model)
+    assert [row.why for row in report.rows] == [
+        "its forward is not that of a gated FFN",
+        "up_proj is Bilinear, not a plain nn.Linear",
+        "",
+    ]
+
+
+def test_a_model_without_ffns_says_so() -> None:
+    assert str(twell.sparsify_(nn.Sequential(nn.Linear(3, 3)))) == "no feed-forward layers found"
+
+
+def test_sparse_types_switch_between_dense_and_sparse() -> None:
+    model = sparse_model()
+    assert [row.why for row in twell.sparsify_(model).rows] == ["already sparse"] * 3
+    twell.desparsify_(model)
+    assert {layer.mlp.backend for layer in model.model.layers} == {"reference"}
+    assert len(twell.sparsify_(model).changed) == 3
+    assert {layer.mlp.backend for layer in model.model.layers} == {"auto"}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# relufy_
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "sparse"), [(LlamaConfig, LlamaSparseReluConfig), (Qwen2Config, Qwen2SparseReluConfig)]
+)
+def test_relufied_models_become_their_sparse_type(base: type, sparse: type, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(base(**TINY)).eval()
+    weights = {n: t.clone() for n, t in model.state_dict().items()}
+    relu_twin = AutoModelForCausalLM.from_config(base(**TINY, hidden_act="relu")).eval()
+    relu_twin.load_state_dict(weights)
+    report = twell.relufy_(model, l1=0.03)
+    assert [row.became for row in report.rows] == ["relu, l1 0.03"] * 3
+    ids = token_ids()
+    torch.testing.assert_close(model(ids).logits, relu_twin(ids).logits)
+    assert all(torch.equal(t, weights[n]) for n, t in model.state_dict().items())
+    out = model(ids, labels=ids)
+    torch.testing.assert_close(out.loss, out.ce_loss + 0.03 * out.l1_loss)
+    assert out.l1_loss > 0
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded.config) is sparse
+    assert loaded.config.sparsity_l1_coeff == 0.03
+    assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+
+
+def test_other_models_get_relu_and_can_be_sparsified() -> None:
+    model = AutoModelForCausalLM.from_config(MistralConfig(**TINY)).eval()
+    report = twell.relufy_(model)
+    assert all("without L1" in str(row.became) for row in report.rows)
+    assert model.config.hidden_act == "relu"
+    assert len(twell.sparsify_(model).changed) == 3
+
+
+def test_relufy_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
+        twell.relufy_(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="l1 must not be negative"):
+        twell.relufy_(dense_model("llama"), l1=-1.0)
