@@ -21,17 +21,17 @@ LEVELS = {
     "kernels": 3,
     "ops": 4,
     "nn": 5,
-    "sparsity": 5,
+    "sparsity": 6,
     "transformers_hook": 5,  # imports twell.hf by name, when a sparse configuration is first used
-    "hf": 6,
-    "__init__": 7,
-    "bench": 8,
-    "train": 8,
-    "report": 9,
-    "doctor": 9,
-    "demo": 9,
-    "cli": 10,
-    "__main__": 11,
+    "hf": 7,
+    "__init__": 8,
+    "bench": 9,
+    "train": 9,
+    "report": 10,
+    "doctor": 10,
+    "demo": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 
 

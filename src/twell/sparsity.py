@@ -1,0 +1,100 @@
+"""What training does about sparsity: firing clocks, dead neurons, fresh starts for them, and the L1 warm-up."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from twell.nn import SparseFFNBase
+from twell.ops import Stats
+
+
+def l1_warmup(step: int, start: int | None, end: int | None) -> float:
+    """What to multiply the L1 coefficient by: 0 until ``start``, then linearly up to 1 at ``end``.
+
+    Without an ``end`` there is no warm-up.
+
+    >>> [l1_warmup(step, 10, 20) for step in (0, 10, 15, 20, 99)]
+    [0.0, 0.0, 0.5, 1.0, 1.0]
+    """
+    if end is None:
+        return 1.0
+    first = start or 0
+    if end <= first:
+        return 0.0 if step < first else 1.0
+    return min(1.0, max(0.0, (step - first) / (end - first)))
+
+
+class FiringClock:
+    """Tokens since each neuron of a layer last fired, over all processes.
+
+    A neuron is dead once its clock passes a number of tokens. Clocks are no part of a model's state dict: save
+    ``state_dict()`` beside the checkpoint.
+
+    >>> clock = FiringClock(3)
+    >>> clock.advance(Stats(torch.tensor(0.0), torch.tensor([2, 0, 1], dtype=torch.int32), torch.tensor(10)))
+    >>> clock.advance(Stats(torch.tensor(0.0), torch.tensor([1, 0, 0], dtype=torch.int32), torch.tensor(5)))
+    >>> clock.tokens_since_fired.tolist(), clock.dead(after_tokens=10).tolist()
+    ([0, 15, 5], [False, True, False])
+    """
+
+    def __init__(self, n_neurons: int, device: torch.device | str = "cpu") -> None:
+        self.tokens_since_fired = torch.zeros(n_neurons, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def advance(self, stats: Stats) -> None:
+        """Take in one step's statistics; every process must call it. Exact: integers are summed over processes."""
+        seen = torch.cat([stats.counts.long(), stats.tokens.long().reshape(1)])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(seen)
+        fired, tokens = seen[:-1] > 0, seen[-1]
+        clock = self.tokens_since_fired.to(seen.device)
+        self.tokens_since_fired = torch.where(fired, 0, clock + tokens)
+
+    def dead(self, after_tokens: int) -> Tensor:
+        """bool [F]: neurons that have not fired for at least ``after_tokens`` tokens."""
+        return self.tokens_since_fired >= after_tokens
+
+    def restart(self, neurons: Tensor) -> None:
+        """Reset the clocks of the given neurons (bool [F]), after they were given fresh weights."""
+        self.tokens_since_fired = self.tokens_since_fired.masked_fill(neurons.to(self.tokens_since_fired.device), 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"tokens_since_fired": self.tokens_since_fired.cpu()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        clock = state["tokens_since_fired"]
+        if clock.shape != self.tokens_since_fired.shape:
+            raise ValueError(
+                f"FiringClock: the saved clock has {len(clock)} neurons, the layer {len(self.tokens_since_fired)}"
+            )
+        self.tokens_since_fired = clock.to(self.tokens_since_fired.device, torch.int64)
+
+
+@torch.no_grad()
+def restart_neurons_(
+    ffn: SparseFFNBase, neurons: Tensor, *, std: float, seed: int, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Give the gate rows of ``neurons`` (bool [F]) fresh normal weights and forget the optimiser's state for them.
+
+    Only the projection that carries the activation changes, so the rest of what a neuron has learned stays. The
+    numbers depend on ``seed`` alone: the same seed on every process gives the same weights.
+    """
+    gate = getattr(ffn, ffn.projections[0])
+    if neurons.dtype != torch.bool or neurons.shape != (gate.out_features,):
+        raise ValueError(
+            f"restart_neurons_: neurons must be bool [{gate.out_features}], got {neurons.dtype} {tuple(neurons.shape)}"
+        )
+    # Drawn for all neurons on the CPU: what one neuron gets does not depend on which others are restarted.
+    generator = torch.Generator().manual_seed(seed)
+    fresh = torch.randn(gate.weight.shape, generator=generator) * std
+    for parameter, value in ((gate.weight, fresh), (gate.bias, torch.zeros(gate.out_features))):
+        if parameter is None:
+            continue
+        chosen = neurons.to(parameter.device)
+        parameter[chosen] = value.to(parameter.device, parameter.dtype)[chosen]
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        for entry in state.values():
+            if isinstance(entry, Tensor) and entry.shape == parameter.shape:
+                entry[chosen] = 0

@@ -1,0 +1,1 @@
+"""Training sparse language models: data so far."""

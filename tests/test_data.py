@@ -1,0 +1,190 @@
+"""Data and tokenizers: every file kind, packing, shuffling, held-out documents, errors."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twell.train.data import SAMPLE, Blocks, find_files, load_corpus, read_texts
+from twell.train.tokenizer import load_tokenizer, train_bpe
+
+END = 0
+
+
+def encode(text: str) -> list[int]:
+    """One token a character."""
+    return [ord(c) for c in text]
+
+
+def corpus_of(*paths: Path, **options: Any):
+    settings = {"encode": encode, "end_of_text": END, "vocab_size": 256, "held_out": 0.2, "seed": 0, **options}
+    return load_corpus(paths, **settings)
+
+
+def documents_of(tokens: np.ndarray) -> list[str]:
+    return "".join(map(chr, tokens)).split("\0")[:-1]
+
+
+TEXTS = [f"document {i}" for i in range(10)]
+
+
+def write(folder: Path, kind: str, texts: list[str]) -> Path:
+    path = folder / f"data{kind}"
+    packed = np.array([t for text in texts for t in (*encode(text), END)], dtype="<u2").tobytes()
+    if kind == ".txt":
+        path.write_text("\n<|endoftext|>\n".join(texts))
+    elif kind == ".jsonl":
+        path.write_text("".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts))
+    elif kind == ".u16":
+        path.write_bytes(packed)
+    else:
+        path.write_bytes(lzma.compress(packed))
+    return path
+
+
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".u16", ".u16.xz"])
+def test_every_kind_of_file_gives_the_same_corpus(kind: str, tmp_path: Path) -> None:
+    corpus = corpus_of(write(tmp_path, kind, TEXTS))
+    assert sorted(documents_of(corpus.train) + documents_of(corpus.held_out)) == TEXTS
+    assert corpus.train.dtype == np.uint16
+    assert (corpus.documents, corpus.held_out_documents) == (10, 2)
+    (tmp_path / "b").mkdir()
+    same = corpus_of(write(tmp_path / "b", ".jsonl", TEXTS))
+    assert np.array_equal(same.train, corpus.train)
+    assert np.array_equal(same.held_out, corpus.held_out)
+
+
+def test_parquet_says_what_it_needs_or_reads(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    path.write_bytes(b"PAR1")
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        with pytest.raises(ValueError, match="needs pyarrow"):
+            corpus_of(path)
+        return
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    assert sorted(read_texts(path)) == TEXTS
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=2, max_size=30),
+    held_out=st.floats(0.01, 0.99),
+    seed=st.integers(0, 99),
+)
+def test_no_document_is_lost_or_doubled(lengths: list[int], held_out: float, seed: int, tmp_path_factory) -> None:
+    texts = [chr(65 + i) * n for i, n in enumerate(lengths)]
+    path = write(tmp_path_factory.mktemp("d"), ".u16", texts)
+    corpus = corpus_of(path, held_out=held_out, seed=seed)
+    train, kept = documents_of(corpus.train), documents_of(corpus.held_out)
+    assert sorted(train + kept) == sorted(texts)
+    assert train and kept
+    assert len(kept) == corpus.held_out_documents
+
+
+def test_shuffling_follows_the_seed_and_the_held_out_part_does_not(tmp_path: Path) -> None:
+    path = write(tmp_path, ".jsonl", TEXTS)
+    one, again, other = (corpus_of(path, seed=s) for s in (1, 1, 2))
+    assert np.array_equal(one.train, again.train)
+    assert not np.array_equal(one.train, other.train)
+    assert np.array_equal(one.held_out, other.held_out)
+
+
+def test_folders_are_searched_in_a_fixed_order(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.jsonl", "sub/c.u16", "ignored.csv"):
+        (tmp_path / name).touch()
+    assert [p.name for p in find_files([tmp_path])] == ["a.jsonl", "b.txt", "c.u16"]
+
+
+def test_a_last_document_that_was_not_ended_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "x.u16"
+    path.write_bytes(np.array([5, 6, END, 7, 8], dtype="<u2").tobytes())
+    corpus = corpus_of(path, held_out=0.5)
+    assert sorted([corpus.train.tolist(), corpus.held_out.tolist()]) == [[5, 6, END], [7, 8, END]]
+
+
+def test_large_vocabularies_take_32_bits(tmp_path: Path) -> None:
+    corpus = corpus_of(write(tmp_path, ".txt", ["ab", "c"]), encode=lambda t: [70_000] * len(t), vocab_size=70_001)
+    assert corpus.train.dtype == np.uint32
+    assert 70_000 in corpus.train
+
+
+def test_blocks_cover_the_tokens_once() -> None:
+    blocks = Blocks(np.arange(23, dtype=np.uint16), 5)
+    seen = [t for i in range(len(blocks)) for t in blocks[i]["input_ids"].tolist()]
+    assert seen == list(range(20))
+    assert blocks[3]["labels"].tolist() == blocks[3]["input_ids"].tolist()
+    with pytest.raises(IndexError):
+        blocks[4]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"", "expected one of .txt"),
+        ("x.txt", b" \n", "holds no documents"),
+        ("x.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2 has no field 'text'"),
+        ("x.jsonl", b"{", "line 1 is not JSON"),
+        ("x.u16", b"abc", "not a whole number of 16-bit tokens"),
+        ("x.u16.xz", b"nonsense", "not a whole .xz file"),
+        ("x.u16", b"\xff\xff\x00\x00", "has token 65,535, but the model's vocabulary ends at 255"),
+        ("x.txt", b"only one", "one document cannot be split"),
+    ],
+)
+def test_bad_files_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        corpus_of(path)
+
+
+def test_bad_requests_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        corpus_of(tmp_path / "missing.txt")
+    with pytest.raises(ValueError, match="holds no"):
+        corpus_of(tmp_path)
+    with pytest.raises(ValueError, match="no data files"):
+        corpus_of()
+    path = write(tmp_path, ".txt", TEXTS)
+    with pytest.raises(ValueError, match="a tokenizer is needed"):
+        corpus_of(path, encode=None)
+    with pytest.raises(ValueError, match="held_out must lie between"):
+        corpus_of(path, held_out=1.5)
+    with pytest.raises(ValueError, match="is no token of a vocabulary"):
+        corpus_of(path, end_of_text=300)
+    with pytest.raises(ValueError, match="do not fill one block"):
+        Blocks(np.arange(3, dtype=np.uint16), 4)
+
+
+def test_bundled_sample_with_a_bpe_of_its_own(tmp_path: Path) -> None:
+    texts = list(read_texts(SAMPLE))
+    assert len(texts) > 100
+    tokenizer = train_bpe(texts[:20], 600)
+    assert tokenizer.eos_token_id == 0
+    assert len(tokenizer) == 600
+    odd = "Dr. Müller said: 東京 🙂\n\n  twice"
+    assert tokenizer.decode(tokenizer.encode(odd)) == odd
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).encode(odd) == tokenizer.encode(odd)
+    from_file = load_tokenizer(tmp_path / "tokenizer.json")
+    assert from_file.encode(odd) == tokenizer.encode(odd)
+    assert from_file.eos_token_id == 0
+
+
+def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match="vocab_size must be at least 257"):
+        train_bpe(["text"], 100)
