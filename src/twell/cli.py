@@ -185,6 +185,45 @@ def _progress(what: str, total: int) -> Iterator[Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# train
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Change the recipe.")] = None,
+    preset: Annotated[str, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "tiny",
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help=".txt, .jsonl, .parquet, .u16, .u16.xz or a folder; repeatable. Default: the bundled text."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("run"),
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokenizer.json, folder or name; without it a BPE is trained on the data.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
+) -> None:
+    """Train a sparse language model: ReLU and L1, on the Hugging Face Trainer.
+
+    Example: [bold]twell train --preset tiny --out my-run l1=5e-3 steps=200[/bold]
+    """
+    try:
+        from twell.train import recipes
+        from twell.train.data import SAMPLE
+        from twell.train.run import run
+    except ImportError as error:
+        raise RuntimeError(f"training needs more packages ({error}): pip install 'twell[train]'") from None
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if resume and overrides:
+        raise ValueError(f"a resumed run keeps its recipe: leave out {' '.join(overrides)}")
+    recipe = None if resume else recipes.override(recipes.preset(preset), overrides or [])
+    run(recipe, data or [SAMPLE], out, tokenizer=tokenizer, go_on=resume, say=lambda line: print(line, flush=True))
+
+
+# ---------------------------------------------------------------------------------------------------------
 # doctor
 # ---------------------------------------------------------------------------------------------------------
 
@@ -219,9 +258,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object
 
 @app.command()
 def demo() -> None:
-    """Pack a sparse activation, run an FFN sparse and dense side by side, and time both on this CPU.
+    """Pack a sparse activation, time an FFN sparse and dense, train a small sparse model and let it write.
 
-    Takes about a minute. Example: [bold]twell demo[/bold]
+    Takes about two minutes. Example: [bold]twell demo[/bold]
     """
     from twell.demo import run_demo
 

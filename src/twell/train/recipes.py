@@ -1,0 +1,159 @@
+"""Recipes: what to train and how, as plain Python; the paper's settings are the defaults.
+
+A recipe is a frozen dataclass; a preset is a function that returns one. ``override`` changes single fields from
+``key=value`` strings, as the command line does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A model and its training. Tokens a step = ``sequences_per_step`` x ``context``."""
+
+    # model (Llama)
+    hidden_size: int = 2048
+    intermediate_size: int = 5632
+    layers: int = 28
+    heads: int = 32
+    context: int = 2048
+    rope_theta: float = 1e5
+    gated: bool = True
+    vocab_size: int = 49152  # of a tokenizer trained on the data; a given tokenizer brings its own
+
+    # sparsity
+    l1: float = 2e-5
+    l1_warmup_start: int = 0
+    l1_warmup_end: int = 0
+    dead_after_tokens: int = 10_000_000
+    restart_every: int = 0  # steps between fresh starts for dead neurons; 0: never
+
+    # optimisation
+    steps: int = 30_000
+    sequences_per_step: int = 512
+    micro_batch: int = 8  # sequences a process computes at once
+    lr: float = 1e-3
+    lr_warmup: int = 600
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+
+    # housekeeping, in steps
+    log_every: int = 10
+    eval_every: int = 500
+    save_every: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "layers", "heads", "vocab_size", "steps", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden_size % self.heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is no multiple of heads {self.heads}")
+        if self.context < 2:
+            raise ValueError(f"context must be at least 2, got {self.context}")
+        if self.l1 < 0:
+            raise ValueError(f"l1 must not be negative, got {self.l1}")
+        if self.sequences_per_step % self.micro_batch:
+            raise ValueError(
+                f"sequences_per_step {self.sequences_per_step} is no multiple of micro_batch {self.micro_batch}"
+            )
+
+
+def tiny() -> Recipe:
+    """Trains on two CPU cores in a few minutes."""
+    return Recipe(
+        hidden_size=128,
+        intermediate_size=512,
+        layers=4,
+        heads=4,
+        context=128,
+        vocab_size=2048,
+        l1=3e-3,
+        steps=300,
+        sequences_per_step=16,
+        micro_batch=16,
+        lr=3e-3,
+        lr_warmup=30,
+        dead_after_tokens=200_000,
+        eval_every=100,
+        save_every=100,
+    )
+
+
+def small() -> Recipe:
+    """About 100M parameters with GPT-2's vocabulary."""
+    return Recipe(
+        hidden_size=768,
+        intermediate_size=2048,
+        layers=10,
+        heads=12,
+        context=1024,
+        vocab_size=50257,
+        steps=1500,
+        sequences_per_step=48,
+        micro_batch=48,
+        lr_warmup=100,
+    )
+
+
+def half_b() -> Recipe:
+    return Recipe(layers=8, steps=10_000)
+
+
+def one_b() -> Recipe:
+    return Recipe(layers=18, steps=20_000)
+
+
+def one_and_a_half_b() -> Recipe:
+    return Recipe(layers=28, steps=30_000)
+
+
+def two_b() -> Recipe:
+    return Recipe(layers=38, steps=40_000)
+
+
+PRESETS: dict[str, Callable[[], Recipe]] = {
+    "tiny": tiny,
+    "small": small,
+    "0.5b": half_b,
+    "1b": one_b,
+    "1.5b": one_and_a_half_b,
+    "2b": two_b,
+}
+
+
+def preset(name: str) -> Recipe:
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}: expected one of {', '.join(PRESETS)}")
+    return PRESETS[name]()
+
+
+def override(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    """Apply ``key=value`` strings.
+
+    >>> override(tiny(), ["l1=2e-4", "gated=false"]).l1
+    0.0002
+    """
+    fields = {f.name: f.type for f in dataclasses.fields(recipe)}
+    values: dict[str, Any] = {}
+    for change in changes:
+        key, separator, text = change.partition("=")
+        if not separator or key not in fields:
+            raise ValueError(f"{change!r}: expected key=value with a key of {', '.join(fields)}")
+        values[key] = _parse(text, str(fields[key]), change)
+    return dataclasses.replace(recipe, **values)
+
+
+def _parse(text: str, kind: str, change: str) -> bool | int | float:
+    try:
+        if kind == "bool":
+            return {"true": True, "false": False}[text.lower()]
+        return int(text) if kind == "int" else float(text)
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"{change!r}: expected {'true or false' if kind == 'bool' else f'a number ({kind})'}"
+        ) from None

@@ -1,0 +1,221 @@
+"""Training: recipes, the trainer's log, clocks, warm-up and fresh starts, resuming, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from twell.train.data import SAMPLE, read_texts
+from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
+from twell.train.run import run
+from twell.train.tokenizer import train_bpe
+from twell.train.trainer import CLOCKS_FILE, METRICS_FILE, latest_checkpoint, make_model
+
+MINI = dataclasses.replace(
+    tiny(),
+    hidden_size=32,
+    intermediate_size=64,
+    layers=2,
+    heads=2,
+    context=32,
+    vocab_size=300,
+    steps=6,
+    sequences_per_step=4,
+    micro_batch=4,
+    lr_warmup=2,
+    log_every=1,
+    eval_every=3,
+    save_every=3,
+    dead_after_tokens=200,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("\n<|endoftext|>\n".join(t[:3000] for t in list(read_texts(SAMPLE))[:8]))
+    return path
+
+
+def train(recipe: Recipe, text: Path, out: Path, **options: Any):
+    return run(recipe, [text], out, say=lambda line: None, **options)
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / METRICS_FILE).read_text().splitlines()]
+
+
+def losses(out: Path) -> dict[int, float]:
+    return {int(row["step"]): row["ce_loss"] for row in metrics(out) if "ce_loss" in row}
+
+
+# -- recipes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("small", 0.109),
+        pytest.param("0.5b", 0.51, marks=pytest.mark.slow),
+        pytest.param("1b", 1.03, marks=pytest.mark.slow),
+        pytest.param("1.5b", 1.54, marks=pytest.mark.slow),
+        pytest.param("2b", 2.06, marks=pytest.mark.slow),
+    ],
+)
+def test_presets_have_the_sizes_they_say(name: str, billions: float) -> None:
+    recipe = preset(name)
+    with torch.device("meta"):
+        model = make_model(recipe, recipe.vocab_size, 0)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+def test_overrides_and_their_errors() -> None:
+    changed = override(tiny(), ["l1=1e-4", "steps=7", "gated=False"])
+    assert (changed.l1, changed.steps, changed.gated) == (1e-4, 7, False)
+    for bad, message in (
+        ("nonsense=1", "expected key=value with a key of"),
+        ("steps", "expected key=value"),
+        ("steps=many", r"expected a number \(int\)"),
+        ("gated=7", "expected true or false"),
+        ("steps=0", "steps must be at least 1"),
+        ("heads=7", "no multiple of heads"),
+        ("micro_batch=3", "no multiple of micro_batch"),
+        ("l1=-1", "l1 must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            override(tiny(), [bad])
+    with pytest.raises(ValueError, match="unknown preset 'huge': expected one of tiny"):
+        preset("huge")
+    assert list(PRESETS) == ["tiny", "small", "0.5b", "1b", "1.5b", "2b"]
+
+
+# -- runs -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_logs_and_leaves_a_model(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(dataclasses.replace(MINI, steps=40, lr=1e-2, eval_every=20, save_every=20), text, out)
+    rows = [row for row in metrics(out) if "ce_loss" in row]
+    assert rows[-1]["ce_loss"] < rows[0]["ce_loss"] - 0.5
+    for row in rows:
+        assert row["loss"] == pytest.approx(row["ce_loss"] + MINI.l1 * row["l1_loss"], rel=2e-3)
+        assert row["active_mean"] == pytest.approx((row["active/0"] + row["active/1"]) / 2)
+        assert 0 <= row["dead_share"] <= 1
+    assert sum("eval_loss" in row for row in metrics(out)) == 2
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    ids = tokenizer("The ", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
+
+
+def test_micro_batches_do_not_change_a_run(text: Path, tmp_path: Path) -> None:
+    for micro_batch in (4, 2, 1):
+        train(dataclasses.replace(MINI, micro_batch=micro_batch), text, tmp_path / str(micro_batch))
+    whole = losses(tmp_path / "4")
+    for micro_batch in ("2", "1"):
+        assert losses(tmp_path / micro_batch) == pytest.approx(whole, rel=1e-4)
+        for a, b in zip(metrics(tmp_path / "4"), metrics(tmp_path / micro_batch), strict=True):
+            if "l1_loss" in a:
+                assert b["l1_loss"] == pytest.approx(a["l1_loss"], rel=1e-3)
+                assert b["active_mean"] == pytest.approx(a["active_mean"], rel=1e-2)
+
+
+class _Kill(TrainerCallback):
+    """Stops a run hard in the middle of a step, after its first checkpoint."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = dataclasses.replace(MINI, restart_every=2, l1_warmup_end=6)
+    through = train(recipe, text, tmp_path / "through")
+    from twell.train import run as run_module
+
+    make_trainer = run_module.make_trainer
+
+    def mortal(*args: Any, **kwargs: Any) -> Any:
+        trainer = make_trainer(*args, **kwargs)
+        trainer.add_callback(_Kill())
+        return trainer
+
+    with monkeypatch.context() as m:
+        m.setattr(run_module, "make_trainer", mortal)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe, text, tmp_path / "killed")
+    shutil.copytree(tmp_path / "killed/checkpoint-3", tmp_path / "killed/checkpoint-5")
+    (tmp_path / "killed/checkpoint-5" / CLOCKS_FILE).unlink()  # a checkpoint that was never finished
+    resumed = run(None, [text], tmp_path / "killed", go_on=True, say=lambda line: None)
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "through"), rel=1e-6)
+    for a, b in zip(through.clocks, resumed.clocks, strict=True):
+        assert torch.equal(a.tokens_since_fired, b.tokens_since_fired)
+    for a, b in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_newest_finished_checkpoint_is_found(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    for step, finished in ((9, True), (10, True), (11, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if finished:
+            (tmp_path / f"checkpoint-{step}" / CLOCKS_FILE).touch()
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_clocks_and_counts_stay_out_of_the_state_dict(text: Path, tmp_path: Path) -> None:
+    trainer = train(MINI, text, tmp_path)
+    assert not [key for key in trainer.model.state_dict() if "clock" in key or "count" in key or "seen" in key]
+    assert [len(state["tokens_since_fired"]) for state in torch.load(tmp_path / "checkpoint-6" / CLOCKS_FILE)] == [
+        64,
+        64,
+    ]
+
+
+def test_dead_neurons_get_fresh_gates_on_schedule(text: Path, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(MINI, l1=10.0, lr=0.05, steps=8, dead_after_tokens=100)
+    dead = train(recipe, text, tmp_path / "dead")
+    assert max(row.get("dead_share", 0) for row in metrics(tmp_path / "dead")) > 0.2
+    care = train(dataclasses.replace(recipe, restart_every=8), text, tmp_path / "care")
+    assert losses(tmp_path / "care") == losses(tmp_path / "dead")  # the restart comes after the last step
+    changed = 0
+    for a, b, clock in zip(dead.ffns, care.ffns, dead.clocks, strict=True):
+        was_dead = clock.dead(100)
+        assert torch.equal(a.gate_proj.weight[~was_dead], b.gate_proj.weight[~was_dead])
+        assert torch.equal(a.up_proj.weight, b.up_proj.weight)
+        assert (a.gate_proj.weight[was_dead] != b.gate_proj.weight[was_dead]).any(1).all()
+        changed += int(was_dead.sum())
+    assert changed > 10
+    assert not any(clock.dead(100).any() for clock in care.clocks)
+
+
+def test_l1_warms_up(text: Path, tmp_path: Path) -> None:
+    train(dataclasses.replace(MINI, l1=0.1, l1_warmup_start=2, l1_warmup_end=4), text, tmp_path)
+    shares = [(row["loss"] - row["ce_loss"]) / (0.1 * row["l1_loss"]) for row in metrics(tmp_path) if "ce_loss" in row]
+    assert shares == pytest.approx([0, 0, 0, 0.5, 1, 1], abs=0.01)
+
+
+def test_faults_end_in_one_clear_error(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the loss is nan at step"):
+        train(dataclasses.replace(MINI, lr=1e30, clip=1e30, lr_warmup=0), text, tmp_path / "nan")
+    with pytest.raises(ValueError, match="is not empty"):
+        train(MINI, text, tmp_path / "nan")
+    with pytest.raises(ValueError, match="no finished checkpoint"):
+        run(None, [text], tmp_path / "nan", go_on=True)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        train(MINI, tmp_path / "missing.txt", tmp_path / "x")
+    tokens = tmp_path / "x.u16"
+    tokens.write_bytes(b"\1\0\0\0" * 8)
+    with pytest.raises(ValueError, match="give --tokenizer"):
+        train(MINI, tokens, tmp_path / "x")
+    train_bpe(["small"], 260).save_pretrained(tmp_path / "tok")
+    tokens.write_bytes(b"\xff\1\0\0" * 8)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        train(MINI, tokens, tmp_path / "x", tokenizer=str(tmp_path / "tok"))
