@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell import reference
-from twell.reference import Forward, Gradients, Weights, activate, no_statistics, slope, sum_dtype
+from twell.reference import Forward, Gradients, Weights, activate, gradient_if, no_statistics, slope, sum_dtype
 from twell.weights import neuron_major
 
 
@@ -291,8 +290,7 @@ def _tail_backward(
             return gate_part
         return gate_part + _weighted_rows(w.up, col, row_start, du_E)
 
-    def when(needed: bool, gradient: Callable[[], Tensor]) -> Tensor:
-        return gradient() if needed else x.new_empty(0)
+    when = functools.partial(gradient_if, x)
 
     return Gradients(
         when(needs[0], dx),

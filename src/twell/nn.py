@@ -214,17 +214,24 @@ class SparseFFN(SparseFFNBase):
         )
 
 
-def activation_of(mlp: nn.Module) -> str:
-    """The activation of a dense block, by the name of its activation module or function."""
+def find_activation(mlp: nn.Module) -> tuple[str, str] | None:
+    """(attribute, name) of a dense block's activation module or function, or None where it tells none."""
     for attribute in ("act_fn", "activation_fn", "act"):
         function = getattr(mlp, attribute, None)
-        if function is None:
-            continue
-        name = getattr(function, "__name__", type(function).__name__)
-        if name in _KNOWN_ACTIVATIONS:
-            return _KNOWN_ACTIVATIONS[name]
+        if function is not None:
+            return attribute, getattr(function, "__name__", type(function).__name__)
+    return None
+
+
+def activation_of(mlp: nn.Module) -> str:
+    """relu or relu2, by the name of a dense block's activation; an error for any other."""
+    found = find_activation(mlp)
+    if found is None:
+        raise ValueError(f"{type(mlp).__name__} does not tell its activation; pass activation='relu' or 'relu2'")
+    attribute, name = found
+    if name not in _KNOWN_ACTIVATIONS:
         raise ValueError(
             f"{type(mlp).__name__}.{attribute} is {name}: a sparse FFN computes relu or relu2; "
             f"changing the activation changes the model, so pass activation=... only if you mean it"
         )
-    raise ValueError(f"{type(mlp).__name__} does not tell its activation; pass activation='relu' or 'relu2'")
+    return _KNOWN_ACTIVATIONS[name]

@@ -14,6 +14,7 @@ Sums run in the dtype of the inputs for float32 and float64, and in float32 for 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -143,8 +144,7 @@ def backward(
     du = None if u is None else dh * a
     dz = (dh if u is None else dh * u) * slope(r, activation)
 
-    def when(needed: bool, gradient: Callable[[], Tensor]) -> Tensor:
-        return gradient() if needed else x.new_empty(0)
+    when = functools.partial(gradient_if, x)
 
     def dx() -> Tensor:
         return dz @ w.gate if du is None or w.up is None else dz @ w.gate + du @ w.up
@@ -160,6 +160,11 @@ def backward(
             down_bias=when(needs[6], lambda: dy.sum(0)),
         ),
     )
+
+
+def gradient_if(x: Tensor, needed: bool, gradient: Callable[[], Tensor]) -> Tensor:
+    """The gradient where it is needed; else an empty tensor, a new one each time (ops may not return aliases)."""
+    return gradient() if needed else x.new_empty(0)
 
 
 def l1_gradient(h: Tensor, dl1: Tensor, token_mask: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ from twell.hf.models import (
     Qwen2SparseReluForCausalLM,
     Qwen2SparseReluModel,
 )
-from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, activation_of
+from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, activation_of, find_activation
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = ("up_proj", "down_proj")
@@ -200,12 +200,8 @@ def _undo_inline(layer: Any) -> None:
 
 
 def _activation_name(ffn: nn.Module) -> str:
-    for attribute in ("act_fn", "activation_fn", "act"):
-        function = getattr(ffn, attribute, None)
-        if function is not None:
-            name = getattr(function, "__name__", type(function).__name__)
-            return name.removesuffix("Activation").lower()
-    return "unknown activation"
+    found = find_activation(ffn)
+    return "unknown activation" if found is None else found[1].removesuffix("Activation").lower()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -244,13 +240,13 @@ def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
     rows = []
     for name, _, _, ffn in list(_ffns(model)):
         was = _activation_name(ffn)
-        attribute = next((a for a in ("act_fn", "activation_fn", "act") if hasattr(ffn, a)), None)
+        found = find_activation(ffn)
         if isinstance(ffn, SparseFFNBase) or was == "relu":
             rows.append(Row(name, was, None, "is ReLU already"))
-        elif attribute is None:
+        elif found is None:
             rows.append(Row(name, was, None, "does not tell its activation"))
         else:
-            setattr(ffn, attribute, nn.ReLU())
+            setattr(ffn, found[0], nn.ReLU())
             rows.append(Row(name, was, "relu, without L1 in the model's own loss"))
     for field in ("hidden_act", "hidden_activation", "activation_function"):
         if hasattr(model.config, field):

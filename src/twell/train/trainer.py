@@ -110,8 +110,8 @@ class SparseTrainer(Trainer):
         self.clocks = [FiringClock(len(ffn.neuron_counts)) for ffn in self.ffns]
         self._step: list[Stats] | None = None  # per layer, summed over the micro-batches of a step
         self._losses: Tensor | None = None  # [2]: cross-entropy and L1 of a step
-        self._seen = {"steps": 0, "ce_loss": 0.0, "l1_loss": 0.0}
-        self._active: list[float] = []
+        self._last: list[Stats] = []  # of the last whole step
+        self._logged_steps, self._logged_losses = 0, torch.zeros(2, dtype=torch.float64)
         self.remove_callback(PrinterCallback)
         self.add_callback(_SparsityCallback(self))
 
@@ -135,18 +135,18 @@ class SparseTrainer(Trainer):
         self._step = seen
 
     def finish_step(self) -> None:
-        """After an optimiser step: advance the clocks, keep what the log will say, restart dead neurons."""
+        """After an optimiser step: advance the clocks, keep what the log will say, restart dead neurons.
+
+        Nothing here waits for the device; numbers are read when they are logged.
+        """
         assert self._step is not None and self._losses is not None
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self._losses)
-        ce_loss, l1_loss = self._losses.tolist()
-        self._seen["steps"] += 1
-        self._seen["ce_loss"] += ce_loss
-        self._seen["l1_loss"] += l1_loss
+        self._logged_steps += 1
+        self._logged_losses = self._logged_losses.to(self._losses.device) + self._losses
         for clock, stats in zip(self.clocks, self._step, strict=True):
             clock.advance(stats)
-        self._active = [float(s.counts.sum()) / max(1, int(s.tokens)) for s in self._step]
-        self._step = self._losses = None
+        self._last, self._step, self._losses = self._step, None, None
         step = self.state.global_step
         if self.recipe.restart_every and step % self.recipe.restart_every == 0:
             self._restart_dead_neurons(step)
@@ -161,15 +161,14 @@ class SparseTrainer(Trainer):
             clock.restart(dead)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs and self._seen["steps"]:
-            steps = self._seen["steps"]
+        if "loss" in logs and self._logged_steps:
+            active = [float(s.counts.sum()) / max(1, int(s.tokens)) for s in self._last]
             dead = [float(c.dead(self.recipe.dead_after_tokens).float().mean()) for c in self.clocks]
-            logs["ce_loss"] = self._seen["ce_loss"] / steps
-            logs["l1_loss"] = self._seen["l1_loss"] / steps
-            logs["active_mean"] = sum(self._active) / len(self._active)
+            logs["ce_loss"], logs["l1_loss"] = (self._logged_losses / self._logged_steps).tolist()
+            logs["active_mean"] = sum(active) / len(active)
             logs["dead_share"] = sum(dead) / len(dead)
-            logs |= {f"active/{i}": a for i, a in enumerate(self._active)}
-            self._seen = {"steps": 0, "ce_loss": 0.0, "l1_loss": 0.0}
+            logs |= {f"active/{i}": a for i, a in enumerate(active)}
+            self._logged_steps, self._logged_losses = 0, torch.zeros_like(self._logged_losses)
         super().log(logs, *args, **kwargs)
 
 
