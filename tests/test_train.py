@@ -16,7 +16,7 @@ from twell.train.data import SAMPLE, read_texts
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
 from twell.train.run import run
 from twell.train.tokenizer import train_bpe
-from twell.train.trainer import CLOCKS_FILE, METRICS_FILE, latest_checkpoint, make_model
+from twell.train.trainer import CLOCKS_FILE, METRICS_FILE, accumulation_steps, latest_checkpoint, make_model
 
 MINI = dataclasses.replace(
     tiny(),
@@ -94,6 +94,14 @@ def test_overrides_and_their_errors() -> None:
     with pytest.raises(ValueError, match="unknown preset 'huge': expected one of tiny"):
         preset("huge")
     assert list(PRESETS) == ["tiny", "small", "0.5b", "1b", "1.5b", "2b"]
+
+
+@pytest.mark.parametrize(("processes", "steps"), [(1, 8), (2, 4), (8, 1)])
+def test_more_processes_accumulate_less(processes: int, steps: int) -> None:
+    recipe = dataclasses.replace(MINI, sequences_per_step=16, micro_batch=2)
+    assert accumulation_steps(recipe, processes) == steps
+    with pytest.raises(ValueError, match="16 sequences a step do not divide into 3 processes x 2"):
+        accumulation_steps(recipe, 3)
 
 
 # -- runs -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +56,13 @@ def make_model(recipe: Recipe, vocab_size: int, end_of_text: int) -> LlamaSparse
 
 def make_trainer(recipe: Recipe, model: Any, corpus: Corpus, out: Path, **arguments: Any) -> SparseTrainer:
     """A trainer for the recipe; ``arguments`` go to ``TrainingArguments`` over the recipe's."""
-    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    per_pass = recipe.micro_batch * processes
-    if recipe.sequences_per_step % per_pass:
-        raise ValueError(
-            f"{recipe.sequences_per_step} sequences a step do not divide into {processes} processes x "
-            f"{recipe.micro_batch}"
-        )
     on_gpu = torch.cuda.is_available()
     settings: dict[str, Any] = {
         "output_dir": str(out),
         "max_steps": recipe.steps,
         "per_device_train_batch_size": recipe.micro_batch,
         "per_device_eval_batch_size": recipe.micro_batch,
-        "gradient_accumulation_steps": recipe.sequences_per_step // per_pass,
+        "gradient_accumulation_steps": accumulation_steps(recipe, int(os.environ.get("WORLD_SIZE", "1"))),
         "learning_rate": recipe.lr,
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
@@ -97,6 +91,17 @@ def make_trainer(recipe: Recipe, model: Any, corpus: Corpus, out: Path, **argume
         train_dataset=Blocks(corpus.train, recipe.context),
         eval_dataset=Blocks(corpus.held_out, recipe.context),
     )
+
+
+def accumulation_steps(recipe: Recipe, processes: int) -> int:
+    """Micro-batches each process computes a step. (Launchers tell WORLD_SIZE before any process group exists.)"""
+    per_pass = recipe.micro_batch * processes
+    if recipe.sequences_per_step % per_pass:
+        raise ValueError(
+            f"{recipe.sequences_per_step} sequences a step do not divide into {processes} processes x "
+            f"{recipe.micro_batch}"
+        )
+    return recipe.sequences_per_step // per_pass
 
 
 class SparseTrainer(Trainer):
