@@ -12,6 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from twell import __version__, cli, cpu, doctor
+from twell.trace import Trace
+from twell.train.data import SAMPLE, read_texts
 
 SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0"]
 
@@ -120,3 +122,61 @@ def test_unusable_amx_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(doctor, "_advertises_amx", lambda: False)
     monkeypatch.setattr(doctor, "_BF16_PROBE", "raise SystemExit(1)")
     assert doctor.bf16_problem() is None
+
+
+# -- train, trace, eval -----------------------------------------------------------------------------------
+
+MINI_RUN = (
+    "hidden_size=32 intermediate_size=64 layers=2 heads=2 context=32 vocab_size=300 steps=4 sequences_per_step=4 "
+    "micro_batch=4 log_every=2 eval_every=4 save_every=4"
+)
+
+
+def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(t[:3000] for t in list(read_texts(SAMPLE))[:8]))
+    result = twell("train", "--data", str(text), "--out", str(tmp_path / "run"), "--json", *MINI_RUN.split(" "))
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)  # and nothing else
+    assert summary["recipe"]["steps"] == 4
+    assert summary["tokens"] == 4 * 4 * 32
+    assert 0 < summary["active_share"] < 1
+    assert len(summary["active"]) == 2
+    assert "step 4/4" in result.stderr
+    model = str(tmp_path / "run" / "model")
+
+    out = tmp_path / "trace.npz"
+    result = twell("trace", model, "--text", str(text), "--out", str(out), "--tokens", "64", "--json")
+    assert result.returncode == 0, result.stderr
+    trace = Trace.load(out)
+    assert (trace.layers, trace.tokens) == (2, 64)
+    assert [layer["mean"] for layer in json.loads(result.stdout)] == pytest.approx([c.mean() for c in trace.counts])
+    result = twell("trace", model, "--text", str(text), "--out", str(out), "--tokens", "64")
+    assert "busiest tenth" in result.stdout
+
+    passages = tmp_path / "passages.jsonl"
+    passages.write_text(json.dumps({"text": "three little words"}) + "\n")
+    options = ("--text", str(text), "--last-words", str(passages))
+    result = twell("eval", model, *options, "--json")
+    assert result.returncode == 0, result.stderr
+    on_text, on_words = map(json.loads, result.stdout.splitlines())
+    assert on_text["bytes"] == len(text.read_bytes())
+    assert on_words["items"] == 1
+    assert f"{on_text['bits_per_byte']:.4f} bits per byte" in twell("eval", model, *options).stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["train", "--resume", "l1=1"], "a resumed run keeps its recipe"),
+        (["train", "--preset", "huge"], "unknown preset 'huge'"),
+        (["train", "nonsense=1"], "expected key=value"),
+        (["eval", "nowhere"], "nothing to evaluate on"),
+        (["eval", "nowhere", "--text", "missing.txt"], "missing.txt"),
+    ],
+)
+def test_bad_commands_are_one_clear_line(twell: Twell, args: list[str], message: str) -> None:
+    result = twell(*args)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1

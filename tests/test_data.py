@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from twell.train import data
 from twell.train.data import SAMPLE, Blocks, find_files, load_corpus, read_texts
 from twell.train.tokenizer import load_tokenizer, train_bpe
 
 END = 0
 
 
-def encode(text: str) -> list[int]:
+def encode(texts: list[str]) -> list[list[int]]:
     """One token a character."""
-    return [ord(c) for c in text]
+    return [[ord(c) for c in text] for text in texts]
 
 
 def corpus_of(*paths: Path, **options: Any):
@@ -37,7 +38,7 @@ TEXTS = [f"document {i}" for i in range(10)]
 
 def write(folder: Path, kind: str, texts: list[str]) -> Path:
     path = folder / f"data{kind}"
-    packed = np.array([t for text in texts for t in (*encode(text), END)], dtype="<u2").tobytes()
+    packed = np.array([t for text in texts for t in (*encode([text])[0], END)], dtype="<u2").tobytes()
     if kind == ".txt":
         path.write_text("\n<|endoftext|>\n".join(texts))
     elif kind == ".jsonl":
@@ -54,7 +55,7 @@ def test_every_kind_of_file_gives_the_same_corpus(kind: str, tmp_path: Path) -> 
     corpus = corpus_of(write(tmp_path, kind, TEXTS))
     assert sorted(documents_of(corpus.train) + documents_of(corpus.held_out)) == TEXTS
     assert corpus.train.dtype == np.uint16
-    assert (corpus.documents, corpus.held_out_documents) == (10, 2)
+    assert (corpus.documents, corpus.held_out_documents) == (8, 2)
     (tmp_path / "b").mkdir()
     same = corpus_of(write(tmp_path / "b", ".jsonl", TEXTS))
     assert np.array_equal(same.train, corpus.train)
@@ -71,8 +72,15 @@ def test_parquet_says_what_it_needs_or_reads(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="needs pyarrow"):
             corpus_of(path)
         return
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": [*TEXTS, None, ""]}), path)
     assert sorted(read_texts(path)) == TEXTS
+    calls: list[tuple[int, int]] = []
+    corpus = corpus_of(path, progress=lambda done, total: calls.append((done, total)))
+    assert sorted(documents_of(corpus.train) + documents_of(corpus.held_out)) == TEXTS
+    assert calls[-1] == (path.stat().st_size, path.stat().st_size)
+    pyarrow.parquet.write_table(pyarrow.table({"body": TEXTS}), path)
+    with pytest.raises(ValueError, match="no column 'text', only body"):
+        corpus_of(path)
 
 
 @given(
@@ -105,6 +113,72 @@ def test_folders_are_searched_in_a_fixed_order(tmp_path: Path) -> None:
     assert [p.name for p in find_files([tmp_path])] == ["a.jsonl", "b.txt", "c.u16"]
 
 
+def test_files_to_validate_on_replace_the_held_out_share(tmp_path: Path) -> None:
+    (tmp_path / "validation").mkdir()
+    train = write(tmp_path, ".jsonl", TEXTS)
+    validation = write(tmp_path / "validation", ".u16", ["one", "two"])
+    corpus = corpus_of(train, held_out=[validation])
+    assert sorted(documents_of(corpus.train)) == TEXTS
+    assert documents_of(corpus.held_out) == ["one", "two"]  # not shuffled
+    assert (corpus.documents, corpus.held_out_documents) == (10, 2)
+    assert "10 documents" in repr(corpus)
+    assert not np.array_equal(corpus.train, corpus_of(train, held_out=[validation], seed=1).train)
+    one = write(tmp_path, ".txt", ["a single document can be trained on"])
+    assert corpus_of(one, held_out=[str(validation)]).documents == 1
+    with pytest.raises(FileNotFoundError, match="missing"):
+        corpus_of(train, held_out=[tmp_path / "missing.txt"])
+    with pytest.raises(ValueError, match="no data files"):
+        corpus_of(train, held_out=[])
+
+
+@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".u16"])
+def test_batches_of_any_size_give_the_same_corpus(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, kind, [*TEXTS, "", "the end"])
+    batches: list[int] = []
+
+    def counting(texts: list[str]) -> list[list[int]]:
+        batches.append(len(texts))
+        return encode(texts)
+
+    expected = corpus_of(path, encode=counting)
+    assert batches == ([] if kind == ".u16" else [11 + (kind == ".jsonl")])
+    for texts, characters, scanned in [(1, 99, 1), (3, 99, 7), (99, 1, 50), (99, 25, 1000)]:
+        monkeypatch.setattr(data, "BATCH_TEXTS", texts)
+        monkeypatch.setattr(data, "BATCH_CHARACTERS", characters)
+        monkeypatch.setattr(data, "SCAN_TOKENS", scanned)
+        batches.clear()
+        corpus = corpus_of(path, encode=counting)
+        assert np.array_equal(corpus.train, expected.train)
+        assert np.array_equal(corpus.held_out, expected.held_out)
+        assert max(batches, default=0) <= texts
+        assert kind == ".u16" or len(batches) > 2
+
+
+def test_progress_counts_the_bytes_of_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "BATCH_TEXTS", 3)
+    monkeypatch.setattr(data, "SCAN_TOKENS", 40)
+    files = [write(tmp_path, kind, TEXTS) for kind in (".txt", ".jsonl", ".u16", ".u16.xz")]
+    (tmp_path / "validation").mkdir()
+    validation = write(tmp_path / "validation", ".jsonl", TEXTS)
+    calls: list[tuple[int, int]] = []
+    corpus_of(*files, held_out=[validation], progress=lambda done, total: calls.append((done, total)))
+    sizes = [path.stat().st_size for path in (*files, validation)]
+    done = [d for d, _ in calls]
+    assert {total for _, total in calls} == {sum(sizes)}
+    assert done == sorted(done)
+    assert set(np.cumsum(sizes).tolist()) <= set(done)
+    for start, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
+        assert size == sizes[3] or sum(start < d < start + size for d in done) >= 2  # .xz is read in one go
+    assert sizes[0] + 3 * sizes[1] // 10 in done  # three lines of ten, of equal length
+
+
+def test_token_files_are_not_copied_before_the_shuffle(tmp_path: Path) -> None:
+    path = write(tmp_path, ".u16", TEXTS)
+    [documents] = data.read_documents([path], None, END, 256)
+    assert len(documents) == 10
+    assert all(document.base is not None and not document.flags.writeable for document in documents)  # of the map
+
+
 def test_a_last_document_that_was_not_ended_is_ended(tmp_path: Path) -> None:
     path = tmp_path / "x.u16"
     path.write_bytes(np.array([5, 6, END, 7, 8], dtype="<u2").tobytes())
@@ -113,9 +187,17 @@ def test_a_last_document_that_was_not_ended_is_ended(tmp_path: Path) -> None:
 
 
 def test_large_vocabularies_take_32_bits(tmp_path: Path) -> None:
-    corpus = corpus_of(write(tmp_path, ".txt", ["ab", "c"]), encode=lambda t: [70_000] * len(t), vocab_size=70_001)
+    def long_tokens(texts: list[str]) -> list[list[int]]:
+        return [[70_000] * len(text) for text in texts]
+
+    corpus = corpus_of(write(tmp_path, ".txt", ["ab", "c"]), encode=long_tokens, vocab_size=70_001)
     assert corpus.train.dtype == np.uint32
     assert 70_000 in corpus.train
+    short = corpus_of(write(tmp_path, ".u16", ["ab", "c"]), vocab_size=70_001)
+    assert short.train.dtype == np.uint32
+    assert documents_of(short.train) + documents_of(short.held_out) in (["ab", "c"], ["c", "ab"])
+    with pytest.raises(ValueError, match="one document"):  # no 16-bit token can be that end-of-text
+        corpus_of(tmp_path / "data.u16", vocab_size=70_001, end_of_text=70_000)
 
 
 def test_blocks_cover_the_tokens_once() -> None:
@@ -134,6 +216,8 @@ def test_blocks_cover_the_tokens_once() -> None:
         ("x.txt", b" \n", "holds no documents"),
         ("x.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2 has no field 'text'"),
         ("x.jsonl", b"{", "line 1 is not JSON"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8"),
+        ("x.u16", b"", "holds no documents"),
         ("x.u16", b"abc", "not a whole number of 16-bit tokens"),
         ("x.u16.xz", b"nonsense", "not a whole .xz file"),
         ("x.u16", b"\xff\xff\x00\x00", "has token 65,535, but the model's vocabulary ends at 255"),
@@ -148,7 +232,7 @@ def test_bad_files_are_named(name: str, content: bytes, message: str, tmp_path: 
 
 
 def test_bad_requests_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"does not exist: .*\.jsonl.* owner/name\[:config\[:split\]\]"):
         corpus_of(tmp_path / "missing.txt")
     with pytest.raises(ValueError, match="holds no"):
         corpus_of(tmp_path)

@@ -27,6 +27,8 @@ LEVELS = {
     "__init__": 8,
     "bench": 9,
     "train": 9,
+    "evaluate": 10,
+    "trace": 10,
     "report": 10,
     "doctor": 10,
     "demo": 10,

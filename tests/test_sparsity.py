@@ -112,13 +112,16 @@ def test_wrong_masks_are_refused() -> None:
 PROCESS = """
 import sys, torch, torch.distributed as dist
 from twell import Stats
-from twell.sparsity import FiringClock
+from twell.sparsity import FiringClock, sum_over_processes
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
 clock = FiringClock(3)
 for counts, tokens in (([1, 0, 0], 4), ([0, 0, 0], 3)) if rank == 0 else (([0, 1, 0], 6), ([0, 1, 0], 2)):
-    clock.advance(Stats(torch.tensor(0.0), torch.tensor(counts, dtype=torch.int32), torch.tensor(tokens)))
-print(clock.tokens_since_fired.tolist())
+    stats = Stats(torch.tensor(1.0 + rank), torch.tensor(counts, dtype=torch.int32), torch.tensor(tokens))
+    wider = Stats(torch.tensor(0.5), torch.tensor([7, rank, 0, 0], dtype=torch.int32), torch.tensor(tokens))
+    first, second = sum_over_processes([stats, wider])
+    clock.advance(first)
+print(clock.tokens_since_fired.tolist(), float(first.l1_sum), second.counts.tolist(), int(second.tokens))
 dist.destroy_process_group()
 """
 
@@ -130,4 +133,4 @@ def test_clocks_agree_over_two_processes(tmp_path: Path) -> None:
         for r in range(2)
     ]
     outputs = [p.communicate(timeout=120)[0].strip() for p in processes]
-    assert outputs == ["[5, 0, 15]", "[5, 0, 15]"]
+    assert outputs == ["[5, 0, 15] 3.0 [14, 1, 0, 0] 5"] * 2

@@ -16,7 +16,7 @@ from twell.train.data import SAMPLE, read_texts
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
 from twell.train.run import run
 from twell.train.tokenizer import train_bpe
-from twell.train.trainer import CLOCKS_FILE, METRICS_FILE, accumulation_steps, latest_checkpoint, make_model
+from twell.train.trainer import METRICS_FILE, SPARSITY_FILE, latest_checkpoint, make_model, split_step
 
 MINI = dataclasses.replace(
     tiny(),
@@ -86,7 +86,9 @@ def test_overrides_and_their_errors() -> None:
         ("gated=7", "expected true or false"),
         ("steps=0", "steps must be at least 1"),
         ("heads=7", "no multiple of heads"),
-        ("micro_batch=3", "no multiple of micro_batch"),
+        ("micro_batch=0", "micro_batch must be at least 1"),
+        ("activation=gelu", "activation must be relu or silu"),
+        ("activation=silu", "takes l1=0"),
         ("l1=-1", "l1 must not be negative"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -96,12 +98,13 @@ def test_overrides_and_their_errors() -> None:
     assert list(PRESETS) == ["tiny", "small", "0.5b", "1b", "1.5b", "2b"]
 
 
-@pytest.mark.parametrize(("processes", "steps"), [(1, 8), (2, 4), (8, 1)])
-def test_more_processes_accumulate_less(processes: int, steps: int) -> None:
-    recipe = dataclasses.replace(MINI, sequences_per_step=16, micro_batch=2)
-    assert accumulation_steps(recipe, processes) == steps
-    with pytest.raises(ValueError, match="16 sequences a step do not divide into 3 processes x 2"):
-        accumulation_steps(recipe, 3)
+@pytest.mark.parametrize(("processes", "split"), [(1, (2, 8)), (2, (2, 4)), (8, (2, 1)), (16, (1, 1))])
+def test_more_processes_accumulate_less(processes: int, split: tuple[int, int]) -> None:
+    recipe = dataclasses.replace(MINI, sequences_per_step=16, micro_batch=3)  # 3 is the most, 2 divides
+    assert split_step(recipe, processes) == split
+    for processes in (3, 32):
+        with pytest.raises(ValueError, match=f"16 sequences a step do not divide into {processes} processes"):
+            split_step(recipe, processes)
 
 
 # -- runs -------------------------------------------------------------------------------------------------
@@ -160,7 +163,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monk
         with pytest.raises(KeyboardInterrupt):
             train(recipe, text, tmp_path / "killed")
     shutil.copytree(tmp_path / "killed/checkpoint-3", tmp_path / "killed/checkpoint-5")
-    (tmp_path / "killed/checkpoint-5" / CLOCKS_FILE).unlink()  # a checkpoint that was never finished
+    (tmp_path / "killed/checkpoint-5" / SPARSITY_FILE).unlink()  # a checkpoint that was never finished
     resumed = run(None, [text], tmp_path / "killed", go_on=True, say=lambda line: None)
     assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "through"), rel=1e-6)
     for a, b in zip(through.clocks, resumed.clocks, strict=True):
@@ -174,17 +177,17 @@ def test_newest_finished_checkpoint_is_found(tmp_path: Path) -> None:
     for step, finished in ((9, True), (10, True), (11, False)):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if finished:
-            (tmp_path / f"checkpoint-{step}" / CLOCKS_FILE).touch()
+            (tmp_path / f"checkpoint-{step}" / SPARSITY_FILE).touch()
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
 def test_clocks_and_counts_stay_out_of_the_state_dict(text: Path, tmp_path: Path) -> None:
     trainer = train(MINI, text, tmp_path)
     assert not [key for key in trainer.model.state_dict() if "clock" in key or "count" in key or "seen" in key]
-    assert [len(state["tokens_since_fired"]) for state in torch.load(tmp_path / "checkpoint-6" / CLOCKS_FILE)] == [
-        64,
-        64,
-    ]
+    saved = torch.load(tmp_path / "checkpoint-6" / SPARSITY_FILE)
+    assert [len(state["tokens_since_fired"]) for state in saved["clocks"]] == [64, 64]
+    for ffn, (counts, tokens) in zip(trainer.ffns, saved["counts"], strict=True):  # of the last log's steps
+        assert int(tokens) == 4 * 31 and torch.equal(counts, ffn.neuron_counts) and counts.any()
 
 
 def test_dead_neurons_get_fresh_gates_on_schedule(text: Path, tmp_path: Path) -> None:
@@ -227,3 +230,37 @@ def test_faults_end_in_one_clear_error(text: Path, tmp_path: Path) -> None:
     tokens.write_bytes(b"\xff\1\0\0" * 8)
     with pytest.raises(ValueError, match="another tokenizer"):
         train(MINI, tokens, tmp_path / "x", tokenizer=str(tmp_path / "tok"))
+
+
+def test_resuming_a_finished_run_trains_no_further(text: Path, tmp_path: Path) -> None:
+    """Killed after the last checkpoint and before the model was written."""
+    first = train(MINI, text, tmp_path)
+    expected = {name: p.clone() for name, p in first.model.named_parameters()}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    shutil.rmtree(tmp_path / "model")
+    (tmp_path / "summary.json").unlink()
+    again = run(None, [], tmp_path, go_on=True, say=lambda line: None)
+    assert again.state.global_step == 6
+    for name, p in again.model.named_parameters():
+        assert torch.equal(p, expected[name]), name
+    assert (tmp_path / "model" / "config.json").is_file()
+    once_more = json.loads((tmp_path / "summary.json").read_text())
+    for key in ("validation_loss", "active", "dead_share"):
+        assert once_more[key] == pytest.approx(summary[key])
+
+
+def test_a_silu_model_trains_to_compare_with(text: Path, tmp_path: Path) -> None:
+    train(dataclasses.replace(MINI, activation="silu", l1=0.0), text, tmp_path)
+    rows = metrics(tmp_path)
+    assert all(row["l1_loss"] == 0 for row in rows if "ce_loss" in row)
+    assert not any("active_mean" in row or "eval_active_mean" in row for row in rows)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert "active" not in summary and summary["validation_loss"] > 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_act == "silu"
+
+
+def test_restarts_end_where_they_should(text: Path, tmp_path: Path) -> None:
+    recipe = dataclasses.replace(MINI, l1=10.0, lr=0.05, steps=8, dead_after_tokens=100, restart_every=2)
+    early = train(dataclasses.replace(recipe, restart_until=3), text, tmp_path / "early")
+    late = train(recipe, text, tmp_path / "late")
+    assert early.dead_share() > late.dead_share() == 0  # the last restart comes after the last step

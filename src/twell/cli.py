@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"twell: error: {error}", file=sys.stderr)
+        print(f"twell: error: {str(error).strip().partition(chr(10))[0]}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("twell: interrupted", file=sys.stderr)
@@ -167,6 +168,13 @@ def _print_speed_table(rows: list[dict[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def _progress(what: str, total: int) -> Iterator[Any]:
+    """A progress bar that each call advances by one, with a line of text."""
+    with _bar() as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def _bar() -> Any:
     """A progress bar with remaining time on standard error; silent where that is no terminal."""
     from rich import progress as rp
     from rich.console import Console
@@ -179,9 +187,7 @@ def _progress(what: str, total: int) -> Iterator[Any]:
         rp.TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda text: progress.update(task, advance=1, description=text)
+    return rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -194,33 +200,182 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Change the recipe.")] = None,
     preset: Annotated[str, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "tiny",
     data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A file (.txt, .jsonl, .parquet, .u16, .u16.xz) or folder, repeatable; or a Hugging Face dataset, "
+            "owner/name[:config[:split]]. Default: the bundled text."
+        ),
+    ] = None,
+    validation: Annotated[
         list[Path] | None,
-        typer.Option(help=".txt, .jsonl, .parquet, .u16, .u16.xz or a folder; repeatable. Default: the bundled text."),
+        typer.Option(help="Files to validate on; repeatable. Default: one document in a hundred is held out."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("run"),
     tokenizer: Annotated[
         str | None, typer.Option(help="tokenizer.json, folder or name; without it a BPE is trained on the data.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="torch.compile the model: a minute's start for a faster run on a GPU.")
+    ] = False,
+    report_to: Annotated[
+        str, typer.Option(help="Also log to tensorboard, wandb or trackio, as the Trainer does.")
+    ] = "none",
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Under torchrun: shard weights and optimiser over the processes (FSDP2).")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="What the run reached, as one JSON object on standard output.")
+    ] = False,
 ) -> None:
     """Train a sparse language model: ReLU and L1, on the Hugging Face Trainer.
 
-    Example: [bold]twell train --preset tiny --out my-run l1=5e-3 steps=200[/bold]
+    On a terminal the run is shown as one screen, elsewhere line by line. Example:
+    [bold]twell train --preset tiny --out my-run l1=5e-3 steps=200[/bold]
     """
     try:
         from twell.train import recipes
         from twell.train.data import SAMPLE
-        from twell.train.run import run
+        from twell.train.run import SUMMARY_FILE, quiet_libraries, run
+        from twell.train.trainer import FSDP2
     except ImportError as error:
         raise RuntimeError(f"training needs more packages ({error}): pip install 'twell[train]'") from None
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_libraries()
     if resume and overrides:
         raise ValueError(f"a resumed run keeps its recipe: leave out {' '.join(overrides)}")
     recipe = None if resume else recipes.override(recipes.preset(preset), overrides or [])
-    run(recipe, data or [SAMPLE], out, tokenizer=tokenizer, go_on=resume, say=lambda line: print(line, flush=True))
+    run(
+        recipe,
+        data or ([] if resume else [SAMPLE]),
+        out,
+        validation=validation or [],
+        tokenizer=tokenizer,
+        go_on=resume,
+        say=lambda line: print(line, flush=True, file=sys.stderr if as_json else sys.stdout),
+        live=sys.stdout.isatty() and not as_json,
+        torch_compile=compiled,
+        report_to=report_to,
+        **(FSDP2 if fsdp else {}),
+    )
+    if as_json:
+        print(json.dumps(json.loads((out / SUMMARY_FILE).read_text())))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# trace
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def trace(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")],
+    text: Annotated[Path, typer.Option(help="The text to run it on: .txt, .jsonl or .parquet.")],
+    out: Annotated[Path, typer.Option(help="The .npz file to write.")],
+    tokens: Annotated[int, typer.Option(help="How many tokens to record.")] = 8192,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens a sequence. Default: 1024, or the model's context.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The layers as a JSON list on standard output.")] = False,
+) -> None:
+    """Record which neurons fire on a text, to benchmark on real activations.
+
+    Example: [bold]twell trace my-run/model --text book.txt --out book.npz[/bold]
+    """
+    from twell.trace import record_text
+
+    language_model, tokenizer = _load(model)
+    with _counted("recording") as progress:
+        recorded = record_text(language_model, tokenizer, text, length=length, tokens=tokens, progress=progress)
+    recorded.save(out)
+    layers = recorded.summary()
+    if as_json:
+        print(json.dumps([layer._asdict() for layer in layers]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{recorded.tokens:,} tokens, in {out}")
+    for name in ("layer", "mean active", "p99", "max", "never fired", "busiest tenth carries"):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for s in layers:
+        table.add_row(s.layer, f"{s.mean:.1f}", f"{s.p99:.0f}", str(s.max), f"{s.dead:.1%}", f"{s.top_tenth:.0%}")
+    Console().print(table)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# eval
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")],
+    text: Annotated[list[Path] | None, typer.Option(help="Text file to predict; repeatable.")] = None,
+    last_words: Annotated[
+        Path | None, typer.Option(help="LAMBADA: .jsonl with 'text' fields whose last word is to be predicted.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences computed at once.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a file on standard output.")] = False,
+) -> None:
+    """How well a model predicts text: bits per byte, perplexity, and LAMBADA's last words.
+
+    Example: [bold]twell eval my-run/model --text wikitext2.txt --last-words lambada.jsonl[/bold]
+    """
+    from twell import evaluate as ev
+
+    if not text and last_words is None:
+        raise ValueError("nothing to evaluate on: give --text or --last-words")
+    texts = {path: path.read_text(encoding="utf-8") for path in text or []}
+    passages = None if last_words is None else ev.read_passages(last_words)
+    language_model, tokenizer = _load(model)
+    results: list[dict[str, Any]] = []
+    for path, content in texts.items():
+        with _counted(path.name) as progress:
+            s = ev.score_text(language_model, tokenizer, content, batch_size=batch_size, progress=progress)
+        numbers = {"loss": s.loss, "bits_per_byte": s.bits_per_byte, "word_perplexity": s.word_perplexity}
+        results.append({"file": str(path), **numbers, "tokens": s.tokens, "bytes": s.bytes, "words": s.words})
+    if last_words is not None and passages is not None:
+        with _counted(last_words.name) as progress:
+            w = ev.score_last_words(language_model, tokenizer, passages, batch_size=4 * batch_size, progress=progress)
+        results.append({"file": str(last_words), **dataclasses.asdict(w)})
+    for result in results:
+        if as_json:
+            print(json.dumps(result))
+        elif "accuracy" in result:
+            print(
+                f"{result['file']}: last word right {result['accuracy']:.2%} ± {result['accuracy_error']:.2%}, "
+                f"perplexity {result['perplexity']:,.1f} ({result['items']:,} passages)"
+            )
+        else:
+            print(
+                f"{result['file']}: {result['bits_per_byte']:.4f} bits per byte, cross-entropy {result['loss']:.4f} "
+                f"a token, word perplexity {result['word_perplexity']:,.1f} ({result['tokens']:,} tokens)"
+            )
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    """A causal language model, on the GPU where there is one, and its tokenizer; from a folder or by hub name."""
+    try:
+        from transformers import AutoModelForCausalLM
+
+        from twell.train.run import quiet_libraries
+        from twell.train.tokenizer import load_tokenizer
+    except ImportError as error:
+        raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
+    import torch
+
+    quiet_libraries()
+    tokenizer = load_tokenizer(name)
+    language_model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    return language_model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _counted(what: str) -> Iterator[Any]:
+    """A progress bar told (done, total)."""
+    with _bar() as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,26 +87,27 @@ def _show_speed(console: Console, progress: Any, print_speed_table: Callable[...
 def _show_training(console: Console) -> None:
     console.print(Rule("4. A sparse language model, trained here on the bundled text"))
     try:
-        from twell.train.run import run
+        from twell.train.run import quiet_libraries, run
     except ImportError as error:
         console.print(f"skipped, training needs more packages ({error}): pip install 'twell\\[train]'")
         return
-    from transformers.utils import logging
-
     from twell.train.data import SAMPLE
     from twell.train.recipes import override, tiny
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_libraries()
     out = Path("demo-out") / time.strftime("%Y%m%d-%H%M%S")
     recipe = override(tiny(), ["steps=800", "log_every=50", "eval_every=200", "save_every=200"])
     start = time.perf_counter()
-    trainer: Any = run(recipe, [SAMPLE], out, say=lambda line: console.print(line, highlight=False))
+    trainer: Any = run(
+        recipe, [SAMPLE], out, say=lambda line: console.print(line, highlight=False), live=console.is_terminal
+    )
     console.print(f"trained in {time.perf_counter() - start:.0f} s")
     validation = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row][-1]
     unigram = _unigram_loss(trainer.train_dataset.tokens, trainer.eval_dataset.tokens)
     console.print(f"validation cross-entropy {validation:.2f}; guessing by word frequency alone gives {unigram:.2f}\n")
+    _show_inference(console, trainer.model, torch.stack([trainer.eval_dataset[i]["input_ids"] for i in range(8)]))
     _show_generation(console, trainer.model, out)
+    console.print(f"\nmodel {out / 'model'}, losses and active neurons step by step {out / 'metrics.jsonl'}")
 
 
 def _unigram_loss(train: np.ndarray, held_out: np.ndarray) -> float:
@@ -112,28 +115,63 @@ def _unigram_loss(train: np.ndarray, held_out: np.ndarray) -> float:
     return float(-np.log(counts / counts.sum())[held_out].mean())
 
 
-def _show_generation(console: Console, model: Any, out: Path) -> None:
-    """The same greedy text, computed sparsely and densely."""
+@torch.no_grad()
+def _show_inference(console: Console, model: Any, ids: torch.Tensor) -> None:
+    """The model's FFNs and the whole model on held-out text, dense and sparse: predictions, time, memory."""
+    from rich.table import Table
+
+    from twell.bench.timing import compare, peak_bytes
     from twell.hf.convert import desparsify_, sparsify_
+
+    model.eval()
+    sparse = model
+    dense = copy.deepcopy(model)
+    desparsify_(dense)
+    sparsify_(sparse)
+    models = {"dense": dense, "sparse": sparse}
+    inputs: list[torch.Tensor] = []  # of each FFN
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for layer in dense.model.layers
+    ]
+    tops = {name: m(ids).logits.argmax(-1) for name, m in models.items()}
+    for hook in hooks:
+        hook.remove()
+
+    def through_ffns(m: Any) -> None:
+        for layer, x in zip(m.model.layers, inputs, strict=True):
+            layer.mlp(x)
+
+    table = Table(title=f"the trained model on {ids.numel():,} tokens of held-out text")
+    for name in ("", "FFNs ms", "FFN memory MB", "model ms", "predictions"):
+        table.add_column(name, justify="right")
+    times = compare(
+        {
+            f"{name} {part}": functools.partial(run, m)
+            for name, m in models.items()
+            for part, run in (("ffn", through_ffns), ("model", lambda m: m(ids)))
+        },
+        seconds=4.0,
+    )
+    for name, m in models.items():
+        memory = peak_bytes(functools.partial(through_ffns, m))
+        same = int((tops[name] == tops["dense"]).sum())
+        table.add_row(
+            name,
+            f"{times[f'{name} ffn'].p50:.1f}",
+            f"{memory / 1e6:.1f}",
+            f"{times[f'{name} model'].p50:.1f}",
+            f"{same:,} of {ids.numel():,} as dense",
+        )
+    console.print(table)
+
+
+def _show_generation(console: Console, model: Any, out: Path) -> None:
     from twell.train.run import MODEL_FOLDER
     from twell.train.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(out / MODEL_FOLDER)
     ids = tokenizer("The old man said", return_tensors="pt").input_ids
-    model.eval()
-    texts, seconds = {}, {}
-    for name, convert in (("dense", desparsify_), ("sparse", sparsify_)):
-        convert(model)
-        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-        start = time.perf_counter()
-        texts[name] = model.generate(ids, max_new_tokens=60, do_sample=False, pad_token_id=0)
-        seconds[name] = time.perf_counter() - start
     torch.manual_seed(0)
     sample = model.generate(ids, max_new_tokens=80, do_sample=True, top_p=0.9, pad_token_id=0)
-    console.print(f"[italic]{tokenizer.decode(sample[0])}[/italic]")
-    same = torch.equal(texts["dense"], texts["sparse"])
-    console.print(
-        f"60 greedy tokens: dense {seconds['dense']:.2f} s, sparse {seconds['sparse']:.2f} s, same tokens: {same}. "
-        f"(A model this small runs densely either way; section 3 shows real widths.)"
-    )
-    console.print(f"run, metrics and model: {out}")
+    console.print("it writes:")
+    console.print(tokenizer.decode(sample[0]), style="italic", highlight=False)

@@ -344,24 +344,43 @@ def _call(
     op: Callable[..., tuple[Tensor, ...]],
     name: str,
     x: Tensor,
-    weights: dict[str, Tensor | None],
+    weights: dict[str, Any],
     activation: str,
     token_mask: Tensor | None,
     backend: str,
     return_stats: bool,
 ) -> Any:
     _check(name, x, weights, activation, token_mask)
-    choose_backend(backend, x.device)  # raises here, with a clean traceback
+    chosen = choose_backend(backend, x.device)  # raises here, with a clean traceback
     x_MD = x.reshape(-1, x.shape[-1])
     mask_M = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
-    tensors = (x, *(w for w in weights.values() if w is not None))
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    y, l1_sum, counts, *_ = op(x_MD, *weights.values(), mask_M, activation, backend, return_stats, save)
+    if chosen == "reference" and torch.compiler.is_compiling():
+        # Plain torch code all the way: the compiler may look inside, and fuses what an opaque op would not let it.
+        y, l1_sum, counts, *_ = reference.forward(
+            x_MD, _weights(**weights), activation, mask_M, want_stats=return_stats
+        )
+    else:
+        tensors = (x, *(w for w in weights.values() if w is not None))
+        save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        y, l1_sum, counts, *_ = op(x_MD, *weights.values(), mask_M, activation, backend, return_stats, save)
     y = y.reshape(x.shape)
     if not return_stats:
         return y
     tokens = x_MD.new_full((), x_MD.shape[0], dtype=torch.int64) if mask_M is None else mask_M.sum()
     return y, Stats(l1_sum, counts, tokens)
+
+
+def _weights(
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    w_gate: Tensor | None = None,
+    b_gate: Tensor | None = None,
+) -> Weights:
+    if w_gate is None:
+        return Weights(w_up, None, w_down, b_up, None, b_down)
+    return Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
 
 
 def _check(name: str, x: Tensor, weights: dict[str, Tensor | None], activation: str, token_mask: Tensor | None) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,8 +29,21 @@ def l1_warmup(step: int, start: int | None, end: int | None) -> float:
     return min(1.0, max(0.0, (step - first) / (end - first)))
 
 
+@torch.no_grad()
+def sum_over_processes(stats: Sequence[Stats]) -> list[Stats]:
+    """The statistics of all layers summed over processes, in two messages. Every process must call it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [Stats(s.l1_sum.detach(), s.counts, s.tokens) for s in stats]
+    l1_sums = torch.stack([s.l1_sum.detach() for s in stats])
+    integers = torch.cat([torch.cat([s.counts.long(), s.tokens.long().reshape(1)]) for s in stats])
+    dist.all_reduce(l1_sums)
+    dist.all_reduce(integers)
+    layers = integers.split([len(s.counts) + 1 for s in stats])
+    return [Stats(l1, layer[:-1], layer[-1]) for l1, layer in zip(l1_sums, layers, strict=True)]
+
+
 class FiringClock:
-    """Tokens since each neuron of a layer last fired, over all processes.
+    """Tokens since each neuron of a layer last fired.
 
     A neuron is dead once its clock passes a number of tokens. Clocks are no part of a model's state dict: save
     ``state_dict()`` beside the checkpoint.
@@ -44,13 +60,9 @@ class FiringClock:
 
     @torch.no_grad()
     def advance(self, stats: Stats) -> None:
-        """Take in one step's statistics; every process must call it. Exact: integers are summed over processes."""
-        seen = torch.cat([stats.counts.long(), stats.tokens.long().reshape(1)])
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(seen)
-        fired, tokens = seen[:-1] > 0, seen[-1]
-        clock = self.tokens_since_fired.to(seen.device)
-        self.tokens_since_fired = torch.where(fired, 0, clock + tokens)
+        """Take in one step's statistics, of all processes: see ``sum_over_processes``."""
+        clock = self.tokens_since_fired.to(stats.counts.device)
+        self.tokens_since_fired = torch.where(stats.counts > 0, 0, clock + stats.tokens)
 
     def dead(self, after_tokens: int) -> Tensor:
         """bool [F]: neurons that have not fired for at least ``after_tokens`` tokens."""
@@ -92,9 +104,19 @@ def restart_neurons_(
     for parameter, value in ((gate.weight, fresh), (gate.bias, torch.zeros(gate.out_features))):
         if parameter is None:
             continue
-        chosen = neurons.to(parameter.device)
-        parameter[chosen] = value.to(parameter.device, parameter.dtype)[chosen]
+        chosen = _laid_out_as(parameter, neurons.reshape(-1, *[1] * (value.dim() - 1)).expand(value.shape))
+        parameter.copy_(torch.where(chosen, _laid_out_as(parameter, value.to(parameter.dtype)), parameter))
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         for entry in state.values():
             if isinstance(entry, Tensor) and entry.shape == parameter.shape:
-                entry[chosen] = 0
+                entry.copy_(torch.where(chosen, torch.zeros_like(entry), entry))
+
+
+def _laid_out_as(parameter: Tensor, value: Tensor) -> Any:
+    """``value`` (whole on every process) on the parameter's device, and sharded as the parameter is (FSDP2)."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    value = value.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value.contiguous(), parameter.device_mesh, parameter.placements, src_data_rank=None)

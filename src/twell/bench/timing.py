@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import os
 import platform
 import subprocess
 import time
@@ -46,6 +48,19 @@ def compare(
             run()
             times[name].append((time.perf_counter() - start) * 1e3)
     return {name: _spread(t) for name, t in times.items()}
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most memory that CPU tensors made during ``run`` held at once."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write lines of its own to the terminal
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))  # freed: negative
+    return max(held, default=0)
 
 
 def _spread(times: list[float]) -> Spread:

@@ -269,4 +269,7 @@ def _become_sparse_type(model: Any, l1: float) -> Report:
         if isinstance(getattr(module, "config", None), type(model.config)):
             module.config = config
     model.model.__class__, model.__class__ = base, causal_lm
+    for module in (model, model.model):  # instances carry the base class's, which names a layer class that is gone
+        module._no_split_modules = list(type(module)._no_split_modules)
+    model.add_l1_scale()
     return Report(tuple(rows))

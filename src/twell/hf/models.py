@@ -66,6 +66,7 @@ class _ReportingMixin:
     """An FFN that hands its statistics to the sink bound to it, and skips them where none is."""
 
     sink: _Sink | None = None
+    _ffn: Any
 
     @contextlib.contextmanager
     def reporting_to(self, sink: _Sink | None) -> Iterator[None]:
@@ -79,8 +80,8 @@ class _ReportingMixin:
         if self.sink is None:
             return super().forward(x)
         mask = self.sink.token_mask
-        y, stats = super().forward(x, token_mask=None if mask is None else mask.expand(x.shape[:-1]), return_stats=True)
-        self.sink.add(stats)
+        y, stats = self._ffn(x, None if mask is None else mask.expand(x.shape[:-1]), return_stats=True)
+        self.sink.add(stats)  # the model commits them, once, outside checkpointed blocks
         return y
 
 
@@ -96,7 +97,8 @@ def make_mlp(config: Any) -> SparseFFNBase:
     """A decoder layer's FFN, as the configuration has it."""
     cls = GatedSparseMLP if config.sparsity_gated_mlp else SparseMLP
     width = config.sparsity_new_intermediate_size or config.intermediate_size
-    return cls(config.hidden_size, width, bias=getattr(config, "mlp_bias", False))
+    track = bool(config.sparsity_do_track)
+    return cls(config.hidden_size, width, bias=getattr(config, "mlp_bias", False), track_counts=track)
 
 
 class _SparseDecoderLayerMixin(nn.Module):
@@ -127,6 +129,8 @@ class _InitCountsMixin:
         super()._init_weights(module)
         if isinstance(module, SparseFFNBase):
             module.reset_counts()
+        if hasattr(module, "l1_scale"):  # not yet, where the base class's constructor calls this
+            module.set_l1_scale(1.0)
 
 
 class _SparseModelMixin(_InitCountsMixin, nn.Module):
@@ -143,13 +147,26 @@ class _SparseModelMixin(_InitCountsMixin, nn.Module):
 
 class _SparseCausalLMMixin(_InitCountsMixin, nn.Module):
     model_class: type[nn.Module]
-    l1_scale: float = 1.0  # what a warm-up schedule multiplies sparsity_l1_coeff by
+    l1_scale: Tensor
 
     def __init__(self, config: Any) -> None:
         with _without_layers(config):
             super().__init__(config)
         self.model = self.model_class(config)
+        self.add_l1_scale()
+        self.__dict__.pop("_no_split_modules", None)  # has the base class's layer, which FSDP would look for in vain
         self.post_init()
+
+    def add_l1_scale(self) -> None:
+        # A tensor, since a compiled model is compiled again for every new value of a plain number.
+        lm_head: Any = self.lm_head
+        scale = torch.ones((), dtype=torch.float32, device=lm_head.weight.device)
+        self.register_buffer("l1_scale", scale, persistent=False)
+
+    @torch.no_grad()
+    def set_l1_scale(self, value: float) -> None:
+        """What ``sparsity_l1_coeff`` is multiplied by from now on: 1, or less while a schedule warms L1 up."""
+        self.l1_scale.fill_(value)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):
         _refuse_reentrant(gradient_checkpointing_kwargs)
@@ -173,6 +190,10 @@ class _SparseCausalLMMixin(_InitCountsMixin, nn.Module):
             input_ids=input_ids, attention_mask=attention_mask, labels=labels, sparsity_sink=sink, **kwargs
         )
         stats = sink.close()
+        layers: Any = self.model.layers
+        for layer, seen in zip(layers, stats, strict=True):
+            if layer.mlp.track_counts:
+                layer.mlp.commit(seen)
         result = SparseCausalLMOutput(**out, sparsity=stats)
         if labels is not None:
             result.ce_loss = out.loss

@@ -9,6 +9,7 @@ Held-out documents are whole documents, chosen before the shuffle, so that they 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import lzma
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,16 @@ END_OF_TEXT = "<|endoftext|>"
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKEN_SUFFIXES = (".u16", ".u16.xz")
 
-Encode = Callable[[str], Sequence[int]]
+BATCH_TEXTS, BATCH_CHARACTERS = 1000, 1 << 21  # texts encoded at once: enough for all cores, about a second's work
+SCAN_TOKENS = 1 << 24  # of a tokenised file, looked through at once
+ONE_DOCUMENT = "one document cannot be split into a training and a held-out part; give more text"
+
+Encode = Callable[[list[str]], Sequence[Sequence[int]]]
+Progress = Callable[[int, int], None]  # (done, of how many)
+
+
+def silent(done: int, total: int) -> None:
+    """No progress."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,12 +43,12 @@ class Corpus:
 
     train: np.ndarray  # [n] uint16 or uint32
     held_out: np.ndarray
-    documents: int
+    documents: int  # of the training part
     held_out_documents: int
 
     def __repr__(self) -> str:
         return (
-            f"Corpus({len(self.train):,} training tokens in {self.documents - self.held_out_documents:,} documents, "
+            f"Corpus({len(self.train):,} training tokens in {self.documents:,} documents, "
             f"{len(self.held_out):,} held out in {self.held_out_documents:,})"
         )
 
@@ -75,52 +85,69 @@ def load_corpus(
     encode: Encode | None,
     end_of_text: int,
     vocab_size: int,
-    held_out: float = 0.01,
+    held_out: float | Sequence[Path | str] = 0.01,
     seed: int = 0,
-    progress: Callable[[Path], None] = lambda path: None,
+    progress: Progress = silent,
 ) -> Corpus:
     """Read files and folders into a corpus.
 
-    ``encode`` turns text into token ids (without end-of-text); it may be None for tokenised files alone.
-    ``held_out`` is the share of documents kept for validation, at least one. ``progress`` is called per file.
+    ``encode`` turns a list of texts into their token ids (without end-of-text); it may be None for tokenised files
+    alone. ``held_out`` is the share of documents kept for validation, at least one, or files to validate on instead.
+    ``progress`` is called with the bytes read so far and the bytes of all files, after every batch of documents.
     """
-    if not 0 < held_out < 1:
+    check_request(held_out, end_of_text, vocab_size)
+    files = find_files(paths)
+    held_out_files = [] if isinstance(held_out, float) else find_files(held_out)
+    per_file = read_documents(files + held_out_files, encode, end_of_text, vocab_size, progress)
+    documents = [document for file in per_file[: len(files)] for document in file]
+    if isinstance(held_out, float):
+        if len(documents) < 2:
+            raise ValueError(ONE_DOCUMENT)
+        chosen = _held_out_indices(len(documents), held_out)
+        kept = [documents[i] for i in chosen]
+        rest = np.setdiff1d(np.arange(len(documents)), chosen)
+    else:
+        kept = [document for file in per_file[len(files) :] for document in file]
+        rest = np.arange(len(documents))
+    order = np.random.default_rng(seed).permutation(rest)
+    dtype = token_dtype(vocab_size)
+    return Corpus(
+        train=np.concatenate([documents[i] for i in order], dtype=dtype),
+        held_out=np.concatenate(kept, dtype=dtype),
+        documents=len(rest),
+        held_out_documents=len(kept),
+    )
+
+
+def check_request(held_out: float | Sequence[Path | str], end_of_text: int, vocab_size: int) -> None:
+    """Refuse what no data could satisfy, before any is read."""
+    if isinstance(held_out, float) and not 0 < held_out < 1:
         raise ValueError(f"held_out must lie between 0 and 1, got {held_out}")
     if not 0 <= end_of_text < vocab_size:
         raise ValueError(f"end-of-text {end_of_text} is no token of a vocabulary of {vocab_size:,}")
-    documents: list[np.ndarray] = []
-    for path in find_files(paths):
-        progress(path)
-        before = len(documents)
-        documents.extend(_read_documents(path, encode, end_of_text, vocab_size))
-        if len(documents) == before:
-            raise ValueError(f"{path} holds no documents")
-    if len(documents) < 2:
-        raise ValueError("one document cannot be split into a training and a held-out part; give more text")
-    chosen = _held_out_indices(len(documents), held_out)
-    rest = np.setdiff1d(np.arange(len(documents)), chosen)
-    order = np.random.default_rng(seed).permutation(rest)
-    return Corpus(
-        train=np.concatenate([documents[i] for i in order]),
-        held_out=np.concatenate([documents[i] for i in chosen]),
-        documents=len(documents),
-        held_out_documents=len(chosen),
-    )
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest integers that hold every token, as they lie in memory and in files: little-endian."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def find_files(paths: Sequence[Path | str]) -> list[Path]:
     """The readable files behind paths, folders searched, in a fixed order."""
+    known = ", ".join(TEXT_SUFFIXES + TOKEN_SUFFIXES)
     found: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
             inside = [p for p in sorted(path.rglob("*")) if p.is_file() and _suffix(p)]
             if not inside:
-                raise ValueError(f"{path} holds no {', '.join(TEXT_SUFFIXES + TOKEN_SUFFIXES)} files")
+                raise ValueError(f"{path} holds no {known} files")
             found.extend(inside)
         elif not path.exists():
-            raise FileNotFoundError(f"{path} does not exist")
+            raise FileNotFoundError(
+                f"{path} does not exist: expected a file ({known}), a folder of these, "
+                f"or, to train on, a Hugging Face dataset as owner/name[:config[:split]]"
+            )
         elif not _suffix(path):
-            known = ", ".join(TEXT_SUFFIXES + TOKEN_SUFFIXES)
             raise ValueError(f"{path}: expected one of {known}")
         else:
             found.append(path)
@@ -131,13 +158,25 @@ def find_files(paths: Sequence[Path | str]) -> list[Path]:
 
 def read_texts(path: Path) -> Iterator[str]:
     """The documents of a text file: .txt cut at lines of end-of-text, .jsonl and .parquet by their "text"."""
+    return (text for text, _ in _texts_and_positions(path))
+
+
+def _texts_and_positions(path: Path) -> Iterator[tuple[str, int]]:
+    """Documents, each with how many bytes of the file were read for it and those before: exact for .jsonl alone."""
+    size = path.stat().st_size
     if path.suffix == ".txt":
-        yield from _cut_text(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        done = 0
+        for document in _cut_text(text):
+            done += len(document)
+            yield document, size * done // len(text)
     elif path.suffix == ".jsonl":
-        with path.open(encoding="utf-8") as lines:
+        position = 0
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
+                position += len(line)
                 if line.strip():
-                    yield _text_of(line, f"{path}, line {number}")
+                    yield _text_of(line, f"{path}, line {number}"), position
     else:
         try:
             import pyarrow.parquet as parquet
@@ -146,8 +185,11 @@ def read_texts(path: Path) -> Iterator[str]:
         table = parquet.ParquetFile(path)
         if "text" not in table.schema_arrow.names:
             raise ValueError(f"{path} has no column 'text', only {', '.join(table.schema_arrow.names)}")
+        rows = 0
         for batch in table.iter_batches(columns=["text"]):
-            yield from (text for text in batch.column(0).to_pylist() if text)
+            rows += len(batch)
+            position = size * rows // table.metadata.num_rows
+            yield from ((text, position) for text in batch.column(0).to_pylist() if text)
 
 
 def _cut_text(text: str) -> Iterable[str]:
@@ -160,9 +202,11 @@ def _cut_text(text: str) -> Iterable[str]:
     return (document for part in parts if (document := "".join(part).strip()))
 
 
-def _text_of(line: str, where: str) -> str:
+def _text_of(line: bytes, where: str) -> str:
     try:
-        record: Any = json.loads(line)
+        record: Any = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{where} is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error.msg}") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
@@ -170,42 +214,119 @@ def _text_of(line: str, where: str) -> str:
     return record["text"]
 
 
-def _read_documents(path: Path, encode: Encode | None, end_of_text: int, vocab_size: int) -> Iterator[np.ndarray]:
-    """Token documents of one file, each ending in end-of-text."""
-    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-    if _suffix(path) in TOKEN_SUFFIXES:
-        tokens = _read_tokens(path)
-        _check_ids(tokens, vocab_size, path)
-        ends = np.flatnonzero(tokens == end_of_text) + 1
-        if len(tokens) and (len(ends) == 0 or ends[-1] != len(tokens)):  # the last document was not ended
-            tokens = np.append(tokens, np.uint16(end_of_text))
-            ends = np.append(ends, len(tokens))
-        starts = np.concatenate([[0], ends[:-1]])
-        yield from (tokens[a:b].astype(dtype) for a, b in zip(starts, ends, strict=True) if b - a > 1)
-        return
-    if encode is None:
-        raise ValueError(f"{path} is text: a tokenizer is needed to read it")
-    for text in read_texts(path):
-        ids = np.asarray(encode(text), dtype=np.int64)
-        _check_ids(ids, vocab_size, path)
-        if len(ids):
-            yield np.append(ids, end_of_text).astype(dtype)
+def read_documents(
+    files: Sequence[Path], encode: Encode | None, end_of_text: int, vocab_size: int, progress: Progress = silent
+) -> list[list[np.ndarray]]:
+    """Per file its documents as tokens, each ending in end-of-text; ``progress`` counts bytes over all files."""
+    sizes = [path.stat().st_size for path in files]
+    total, done = sum(sizes), 0
+    per_file = []
+    for path, size in zip(files, sizes, strict=True):
+
+        def report(position: int, before: int = done) -> None:
+            progress(before + position, total)
+
+        if _suffix(path) in TOKEN_SUFFIXES:
+            documents = _token_documents(path, end_of_text, vocab_size, report)
+        elif encode is None:
+            raise ValueError(f"{path} is text: a tokenizer is needed to read it")
+        else:
+            documents = _text_documents(path, encode, end_of_text, vocab_size, report)
+        if not documents:
+            raise ValueError(f"{path} holds no documents")
+        per_file.append(documents)
+        report(size)
+        done += size
+    return per_file
 
 
-def _read_tokens(path: Path) -> np.ndarray:
-    try:
-        data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-    except lzma.LZMAError as error:
-        raise ValueError(f"{path} is not a whole .xz file: {error}") from None
+def encode_batches(
+    texts: Iterable[str], encode: Encode, end_of_text: int, vocab_size: int, where: object
+) -> Iterator[list[np.ndarray]]:
+    """Texts as tokens, each ending in end-of-text, a batch at a time: tokenizers encode a batch on all cores."""
+    dtype = token_dtype(vocab_size)
+
+    def encoded(batch: list[str]) -> list[np.ndarray]:
+        documents = []
+        for tokens in encode(batch):
+            ids = np.array([*tokens, end_of_text], dtype=np.int64)
+            _check_ids(ids, vocab_size, where)
+            if len(ids) > 1:
+                documents.append(ids.astype(dtype))
+        return documents
+
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) >= BATCH_TEXTS or characters >= BATCH_CHARACTERS:
+            yield encoded(batch)
+            batch, characters = [], 0
+    if batch:
+        yield encoded(batch)
+
+
+def _text_documents(
+    path: Path, encode: Encode, end_of_text: int, vocab_size: int, report: Callable[[int], None]
+) -> list[np.ndarray]:
+    position = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal position
+        for text, position in _texts_and_positions(path):  # noqa: B007, read after every batch
+            yield text
+
+    documents = []
+    for batch in encode_batches(texts(), encode, end_of_text, vocab_size, path):
+        documents += batch
+        report(position)
+    return documents
+
+
+def _token_documents(path: Path, end_of_text: int, vocab_size: int, report: Callable[[int], None]) -> list[np.ndarray]:
+    """Views of the file's tokens: files may be large, so nothing is copied but a last document that was not ended."""
+    tokens = _open_tokens(path)
+    ends = [np.zeros(1, dtype=np.int64)]
+    size = path.stat().st_size
+    for start in range(0, len(tokens), SCAN_TOKENS):
+        chunk = tokens[start : start + SCAN_TOKENS]
+        _check_ids(chunk, vocab_size, path)
+        ends.append(np.flatnonzero(chunk == end_of_text) + start + 1)
+        report(size * (start + len(chunk)) // len(tokens))
+    bounds = np.concatenate(ends)
+    documents = [tokens[a:b] for a, b in itertools.pairwise(bounds.tolist()) if b - a > 1]
+    if len(rest := tokens[bounds[-1] :]):
+        documents.append(np.append(rest, np.array(end_of_text, dtype=token_dtype(vocab_size))))
+    return documents
+
+
+def _open_tokens(path: Path) -> np.ndarray:
+    """Mapped, not read, unless the file is compressed."""
+    data: bytes | np.ndarray
+    if path.suffix == ".xz":
+        try:
+            data = lzma.decompress(path.read_bytes())
+        except lzma.LZMAError as error:
+            raise ValueError(f"{path} is not a whole .xz file: {error}") from None
+    else:
+        data = map_tokens(path, np.dtype("u1"))
     if len(data) % 2:
         raise ValueError(f"{path} holds {len(data):,} bytes: not a whole number of 16-bit tokens")
     return np.frombuffer(data, dtype="<u2")
 
 
-def _check_ids(ids: np.ndarray, vocab_size: int, path: Path) -> None:
+def map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A file as an array that stays on disk; an empty file too, which cannot be mapped."""
+    if path.stat().st_size == 0:
+        return np.zeros(0, dtype=dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # a plain array: slices of a memmap are slow
+
+
+def _check_ids(ids: np.ndarray, vocab_size: int, where: object) -> None:
     if len(ids) and int(ids.max()) >= vocab_size:
         raise ValueError(
-            f"{path} has token {int(ids.max()):,}, but the model's vocabulary ends at {vocab_size - 1:,}: "
+            f"{where} has token {int(ids.max()):,}, but the model's vocabulary ends at {vocab_size - 1:,}: "
             f"another tokenizer?"
         )
 

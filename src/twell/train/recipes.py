@@ -23,6 +23,7 @@ class Recipe:
     context: int = 2048
     rope_theta: float = 1e5
     gated: bool = True
+    activation: str = "relu"  # "silu" makes the ordinary dense Llama, to compare with
     vocab_size: int = 49152  # of a tokenizer trained on the data; a given tokenizer brings its own
 
     # sparsity
@@ -31,11 +32,12 @@ class Recipe:
     l1_warmup_end: int = 0
     dead_after_tokens: int = 10_000_000
     restart_every: int = 0  # steps between fresh starts for dead neurons; 0: never
+    restart_until: int = 0  # no fresh start after this step; 0: to the end
 
     # optimisation
     steps: int = 30_000
     sequences_per_step: int = 512
-    micro_batch: int = 8  # sequences a process computes at once
+    micro_batch: int = 8  # the most sequences a process computes at once
     lr: float = 1e-3
     lr_warmup: int = 600
     weight_decay: float = 0.1
@@ -48,7 +50,8 @@ class Recipe:
     save_every: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "layers", "heads", "vocab_size", "steps", "micro_batch"):
+        at_least_one = "hidden_size intermediate_size layers heads vocab_size steps micro_batch sequences_per_step"
+        for name in at_least_one.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.hidden_size % self.heads:
@@ -57,10 +60,14 @@ class Recipe:
             raise ValueError(f"context must be at least 2, got {self.context}")
         if self.l1 < 0:
             raise ValueError(f"l1 must not be negative, got {self.l1}")
-        if self.sequences_per_step % self.micro_batch:
-            raise ValueError(
-                f"sequences_per_step {self.sequences_per_step} is no multiple of micro_batch {self.micro_batch}"
-            )
+        if self.activation not in ("relu", "silu"):
+            raise ValueError(f"activation must be relu or silu, got {self.activation!r}")
+        if self.activation == "silu" and (self.l1 or self.restart_every or not self.gated):
+            raise ValueError("activation=silu makes a dense gated model: it takes l1=0, restart_every=0 and gated=true")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_step * self.context
 
 
 def tiny() -> Recipe:
@@ -93,10 +100,12 @@ def small() -> Recipe:
         heads=12,
         context=1024,
         vocab_size=50257,
+        l1=4e-4,  # 1.6 % active after 60M tokens: docs/results.md
         steps=1500,
         sequences_per_step=48,
         micro_batch=48,
         lr_warmup=100,
+        dead_after_tokens=5_000_000,
     )
 
 
@@ -148,7 +157,9 @@ def override(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     return dataclasses.replace(recipe, **values)
 
 
-def _parse(text: str, kind: str, change: str) -> bool | int | float:
+def _parse(text: str, kind: str, change: str) -> bool | int | float | str:
+    if kind == "str":
+        return text
     try:
         if kind == "bool":
             return {"true": True, "false": False}[text.lower()]

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Sequence
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
+import torch
+import transformers
 from transformers import TrainerCallback
 
-from twell.train.data import TEXT_SUFFIXES, Corpus, find_files, load_corpus, read_texts
+from twell import __version__
+from twell.train.data import TEXT_SUFFIXES, Corpus, Progress, find_files, load_corpus, read_texts
+from twell.train.live import LiveView
 from twell.train.recipes import Recipe
+from twell.train.stream import find_dataset, read_dataset, stream_corpus
 from twell.train.tokenizer import load_tokenizer, train_bpe
-from twell.train.trainer import SparseTrainer, latest_checkpoint, make_model, make_trainer, resume
+from twell.train.trainer import METRICS_FILE, SparseTrainer, latest_checkpoint, make_model, make_trainer, resume
 
 MODEL_FOLDER = "model"
 TOKENIZER_FOLDER = "tokenizer"
+DATA_FOLDER = "data"  # of a streamed dataset
 RECIPE_FILE = "recipe.json"
+BPE_TEXTS = 20_000  # of a streamed dataset, to train a tokenizer on
+SUMMARY_FILE = "summary.json"
 
 
 def run(
@@ -25,58 +41,202 @@ def run(
     data: Sequence[Path | str],
     out: Path,
     *,
+    validation: Sequence[Path | str] = (),
     tokenizer: str | None = None,
     go_on: bool = False,
     say: Callable[[str], None] = print,
+    live: bool = False,
     **arguments: Any,
 ) -> SparseTrainer:
     """Train ``recipe`` on ``data`` into the folder ``out``.
 
-    With ``go_on`` the run there continues with its own recipe from its newest finished checkpoint. ``say`` gets a
-    line at a time; ``arguments`` go to ``TrainingArguments``.
+    ``validation`` are files to validate on; without them one document in a hundred is held out. With ``go_on`` the
+    run there continues with its own recipe and data from its newest finished checkpoint. ``say`` gets a line at a
+    time; with ``live`` the terminal shows the training as one screen instead; ``arguments`` go to
+    ``TrainingArguments``.
     """
+    is_first = os.environ.get("RANK", "0") == "0"  # of the processes a launcher started
+    if not is_first:
+        say = _say_nothing
     checkpoint = latest_checkpoint(out) if go_on else None
     if go_on and checkpoint is None:
         raise ValueError(f"{out} has no finished checkpoint to resume from")
-    if not go_on and out.exists() and any(out.iterdir()):
+    if is_first and not go_on and out.exists() and any(path.name != DATA_FOLDER for path in out.iterdir()):
         raise ValueError(f"{out} is not empty: resume the run there, or choose another folder")
-    saved = out / TOKENIZER_FOLDER
     if go_on:
-        recipe = Recipe(**json.loads((out / RECIPE_FILE).read_text()))
+        saved = json.loads((out / RECIPE_FILE).read_text())
+        recipe, data, validation = Recipe(**saved["recipe"]), data or saved["data"], validation or saved["validation"]
     if recipe is None:
         raise ValueError("a new run needs a recipe")
-    tok = load_tokenizer(saved) if go_on else _tokenizer(tokenizer, data, recipe, say)
-    corpus = read_corpus(recipe, data, tok)
+    tok = load_tokenizer(out / TOKENIZER_FOLDER) if go_on else _tokenizer(tokenizer, data, recipe, say)
+    corpus = read_corpus(recipe, data, validation, tok, out / DATA_FOLDER, is_first, say)
     say(repr(corpus))
-    out.mkdir(parents=True, exist_ok=True)
-    tok.save_pretrained(saved)
-    (out / RECIPE_FILE).write_text(json.dumps(dataclasses.asdict(recipe), indent=1))
+    if is_first and not go_on:
+        out.mkdir(parents=True, exist_ok=True)
+        tok.save_pretrained(out / TOKENIZER_FOLDER)
+        sources = {"data": [str(p) for p in data], "validation": [str(p) for p in validation]}
+        (out / RECIPE_FILE).write_text(json.dumps({"recipe": dataclasses.asdict(recipe), **sources}, indent=1))
 
     model = make_model(recipe, len(tok), tok.eos_token_id)
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters; {recipe.steps:,} steps")
+    say(f"{model.num_parameters():,} parameters; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
     trainer = make_trainer(recipe, model, corpus, out, **arguments)
-    trainer.add_callback(_Talk(recipe, say))
-    if checkpoint is None:
-        trainer.train()
-    else:
+    if checkpoint is not None:
         say(f"resuming from {checkpoint}")
-        resume(trainer, checkpoint)
+    start = time.perf_counter()
+    with LiveView(recipe) if live else _Talk(recipe, say) as view:
+        trainer.add_callback(view)
+        if checkpoint is None:
+            trainer.train()
+        else:
+            resume(trainer, checkpoint)
+    seconds = time.perf_counter() - start
     trainer.save_model(str(out / MODEL_FOLDER))
-    tok.save_pretrained(out / MODEL_FOLDER)
-    say(f"the model is in {out / MODEL_FOLDER}")
+    if _last_evaluation(trainer).get("step") != trainer.state.global_step or (trainer.ffns and not trainer.eval_stats):
+        trainer.evaluate()
+    if is_first:
+        tok.save_pretrained(out / MODEL_FOLDER)
+        summary = summarise(trainer, out, seconds, _bytes_a_token(corpus.held_out, tok))
+        (out / SUMMARY_FILE).write_text(json.dumps(summary, indent=1))
+        say(describe(summary))
+        say(f"the model is in {out / MODEL_FOLDER}")
     return trainer
 
 
-def read_corpus(recipe: Recipe, data: Sequence[Path | str], tok: Any) -> Corpus:
-    def encode(text: str) -> list[int]:
-        return tok.encode(text, add_special_tokens=False)
+def quiet_libraries() -> None:
+    """Commands speak for themselves: no bars, hints and retries of the libraries below."""
+    from huggingface_hub.utils import logging as hub_logging
 
-    return load_corpus(data, encode=encode, end_of_text=tok.eos_token_id, vocab_size=len(tok), seed=recipe.seed)
+    hub_logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+def _last_evaluation(trainer: SparseTrainer) -> dict[str, Any]:
+    return next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), {})
+
+
+def summarise(trainer: SparseTrainer, out: Path, seconds: float, bytes_a_token: float) -> dict[str, Any]:
+    """What a finished run reached, measured on the validation text, and where it ran."""
+    recipe, stats = trainer.recipe, trainer.eval_stats
+    model: Any = trainer.model
+    validation_loss = _last_evaluation(trainer)["eval_loss"]
+    on_gpu = torch.cuda.is_available()
+    speeds = [row["tokens_per_second"] for row in read_metrics(out) if "tokens_per_second" in row]
+    summary: dict[str, Any] = {
+        "validation_loss": validation_loss,
+        "bits_per_byte": validation_loss / math.log(2) / bytes_a_token,
+        "tokens": recipe.steps * recipe.tokens_per_step,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "seconds": seconds,
+        "peak_gpu_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
+    }
+    if stats:
+        active = [int(s.counts.sum()) / int(s.tokens) for s in stats]
+        summary |= {
+            "active": active,
+            "active_mean": sum(active) / len(active),
+            "active_share": sum(active) / len(active) / recipe.intermediate_size,
+            "dead_share": trainer.dead_share(),
+            "silent_share": float(torch.cat([s.counts == 0 for s in stats]).float().mean()),  # on the validation text
+        }
+    return summary | {
+        "parameters": model.num_parameters(),
+        "processes": trainer.args.world_size,
+        "compiled": bool(trainer.args.torch_compile),
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "versions": {"twell": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "recipe": dataclasses.asdict(recipe),
+    }
+
+
+def describe(summary: dict[str, Any]) -> str:
+    """A summary in a line."""
+    text = f"validation cross-entropy {summary['validation_loss']:.4f} ({summary['bits_per_byte']:.4f} bits per byte)"
+    if "active_mean" in summary:
+        text += (
+            f"; {summary['active_mean']:.1f} active neurons a token ({summary['active_share']:.1%}), "
+            f"{summary['dead_share']:.1%} dead"
+        )
+    return text
+
+
+def read_metrics(out: Path) -> list[dict[str, float]]:
+    """The entries of a run's ``metrics.jsonl``."""
+    return [json.loads(line) for line in (out / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
+
+
+def _bytes_a_token(tokens: np.ndarray, tok: Any) -> float:
+    """Bytes of text a token stands for, end-of-text tokens counted as tokens of no bytes."""
+    text = tok.decode(tokens[tokens != tok.eos_token_id].tolist(), clean_up_tokenization_spaces=False)
+    return max(1, len(text.encode())) / len(tokens)
+
+
+def read_corpus(
+    recipe: Recipe,
+    data: Sequence[Path | str],
+    validation: Sequence[Path | str],
+    tok: Any,
+    cache: Path,
+    is_first: bool,
+    say: Callable[[str], None],
+) -> Corpus:
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tok(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)[
+            "input_ids"
+        ]
+
+    dataset = find_dataset(data)
+    with _reading_bar(is_first) as progress:
+        common: dict[str, Any] = {
+            "encode": encode,
+            "end_of_text": tok.eos_token_id,
+            "vocab_size": len(tok),
+            "held_out": validation or 0.01,
+            "progress": progress,
+        }
+        if dataset is None:
+            return load_corpus(data, seed=recipe.seed, **common)
+        return stream_corpus(
+            dataset,
+            cache=cache,
+            tokens_needed=recipe.steps * recipe.tokens_per_step,
+            held_out_least=recipe.context,
+            wait=not is_first,
+            say=say,
+            **common,
+        )
+
+
+@contextlib.contextmanager
+def _reading_bar(shown: bool) -> Iterator[Progress]:
+    """A bar on standard error while data is read; nothing where that is no terminal."""
+    from rich import progress as rp
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (
+        rp.TextColumn("reading data"),
+        rp.BarColumn(),
+        rp.TaskProgressColumn(),
+        rp.TimeElapsedColumn(),
+        rp.TimeRemainingColumn(),
+    )
+    with rp.Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _tokenizer(name: str | None, data: Sequence[Path | str], recipe: Recipe, say: Callable[[str], None]) -> Any:
     if name is not None:
         return load_tokenizer(name)
+    if dataset := find_dataset(data):
+        say(f"training a BPE of {recipe.vocab_size:,} tokens on the first {BPE_TEXTS:,} documents of {dataset}")
+        with contextlib.closing(read_dataset(dataset)) as texts:
+            return train_bpe(itertools.islice(texts, BPE_TEXTS), recipe.vocab_size)
     files = find_files(data)
     if any(path.suffix not in TEXT_SUFFIXES for path in files):
         raise ValueError("tokenised data needs the tokenizer it was made with: give --tokenizer")
@@ -90,6 +250,12 @@ class _Talk(TrainerCallback):
     def __init__(self, recipe: Recipe, say: Callable[[str], None]) -> None:
         self.recipe, self.say = recipe, say
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
@@ -97,8 +263,11 @@ class _Talk(TrainerCallback):
         if "eval_loss" in logs:
             self.say(f"{where}  validation cross-entropy {logs['eval_loss']:.4f}")
         elif "ce_loss" in logs:
-            share = logs["active_mean"] / self.recipe.intermediate_size
-            self.say(
-                f"{where}  cross-entropy {logs['ce_loss']:.4f}  L1 {logs['l1_loss']:.2f}  active "
-                f"{logs['active_mean']:.1f} ({share:.1%})  dead {logs['dead_share']:.1%}"
-            )
+            line = f"{where}  cross-entropy {logs['ce_loss']:.4f}"
+            if "active_mean" in logs:
+                share = logs["active_mean"] / self.recipe.intermediate_size
+                line += f"  L1 {logs['l1_loss']:.2f}  active {logs['active_mean']:.1f} ({share:.1%})"
+                line += f"  dead {logs['dead_share']:.1%}"
+            if "tokens_per_second" in logs:
+                line += f"  {logs['tokens_per_second']:,.0f} tokens/s"
+            self.say(line)

@@ -1,0 +1,375 @@
+"""Traces: which neurons of a model fire on a text, recorded, saved and read back.
+
+A trace file is an ``.npz`` with two arrays per FFN layer L = 0, 1, ...
+
+    counts_L    uint16 [tokens]          active neurons of each token
+    neurons_L   uint16 [sum of counts]   their indices, token after token, ascending
+
+and, where ``record`` wrote it, ``hidden_L`` (the layer's width F), ``name_L`` and ``sequence_length``. Values and
+weights are no part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from twell.nn import SparseFFNBase
+
+MAX_WIDTH = int(np.iinfo(np.uint16).max)  # a count can be as large as F
+DEFAULT_LENGTH = 1024
+_ROWS_AT_ONCE = 1024  # of a pattern, when its indices are listed
+
+Progress = Callable[[int, int], None]  # sequences done, of how many
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+class LayerSummary(NamedTuple):
+    """One layer of a trace in numbers."""
+
+    layer: str
+    mean: float  # active neurons per token
+    p99: float
+    max: int
+    dead: float  # share of neurons that never fired
+    top_tenth: float  # share of all firings that the busiest tenth of the neurons carries
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Trace:
+    """Which neurons fired, layer by layer, tokens in order.
+
+    ``hidden_sizes``, ``names`` (one per layer) and ``sequence_length`` are None where a file does not tell them.
+
+    >>> def u16(*values):
+    ...     return np.array(values, dtype=np.uint16)
+    >>> trace = Trace([u16(2, 0, 1)], [u16(0, 3, 3)], hidden_sizes=[4])
+    >>> trace
+    Trace(1 layer, 3 tokens, 1.0 neurons active)
+    >>> trace.pattern(0).int().tolist()
+    [[1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 1]]
+    """
+
+    counts: list[np.ndarray]  # uint16 [tokens] each
+    neurons: list[np.ndarray]  # uint16 [sum of counts] each
+    hidden_sizes: list[int] | None = None
+    names: list[str] | None = None
+    sequence_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            raise ValueError("a trace needs at least one layer")
+        for what in (self.neurons, self.hidden_sizes, self.names):
+            if what is not None and len(what) != len(self.counts):
+                raise ValueError(f"{len(self.counts)} layers of counts, but {len(what)} of neurons, sizes or names")
+        for layer in range(len(self.counts)):
+            _check_layer(layer, self.counts[layer], self.neurons[layer], self.tokens)
+            if self.hidden_sizes is not None:
+                _check_width(layer, self.neurons[layer], self.hidden_sizes[layer])
+        if self.sequence_length is not None and (self.sequence_length < 1 or self.tokens % self.sequence_length):
+            raise ValueError(f"{self.tokens:,} tokens are not whole sequences of {self.sequence_length:,}")
+
+    @property
+    def layers(self) -> int:
+        return len(self.counts)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.counts[0])
+
+    def pattern(self, layer: int, F: int | None = None) -> Tensor:
+        """bool [tokens, F]: where ``layer`` was active. ``F`` is needed where the trace does not tell it."""
+        pattern = np.zeros((self.tokens, self._width(layer, F)), dtype=np.bool_)
+        pattern[_token_of(self.counts[layer]), self.neurons[layer]] = True
+        return torch.from_numpy(pattern)
+
+    def summary(self, F: int | None = None) -> list[LayerSummary]:
+        """A row per layer. ``F`` is needed where the trace does not tell it."""
+        rows = []
+        for layer, counts in enumerate(self.counts):
+            width = self._width(layer, F)
+            firings = np.sort(np.bincount(self.neurons[layer], minlength=width))  # [F], the busiest last
+            rows.append(
+                LayerSummary(
+                    layer=str(layer) if self.names is None else self.names[layer],
+                    mean=float(counts.mean()),
+                    p99=float(np.percentile(counts, 99)),
+                    max=int(counts.max()),
+                    dead=float((firings == 0).mean()),
+                    top_tenth=float(firings[-max(1, round(width / 10)) :].sum() / max(1, firings.sum())),
+                )
+            )
+        return rows
+
+    def _width(self, layer: int, F: int | None) -> int:
+        known = None if self.hidden_sizes is None else self.hidden_sizes[layer]
+        width = known if F is None else F
+        if width is None:
+            raise ValueError("the trace does not tell the width of its layers: pass F")
+        if known not in (None, width):
+            raise ValueError(f"layer {layer} has {known:,} neurons, not {width:,}")
+        _check_width(layer, self.neurons[layer], width)
+        return width
+
+    def save(self, path: Path | str) -> None:
+        """Write the trace; the file appears whole or not at all."""
+        path = Path(path)
+        arrays: dict[str, Any] = {}
+        for layer in range(self.layers):
+            arrays[f"counts_{layer}"] = self.counts[layer]
+            arrays[f"neurons_{layer}"] = self.neurons[layer]
+            if self.hidden_sizes is not None:
+                arrays[f"hidden_{layer}"] = np.array(self.hidden_sizes[layer])
+            if self.names is not None:
+                arrays[f"name_{layer}"] = np.array(self.names[layer])
+        if self.sequence_length is not None:
+            arrays["sequence_length"] = np.array(self.sequence_length)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            with part.open("wb") as file:
+                np.savez_compressed(file, **arrays)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Trace:
+        """Read a trace file, with or without the parts that ``record`` adds."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist")
+        if not zipfile.is_zipfile(path):
+            raise ValueError(f"{path} is not a whole .npz file")
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                n_layers = sum(name.startswith("counts_") for name in file.files)
+
+                def each(what: str) -> list[np.ndarray]:
+                    return [file[f"{what}_{layer}"] for layer in range(n_layers)]
+
+                def tells(what: str) -> bool:
+                    return all(f"{what}_{layer}" in file.files for layer in range(n_layers))
+
+                return cls(
+                    counts=each("counts"),
+                    neurons=each("neurons"),
+                    hidden_sizes=[int(size) for size in each("hidden")] if tells("hidden") else None,
+                    names=[str(name) for name in each("name")] if tells("name") else None,
+                    sequence_length=int(file["sequence_length"]) if "sequence_length" in file.files else None,
+                )
+        except KeyError as error:
+            raise ValueError(f"{path} is not a trace: {error.args[0]}") from None
+        except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def __repr__(self) -> str:
+        means = [float(counts.mean()) for counts in self.counts]
+        low, high = f"{min(means):.1f}", f"{max(means):.1f}"
+        active = low if low == high else f"{low} to {high}"
+        return f"Trace({self.layers} layer{'s'[: self.layers > 1]}, {self.tokens:,} tokens, {active} neurons active)"
+
+
+def _check_layer(layer: int, counts: np.ndarray, neurons: np.ndarray, tokens: int) -> None:
+    for name, array in (("counts", counts), ("neurons", neurons)):
+        if array.dtype != np.uint16 or array.ndim != 1:
+            raise ValueError(f"{name}_{layer} must be uint16 and flat, got {array.dtype} {list(array.shape)}")
+    if len(counts) == 0 or len(counts) != tokens:
+        raise ValueError(f"counts_{layer} holds {len(counts):,} tokens, counts_0 {tokens:,}")
+    total = int(counts.sum(dtype=np.int64))
+    if total != len(neurons):
+        raise ValueError(f"neurons_{layer} holds {len(neurons):,} indices, but counts_{layer} sums to {total:,}")
+    token = _token_of(counts)
+    falls = (neurons[1:] <= neurons[:-1]) & (token[1:] == token[:-1])
+    if falls.any():
+        raise ValueError(f"neurons_{layer} does not ascend within token {token[int(falls.argmax())]:,}")
+
+
+def _check_width(layer: int, neurons: np.ndarray, F: int) -> None:
+    if not 0 < F <= MAX_WIDTH:
+        raise ValueError(f"layer {layer}: a trace holds 1 to {MAX_WIDTH:,} neurons a layer, not {F:,}")
+    if len(neurons) and int(neurons.max()) >= F:
+        raise ValueError(f"neurons_{layer} names neuron {int(neurons.max()):,} of a layer of {F:,}")
+
+
+def _token_of(counts: np.ndarray) -> np.ndarray:
+    """int32 [sum of counts]: the token each entry belongs to."""
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Recording
+# ---------------------------------------------------------------------------------------------------------
+
+
+def record(model: nn.Module, input_ids: Tensor, *, batch_size: int = 8, progress: Progress = _silent) -> Trace:
+    """Run ``model`` over ``input_ids`` [sequences, length] and record which neurons of each FFN are active.
+
+    Takes sparse models, and dense ones whose FFNs ``sparsify_`` would take; FFNs that it would skip are left out
+    (``names`` tells which are in). The model is as before when this returns or raises. ``progress`` is called with
+    the sequences done, and how many there are.
+    """
+    base: Any = getattr(model, "base_model", model)  # without the head, whose logits nobody reads
+    _check_input(model, input_ids, batch_size)
+    n_sequences, length = input_ids.shape
+    with torch.no_grad(), _evaluating(model), contextlib.ExitStack() as hooks:
+        layers = _find_layers(base)
+        for layer in layers:
+            hooks.enter_context(layer.entrance.register_forward_pre_hook(layer))
+        for start in range(0, n_sequences, batch_size):
+            done = min(start + batch_size, n_sequences)
+            base(input_ids=input_ids[start:done].to(base.device), use_cache=False)
+            for layer in layers:
+                layer.check_tokens(done * length)
+            progress(done, n_sequences)
+    return Trace(
+        counts=[np.concatenate(layer.counts) for layer in layers],
+        neurons=[np.concatenate(layer.neurons) for layer in layers],
+        hidden_sizes=[layer.gate.out_features for layer in layers],
+        names=[layer.name for layer in layers],
+        sequence_length=length,
+    )
+
+
+def record_text(
+    model: nn.Module,
+    tokenizer: Any,
+    text_path: Path | str,
+    *,
+    length: int | None = None,
+    tokens: int = 8192,
+    batch_size: int = 1,
+    progress: Progress = _silent,
+) -> Trace:
+    """``record`` the first ``tokens`` tokens of a text (.txt, .jsonl, .parquet or a folder), as far as it goes.
+
+    Documents are packed with an end-of-text token after each and cut into sequences of ``length``: by default 1024,
+    or the model's context where that is shorter.
+    """
+    from twell.train.data import TEXT_SUFFIXES, find_files, read_texts
+
+    if length is None:
+        length = min(DEFAULT_LENGTH, _context(model) or DEFAULT_LENGTH, tokens)
+    if not 1 <= length <= tokens:
+        raise ValueError(f"{tokens:,} tokens hold no sequence of {length:,}")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-text token")
+    files = find_files([text_path])
+    for path in files:
+        if path.suffix not in TEXT_SUFFIXES:
+            raise ValueError(f"{path}: expected text, one of {', '.join(TEXT_SUFFIXES)}")
+    wanted = tokens // length * length
+    packed: list[int] = []
+    for text in (text for path in files for text in read_texts(path)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        packed += [*ids, tokenizer.eos_token_id] if ids else []
+        if len(packed) >= wanted:
+            break
+    n_sequences = min(len(packed), wanted) // length
+    if n_sequences == 0:
+        raise ValueError(f"{text_path} holds {len(packed):,} tokens: too few for one sequence of {length:,}")
+    input_ids = torch.tensor(packed[: n_sequences * length]).view(n_sequences, length)
+    return record(model, input_ids, batch_size=batch_size, progress=progress)
+
+
+def _check_input(model: Any, input_ids: Tensor, batch_size: int) -> None:
+    if not hasattr(model, "get_input_embeddings"):
+        raise ValueError(f"expected a transformers model, got {type(model).__name__}")
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"input_ids must be integers [sequences, length], got {input_ids.dtype} {list(input_ids.shape)}"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"token {low if low < 0 else high:,} is none of the model's, which end at {vocab_size - 1:,}: "
+            f"another tokenizer?"
+        )
+    context = _context(model)
+    if context is not None and input_ids.shape[1] > context:
+        raise ValueError(f"sequences of {input_ids.shape[1]:,} tokens exceed the model's context of {context:,}")
+
+
+def _context(model: nn.Module) -> int | None:
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and no running counts; each module's own mode afterwards."""
+    training = [(module, module.training) for module in model.modules()]
+    counting = [module for module in model.modules() if isinstance(module, SparseFFNBase) and module.track_counts]
+    model.eval()
+    for ffn in counting:
+        ffn.track_counts = False
+    try:
+        yield
+    finally:
+        for module, was_training in training:
+            module.training = was_training
+        for ffn in counting:
+            ffn.track_counts = True
+
+
+class _Layer:
+    """Records one FFN: a forward pre-hook of ``entrance``, the module that gets the FFN's input."""
+
+    def __init__(self, name: str, entrance: nn.Module, gate: nn.Linear) -> None:
+        if gate.out_features > MAX_WIDTH:
+            raise ValueError(f"{name} has {gate.out_features:,} neurons; a trace holds at most {MAX_WIDTH:,} a layer")
+        self.name, self.entrance, self.gate = name, entrance, gate
+        self.counts: list[np.ndarray] = []
+        self.neurons: list[np.ndarray] = []
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        r = torch.relu(nnf.linear(args[0], self.gate.weight, self.gate.bias))
+        active_MF = (r != 0).flatten(0, -2)
+        self.counts.append(active_MF.sum(1).cpu().numpy().astype(np.uint16))
+        for rows in active_MF.split(_ROWS_AT_ONCE):
+            self.neurons.append(rows.nonzero()[:, 1].cpu().numpy().astype(np.uint16))
+
+    def check_tokens(self, expected: int) -> None:
+        tokens = sum(map(len, self.counts))
+        if tokens != expected:
+            raise ValueError(
+                f"{self.name} saw {tokens:,} tokens where the model saw {expected:,}: "
+                f"only FFNs that every token passes once can be recorded"
+            )
+
+
+def _find_layers(model: nn.Module) -> list[_Layer]:
+    """Every FFN that is sparse, or that ``sparsify_`` would take."""
+    from twell.hf import convert
+
+    layers, skipped = [], []
+    for name, _, _, ffn in convert._ffns(model):
+        if not isinstance(ffn, SparseFFNBase) and convert._INLINE_MARK not in vars(ffn):
+            stand_in = nn.ModuleList([ffn])  # gets the sparse block in the place of the model
+            row = convert.sparsify_(stand_in).rows[0]
+            if row.became is None:
+                skipped.append(f"{name} ({row.why})")
+                continue
+            convert.desparsify_(stand_in)
+        gate = next(getattr(ffn, p) for p in ("gate_proj", "fc1", "up_proj") if hasattr(ffn, p))
+        layers.append(_Layer(name, gate if hasattr(ffn, "fc1") else ffn, gate))
+    if not layers:
+        more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+        raise ValueError(f"nothing to record: {skipped[0] + more if skipped else 'no feed-forward layers found'}")
+    return layers

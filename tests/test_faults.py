@@ -1,0 +1,170 @@
+"""What can go wrong in a run: killed at any moment, disk full, wrong input. Nothing is lost, one line says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twell.train.data import SAMPLE, read_texts
+from twell.train.run import read_metrics
+from twell.train.tokenizer import train_bpe
+from twell.train.trainer import METRICS_FILE, latest_checkpoint
+
+OVERRIDES = [
+    "hidden_size=32",
+    "intermediate_size=64",
+    "layers=2",
+    "heads=2",
+    "context=32",
+    "vocab_size=300",
+    "steps=12",
+    "sequences_per_step=4",
+    "micro_batch=4",
+    "lr_warmup=2",
+    "log_every=1",
+    "eval_every=4",
+    "save_every=3",
+    "restart_every=5",
+    "dead_after_tokens=200",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("\n<|endoftext|>\n".join(t[:3000] for t in list(read_texts(SAMPLE))[:8]))
+    return path
+
+
+def start(*args: str | Path, **options: Any) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "twell", "train", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        **options,
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=300)
+    return process.returncode, errors
+
+
+def kill_when(process: subprocess.Popen, condition: Any) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def losses(out: Path) -> dict[int, tuple[float, float]]:
+    return {int(row["step"]): (row["ce_loss"], row["active_mean"]) for row in read_metrics(out) if "ce_loss" in row}
+
+
+def test_killed_runs_go_on_as_if_nothing_had_happened(text: Path, tmp_path: Path) -> None:
+    """Killed while a checkpoint is being written, again between two, and its last log line torn."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    uninterrupted = start("--preset", "tiny", "--data", text, "--out", whole, *OVERRIDES)
+    run = start("--preset", "tiny", "--data", text, "--out", killed, *OVERRIDES)
+    kill_when(run, lambda: (killed / "checkpoint-6").exists())
+    with (killed / METRICS_FILE).open("a") as f:
+        f.write('{"step": 7, "ce_lo')
+    code, errors = finish(uninterrupted)
+    assert code == 0, errors
+
+    first = latest_checkpoint(killed)
+    assert first is not None
+    run = start("--out", killed, "--resume")
+    kill_when(run, lambda: max(losses_so_far(killed), default=0) >= 10)
+    code, errors = finish(start("--out", killed, "--resume"))
+    assert code == 0, errors
+    assert losses(killed).keys() == set(range(1, 13))
+    for step, expected in losses(whole).items():
+        assert losses(killed)[step] == pytest.approx(expected, rel=1e-6), step
+    steps = [row["step"] for row in read_metrics(killed) if "ce_loss" in row]
+    assert steps == sorted(set(steps))  # every step once
+    summaries = [json.loads((out / "summary.json").read_text()) for out in (whole, killed)]
+    assert summaries[0]["validation_loss"] == pytest.approx(summaries[1]["validation_loss"], rel=1e-6)
+
+
+def losses_so_far(out: Path) -> list[int]:
+    rows = (out / METRICS_FILE).read_text().splitlines() if (out / METRICS_FILE).exists() else []
+    return [json.loads(row)["step"] for row in rows if row.startswith("{") and row.endswith("}")]
+
+
+def test_full_disk_ends_in_one_line_and_costs_no_checkpoint(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code, errors = finish(start("--preset", "tiny", "--data", text, "--out", out, *OVERRIDES, "steps=3"))
+    assert code == 0, errors
+    before = {p: p.stat().st_mtime_ns for p in (out / "checkpoint-3").iterdir()}
+
+    def limit_file_size() -> None:  # writing beyond it fails, as it does on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+
+    recipe = json.loads((out / "recipe.json").read_text())
+    recipe["recipe"]["steps"] = 9
+    (out / "recipe.json").write_text(json.dumps(recipe))
+    code, errors = finish(start("--out", out, "--resume", preexec_fn=limit_file_size))
+    assert code == 2
+    assert "Traceback" not in errors
+    (line,) = [line for line in errors.splitlines() if line.startswith("twell: error:")]
+    assert "could not write checkpoint-6" in line and "earlier checkpoints are untouched" in line
+    assert latest_checkpoint(out) == out / "checkpoint-3"
+    assert {p: p.stat().st_mtime_ns for p in (out / "checkpoint-3").iterdir()} == before
+    code, errors = finish(start("--out", out, "--resume"))  # with room again it goes on
+    assert code == 0, errors
+    assert losses(out).keys() == set(range(1, 10))
+
+
+def test_wrong_input_ends_in_one_line(text: Path, tmp_path: Path) -> None:
+    texts = list(read_texts(text))
+    small, large = train_bpe(texts, 257), train_bpe(texts, 400)
+    small.save_pretrained(tmp_path / "small")
+    ids = [i for t in texts for i in (*large.encode(t), large.eos_token_id)]
+    tokens = tmp_path / "tokens.u16"
+    tokens.write_bytes(b"".join(i.to_bytes(2, "little") for i in ids))
+    (tmp_path / "broken.json").write_text("{")
+    cases = {
+        "does not exist": ("--data", tmp_path / "none.txt"),
+        "another tokenizer?": ("--data", tokens, "--tokenizer", tmp_path / "small"),
+        "is not a tokenizer.json": ("--data", text, "--tokenizer", tmp_path / "broken.json"),
+        "needs the tokenizer it was made with": ("--data", tokens),
+        "no finished checkpoint to resume from": ("--resume",),
+        "the loss is nan": ("--data", text, "lr=1e30", "clip=1e30", "steps=50", "weight_decay=0"),
+    }
+    running = {}
+    for number, (message, args) in enumerate(cases.items()):
+        options = [a for a in map(str, args) if "=" not in a]
+        overrides = [] if "--resume" in options else [*OVERRIDES, *(a for a in map(str, args) if "=" in a)]
+        running[message] = start("--out", tmp_path / f"run{number}", *options, *overrides)
+        if number % 2:  # two at a time
+            for m in list(running):
+                check_one_line(*finish(running.pop(m)), m)
+
+
+def check_one_line(code: int, errors: str, message: str) -> None:
+    assert code == 2, (message, errors)
+    assert "Traceback" not in errors
+    lines = [line for line in errors.splitlines() if line.startswith("twell: error:")]
+    assert len(lines) == 1 and message in lines[0], (message, errors)
+
+
+def test_recipes_know_every_field_that_these_tests_set() -> None:
+    from twell.train.recipes import Recipe
+
+    assert {o.partition("=")[0] for o in OVERRIDES} <= {f.name for f in dataclasses.fields(Recipe)}

@@ -1,0 +1,467 @@
+"""Traces: recorded patterns against hooks by hand, files there and back, and a model left as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig
+
+import twell
+from twell import trace as trace_module
+from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
+from twell.nn import SparseFFNBase
+from twell.trace import MAX_WIDTH, Trace, record, record_text
+from twell.train.tokenizer import train_bpe
+
+VOCAB, LAYERS, F = 300, 2, 96
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": F,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+OPT = {"ffn_dim": F, "word_embed_proj_dim": 32, **TINY}
+
+# Configuration, whether it is sparsified, and the projection that carries the activation.
+MODELS: dict[str, tuple[Callable[[], Any], bool, str]] = {
+    "llama sparse": (lambda: LlamaSparseReluConfig(**TINY), False, "gate_proj"),
+    "llama sparse, plain": (lambda: LlamaSparseReluConfig(**TINY, sparsity_gated_mlp=False), False, "up_proj"),
+    "qwen2 sparse": (lambda: Qwen2SparseReluConfig(**TINY), False, "gate_proj"),
+    "llama": (lambda: LlamaConfig(**TINY, hidden_act="relu", mlp_bias=True), False, "gate_proj"),
+    "llama sparsified": (lambda: LlamaConfig(**TINY, hidden_act="relu", mlp_bias=True), True, "gate_proj"),
+    "nemotron": (lambda: NemotronConfig(**TINY), False, "up_proj"),
+    "nemotron sparsified": (lambda: NemotronConfig(**TINY), True, "up_proj"),
+    "opt": (lambda: OPTConfig(**OPT), False, "fc1"),
+    "opt sparsified": (lambda: OPTConfig(**OPT), True, "fc1"),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def dense_or_sparse(name: str) -> Any:
+    torch.manual_seed(0)
+    config, sparsified, _ = MODELS[name]
+    model = AutoModelForCausalLM.from_config(config()).double()
+    with torch.no_grad():
+        for path, p in model.named_parameters():
+            if "bias" in path:
+                p.normal_(std=0.1)  # zero at initialisation
+    if sparsified:
+        assert len(twell.sparsify_(model).changed) == LAYERS
+    return model
+
+
+def token_ids(sequences: int = 5, length: int = 12) -> Tensor:
+    return torch.randint(1, VOCAB, (sequences, length), generator=torch.Generator().manual_seed(0))
+
+
+def ffns_of(model: nn.Module, projection: str) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(getattr(m, projection, None), nn.Module)]
+
+
+def by_hand(model: nn.Module, name: str, ids: Tensor) -> list[Tensor]:
+    """bool [tokens, F] per layer, from hooks on the FFNs' inputs, one sequence at a time."""
+    projection = MODELS[name][2]
+    seen: list[list[Tensor]] = []
+    handles = []
+    for ffn in ffns_of(model, projection):
+        gate = getattr(ffn, projection)
+        rows: list[Tensor] = []
+        seen.append(rows)
+
+        def hook(module: nn.Module, args: tuple[Any, ...], gate: Any = gate, rows: list[Tensor] = rows) -> None:
+            z = args[0].reshape(-1, gate.in_features) @ gate.weight.t()
+            rows.append((z if gate.bias is None else z + gate.bias) > 0)
+
+        handles.append((gate if projection == "fc1" else ffn).register_forward_pre_hook(hook))
+    model.eval()
+    with torch.no_grad():
+        for row in ids:
+            model(row[None])
+    for handle in handles:
+        handle.remove()
+    return [torch.cat(rows) for rows in seen]
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+
+
+def u16(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint16)
+
+
+def trace_of(*patterns: np.ndarray, **meta: Any) -> Trace:
+    counts = [p.sum(1).astype(np.uint16) for p in patterns]
+    return Trace(counts, [p.nonzero()[1].astype(np.uint16) for p in patterns], **meta)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Recording
+# ---------------------------------------------------------------------------------------------------------
+
+
+@each_model
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_recorded_patterns_are_those_found_by_hand(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_module, "_ROWS_AT_ONCE", 7)
+    model, ids = dense_or_sparse(name), token_ids()
+    calls: list[tuple[int, int]] = []
+    trace = record(model, ids, batch_size=batch_size, progress=lambda *args: calls.append(args))
+    expected = by_hand(model, name, ids)
+    assert trace.layers == len(expected) == LAYERS
+    assert trace.hidden_sizes == [F] * LAYERS
+    assert trace.sequence_length == 12
+    for layer, pattern in enumerate(expected):
+        assert torch.equal(trace.pattern(layer), pattern)
+        assert 0 < pattern.double().mean() < 1
+    assert calls == [(min(n + batch_size, 5), 5) for n in range(0, 5, batch_size)]
+
+
+@pytest.mark.parametrize("name", ["llama sparse", "llama sparse, plain", "qwen2 sparse"])
+def test_firings_per_neuron_are_those_the_model_reports(name: str) -> None:
+    model, ids = dense_or_sparse(name), token_ids()
+    trace = record(model, ids)
+    with torch.no_grad():
+        stats = model.eval()(ids, output_sparsity=True).sparsity
+    for layer in range(LAYERS):
+        assert torch.equal(trace.pattern(layer).sum(0), stats[layer].counts.long())
+
+
+def test_tokens_keep_their_order() -> None:
+    model, ids = dense_or_sparse("llama sparse"), token_ids()
+    whole = record(model, ids)
+    for i in range(len(ids)):
+        alone = record(model, ids[i : i + 1])
+        for layer in range(LAYERS):
+            assert torch.equal(alone.pattern(layer), whole.pattern(layer)[12 * i : 12 * (i + 1)])
+
+
+@pytest.mark.parametrize("name", ["llama sparse", "opt"])
+def test_nan_counts_as_active(name: str) -> None:
+    model = dense_or_sparse(name)
+    gate = getattr(ffns_of(model, MODELS[name][2])[-1], MODELS[name][2])
+    with torch.no_grad():
+        gate.weight[5] = float("nan")
+    assert record(model, token_ids()).pattern(LAYERS - 1)[:, 5].all()
+
+
+def test_16_bit_models_and_32_bit_ids() -> None:
+    model = dense_or_sparse("llama sparse").bfloat16()
+    assert 0 < record(model, token_ids().int()).summary()[0].mean < F
+
+
+@each_model
+def test_the_model_is_as_it_was(name: str) -> None:
+    model, ids = dense_or_sparse(name), token_ids()
+    model(ids)  # leaves attributes of its own
+    model.train()
+    ffns_of(model, MODELS[name][2])[0].eval()  # a module with a mode of its own
+    for module in model.modules():
+        if isinstance(module, SparseFFNBase):
+            module.track_counts, module.backend = True, "reference"
+    modules = {path: (module, module.training, set(vars(module))) for path, module in model.named_modules()}
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+
+    def check() -> None:
+        now = {path: (module, module.training, set(vars(module))) for path, module in model.named_modules()}
+        assert now == modules
+        assert hooks_of(model) == 0
+        assert list(model.state_dict()) == list(weights)
+        assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+        for module in model.modules():
+            if isinstance(module, SparseFFNBase):
+                assert module.track_counts and module.backend == "reference" and not module.tokens_seen
+
+    record(model, ids)
+    check()
+    with pytest.raises(ZeroDivisionError):
+        record(model, ids, batch_size=2, progress=lambda done, total: 1 // 0)
+    check()
+
+    attention = [module for path, module in model.named_modules() if path.endswith("self_attn")]
+    failing = attention[-1].register_forward_pre_hook(lambda module, args: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        record(model, ids)
+    failing.remove()
+    check()
+
+
+def test_gradients_are_neither_kept_nor_lost() -> None:
+    model = dense_or_sparse("llama sparse")
+    record(model, token_ids())
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_ffns_that_are_not_relu_are_left_out_and_named() -> None:
+    model = dense_or_sparse("llama")
+    model.model.layers[0].mlp.act_fn = nn.SiLU()
+    trace = record(model, token_ids())
+    assert trace.names == ["layers.1.mlp"]
+    model.model.layers[1].mlp.act_fn = nn.SiLU()
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp \(silu: call relufy_ first\) and 1 more"):
+        record(model, token_ids())
+
+
+def test_an_ffn_that_not_every_token_passes_is_refused() -> None:
+    model = dense_or_sparse("llama sparse")
+    model.model.layers[1].mlp = model.model.layers[0].mlp  # one FFN for both layers
+    with pytest.raises(ValueError, match="saw 120 tokens where the model saw 60"):
+        record(model, token_ids())
+
+
+def test_bad_input_is_refused() -> None:
+    model, ids = dense_or_sparse("llama sparse"), token_ids()
+    for bad in (ids[0], ids[:0], ids[:, :0], ids.double()):
+        with pytest.raises(ValueError, match="input_ids must be integers"):
+            record(model, bad)
+    with pytest.raises(ValueError, match="token 300 is none of the model's, which end at 299"):
+        record(model, ids + (VOCAB - ids.max()))
+    with pytest.raises(ValueError, match="token -1 "):
+        record(model, ids - ids.min() - 1)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        record(model, ids, batch_size=0)
+    with pytest.raises(ValueError, match="sequences of 65 tokens exceed the model's context of 64"):
+        record(model, token_ids(1, 65))
+    with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
+        record(nn.Linear(2, 2), ids)
+
+
+def test_width_is_limited_by_16_bits() -> None:
+    def model(width: int) -> Any:
+        config = {**TINY, "hidden_size": 8, "num_hidden_layers": 1}
+        return AutoModelForCausalLM.from_config(LlamaSparseReluConfig(**{**config, "intermediate_size": width}))
+
+    with pytest.raises(ValueError, match="65,536 neurons; a trace holds at most 65,535"):
+        record(model(MAX_WIDTH + 1), token_ids(1, 2))
+    widest = model(MAX_WIDTH)
+    with torch.no_grad():
+        widest.model.layers[0].mlp.gate_proj.weight.fill_(float("nan"))
+    trace = record(widest, token_ids(1, 2))
+    assert trace.counts[0].tolist() == [MAX_WIDTH] * 2
+    assert trace.pattern(0).all()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------------------------------------
+
+DOCUMENTS = [f"The {word} fox jumps over the lazy dog, again and again." for word in ("quick", "brown", "sly")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_bpe(DOCUMENTS, VOCAB)
+
+
+def packed(tokenizer: Any) -> list[int]:
+    return [i for text in DOCUMENTS for i in (*tokenizer.encode(text), tokenizer.eos_token_id)]
+
+
+@pytest.mark.parametrize("kind", [".txt", ".jsonl"])
+def test_text_is_packed_with_end_of_text_and_cut(kind: str, tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / f"text{kind}"
+    if kind == ".txt":
+        path.write_text("\n<|endoftext|>\n".join(DOCUMENTS))
+    else:
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*DOCUMENTS, ""]))
+    model, ids = dense_or_sparse("llama sparse"), packed(tokenizer)
+    for wanted, n_sequences in ((8192, len(ids) // 8), (30, 3), (8, 1)):
+        trace = record_text(model, tokenizer, path, length=8, tokens=wanted)
+        expected = record(model, torch.tensor(ids[: 8 * n_sequences]).view(n_sequences, 8))
+        assert trace.sequence_length == 8
+        assert trace.tokens == 8 * n_sequences
+        for layer in range(LAYERS):
+            assert torch.equal(trace.pattern(layer), expected.pattern(layer))
+
+
+def test_sequences_are_no_longer_than_the_context(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(DOCUMENTS * 5))
+    model = dense_or_sparse("llama sparse")
+    assert record_text(model, tokenizer, path).sequence_length == 64
+    assert record_text(model, tokenizer, path, tokens=20).tokens == 20
+    with pytest.raises(ValueError, match="exceed the model's context of 64"):
+        record_text(model, tokenizer, path, length=65)
+
+
+def test_text_errors_say_what_is_wrong(tokenizer: Any, tmp_path: Path) -> None:
+    model, path = dense_or_sparse("llama sparse"), tmp_path / "text.txt"
+    path.write_text(DOCUMENTS[0])
+    n_tokens = len(tokenizer.encode(DOCUMENTS[0])) + 1
+    with pytest.raises(ValueError, match=rf"text\.txt holds {n_tokens} tokens: too few for one sequence of 60"):
+        record_text(model, tokenizer, path, length=60)
+    with pytest.raises(ValueError, match="20 tokens hold no sequence of 40"):
+        record_text(model, tokenizer, path, length=40, tokens=20)
+    with pytest.raises(ValueError, match="0 tokens hold no sequence of 0"):
+        record_text(model, tokenizer, path, tokens=0)
+    with pytest.raises(FileNotFoundError, match=r"none\.txt does not exist"):
+        record_text(model, tokenizer, tmp_path / "none.txt")
+    (tmp_path / "tokens.u16").write_bytes(b"\0\0")
+    with pytest.raises(ValueError, match=r"tokens\.u16: expected text"):
+        record_text(model, tokenizer, tmp_path / "tokens.u16")
+    small = AutoModelForCausalLM.from_config(LlamaSparseReluConfig(**{**TINY, "vocab_size": 50}))
+    with pytest.raises(ValueError, match="which end at 49: another tokenizer"):
+        record_text(small, tokenizer, path, length=8)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_recorded_trace_survives_its_file(tmp_path: Path) -> None:
+    trace = record(dense_or_sparse("llama sparse"), token_ids())
+    path = tmp_path / "new" / "trace.npz"
+    trace.save(path)
+    trace.save(str(path))  # over an older one
+    assert [p.name for p in path.parent.iterdir()] == ["trace.npz"]
+    loaded = Trace.load(str(path))
+    assert (loaded.hidden_sizes, loaded.names) == ([F] * LAYERS, ["layers.0.mlp", "layers.1.mlp"])
+    assert loaded.sequence_length == 12
+    assert repr(loaded) == repr(trace)
+    assert loaded.summary() == trace.summary()
+    for layer in range(LAYERS):
+        assert loaded.counts[layer].dtype == loaded.neurons[layer].dtype == np.uint16
+        assert torch.equal(loaded.pattern(layer), trace.pattern(layer))
+
+
+def test_a_failed_save_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, trace = tmp_path / "trace.npz", trace_of(np.eye(3, dtype=bool))
+    trace.save(path)
+    before = path.read_bytes()
+
+    def fail(file: Any, **arrays: Any) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez_compressed", fail)
+    with pytest.raises(OSError, match="disk full"):
+        trace.save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_shared_layout_loads_and_is_written(tmp_path: Path) -> None:
+    """Counts and neurons alone, as in traces that others recorded."""
+    arrays = {"counts_0": u16(2, 0, 1), "neurons_0": u16(1, 3, 0), "counts_1": u16(0, 0, 0), "neurons_1": u16()}
+    np.savez_compressed(tmp_path / "shared.npz", **arrays)
+    trace = Trace.load(tmp_path / "shared.npz")
+    assert (trace.hidden_sizes, trace.names, trace.sequence_length) == (None, None, None)
+    assert trace.pattern(0, 5).int().tolist() == [[0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
+    assert not trace.pattern(1, 5).any()
+    assert [row.layer for row in trace.summary(5)] == ["0", "1"]
+    for needs_width in (lambda: trace.pattern(0), trace.summary):
+        with pytest.raises(ValueError, match="pass F"):
+            needs_width()
+    with pytest.raises(ValueError, match="names neuron 3 of a layer of 3"):
+        trace.pattern(0, 3)
+    trace.save(tmp_path / "again.npz")
+    with np.load(tmp_path / "again.npz") as file:
+        assert sorted(file.files) == sorted(arrays)
+        for name, array in arrays.items():
+            assert file[name].dtype == np.uint16
+            assert np.array_equal(file[name], array)
+
+
+def test_summary_by_hand() -> None:
+    pattern = np.zeros((100, 20), dtype=bool)
+    pattern[:, 0] = True  # every token
+    pattern[:50, 1] = True
+    pattern[0, :10] = True  # the first token wakes ten
+    (row,) = trace_of(pattern, hidden_sizes=[20], names=["ffn"]).summary()
+    assert row.layer == "ffn"
+    assert row.mean == pytest.approx((100 + 50 + 8) / 100)
+    assert row.p99 == np.percentile([10] + [2] * 49 + [1] * 50, 99)
+    assert row.max == 10
+    assert row.dead == 0.5
+    assert row.top_tenth == pytest.approx(150 / 158)
+    silent = trace_of(np.zeros((2, 3), dtype=bool), hidden_sizes=[3]).summary()[0]
+    assert (silent.mean, silent.max, silent.dead, silent.top_tenth) == (0, 0, 1, 0)
+
+
+def test_the_width_of_a_recorded_layer_is_its_own() -> None:
+    trace = trace_of(np.eye(3, 8, dtype=bool), hidden_sizes=[8])
+    assert torch.equal(trace.pattern(0, 8), trace.pattern(0))
+    with pytest.raises(ValueError, match="layer 0 has 8 neurons, not 9"):
+        trace.pattern(0, 9)
+
+
+GOOD: dict[str, Any] = {"counts_0": u16(2, 1), "neurons_0": u16(1, 3, 0), "counts_1": u16(0, 1), "neurons_1": u16(2)}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "too few indices": ({"neurons_0": u16(1, 3)}, "neurons_0 holds 2 indices, but counts_0 sums to 3"),
+    "not ascending": ({"neurons_0": u16(3, 1, 0)}, "neurons_0 does not ascend within token 0"),
+    "twice the same": ({"counts_0": u16(1, 2), "neurons_0": u16(1, 3, 3)}, "does not ascend within token 1"),
+    "other type": ({"counts_1": np.array([0, 1])}, "counts_1 must be uint16 and flat, got int64 [2]"),
+    "other shape": ({"neurons_1": u16(2)[None]}, "neurons_1 must be uint16 and flat, got uint16 [1, 1]"),
+    "other tokens": ({"counts_1": u16(0, 1, 0)}, "counts_1 holds 3 tokens, counts_0 2"),
+    "no neurons": ({"neurons_1": None}, "neurons_1 is not a file in the archive"),
+    "a layer missing": ({"counts_0": None, "neurons_0": None}, "is not a trace: counts_0 is not a file"),
+    "too narrow": ({"hidden_0": 3, "hidden_1": 4}, "neurons_0 names neuron 3 of a layer of 3"),
+    "too wide": ({"hidden_0": 1 << 16, "hidden_1": 4}, "a trace holds 1 to 65,535 neurons a layer, not 65,536"),
+    "odd width": ({"hidden_0": "wide", "hidden_1": 4}, "invalid literal"),
+    "half a sequence": ({"sequence_length": 3}, "2 tokens are not whole sequences of 3"),
+    "objects": ({"counts_0": np.array([None])}, "Object arrays"),
+    "nothing": (dict.fromkeys(GOOD), "at least one layer"),
+    "no tokens": ({f"{what}_{i}": u16() for what in ("counts", "neurons") for i in range(2)}, "holds 0 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    changes, message = BAD[name]
+    path = tmp_path / "bad.npz"
+    np.savez(path, **{key: value for key, value in {**GOOD, **changes}.items() if value is not None})
+    with pytest.raises(ValueError) as error:
+        Trace.load(path)
+    assert str(path) in str(error.value)
+    assert message in str(error.value)
+
+
+def test_corrupted_files_are_refused_by_name(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole.npz", tmp_path / "bad.npz"
+    random = np.random.default_rng(0).random((200, 50)) < 0.3
+    trace_of(random, hidden_sizes=[50]).save(whole)
+    content = whole.read_bytes()
+    damaged = bytearray(content)
+    damaged[len(content) // 3 : len(content) // 3 + 40] = bytes(40)
+    array = tmp_path / "array.npy"
+    np.save(array, random)
+    for bad in (b"", b"no trace", content[:-30], content[: len(content) // 2], bytes(damaged), array.read_bytes()):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match=r"bad\.npz"):
+            Trace.load(path)
+    with pytest.raises(FileNotFoundError, match=r"none\.npz does not exist"):
+        Trace.load(tmp_path / "none.npz")
+
+
+patterns = st.tuples(st.integers(1, 12), st.integers(1, 40)).flatmap(
+    lambda shape: st.lists(hnp.arrays(np.bool_, shape), min_size=1, max_size=3)
+)
+
+
+@given(patterns, st.booleans())
+def test_any_pattern_survives_its_file(tmp_path_factory: pytest.TempPathFactory, layers: Any, tell: bool) -> None:
+    width = layers[0].shape[1]
+    path = tmp_path_factory.getbasetemp() / "any.npz"
+    trace_of(*layers, hidden_sizes=[width] * len(layers) if tell else None).save(path)
+    loaded = Trace.load(path)
+    assert loaded.layers == len(layers)
+    for layer, pattern in enumerate(layers):
+        assert np.array_equal(loaded.pattern(layer, None if tell else width).numpy(), pattern)
