@@ -48,6 +48,7 @@ _GATHER = _Gather(first=35.0, each=7.0)
 _GATHER_BF16 = _Gather(first=70.0, each=20.0)  # GEMMs are faster, and gathered rows must be widened
 _WEIGHT_READ_ROWS = 18  # a GEMM over m rows costs m + 18: the 18 stand for reading the weights
 _MIN_WORK = 20e6  # D * F * (M + 18) below which a dense FFN takes less than the bookkeeping, 0.5 ms
+_SMALL = 10  # times _MIN_WORK: small work, where overheads are seen
 _DENSE_SHARE = 0.4  # above this share of active elements not even listing them pays
 _MARGIN = 0.9  # sparse must promise to be 10 % cheaper than dense
 
@@ -133,7 +134,7 @@ class _Block:
         """Write the block's y, and r and u where asked for."""
         if gate_out is not None:
             gate_out.copy_(self.gate)
-        self.parts = _cut(self.gate) if _is_finite(self.x) else None
+        self.parts = _cut(self.gate, self.x.shape[1]) if _is_finite(self.x) else None
         if self.parts is None:
             self._run_dense(y, up_out)
         else:
@@ -208,7 +209,7 @@ def backward(
     needs: tuple[bool, ...] = (True,) * 7,
 ) -> Gradients:
     """The twin of ``reference.backward``: dense for hot neurons, at the active elements for the tail."""
-    parts = _cut(r) if len(x) >= _MIN_TRAIN_ROWS and _is_finite(x) and _is_finite(dy) else None
+    parts = _cut(r, x.shape[1]) if len(x) >= _MIN_TRAIN_ROWS and _is_finite(x) and _is_finite(dy) else None
     w_down_FD = None if parts is None else neuron_major(w.down)
     if parts is None or w_down_FD is None:
         return reference.backward(dy, dl1, x, w, r, u, activation, token_mask, needs)
@@ -366,11 +367,14 @@ def _full_column(n: int, dtype: torch.dtype) -> Tensor:
     return torch.sparse_csr_tensor(torch.arange(n + 1), zeros, zeros.to(dtype), (n, 1), check_invariants=False)
 
 
-def _cut(gate: Tensor) -> tuple[_Entries, Tensor] | None:
+def _cut(gate: Tensor, D: int) -> tuple[_Entries, Tensor] | None:
     """The cold tail and the hot neurons of a block [m, F], or None where dense is cheapest."""
     m, F = gate.shape
     gather, dense_neuron = _gather(gate.dtype), m + _WEIGHT_READ_ROWS
     may_be_hot = m >= _MIN_HOT_ROWS
+    if D * F * dense_neuron < _SMALL * _MIN_WORK:
+        # What an element costs besides its D products weighs more, and so does another look for hot neurons.
+        gather, may_be_hot = gather._replace(each=gather.each + 2048 / D - 1), False
     share = _active_share(gate)
     if share > _DENSE_SHARE or (not may_be_hot and gather.each * share * m > dense_neuron):
         return None

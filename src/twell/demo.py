@@ -84,7 +84,7 @@ def _show_speed(console: Console, progress: Any, print_speed_table: Callable[...
     console.print("skewN: N active neurons a token. skew2800 is half dense: there the layer runs densely.")
 
 
-def _show_training(console: Console) -> None:
+def _show_training(console: Console, folder: Path = Path("demo-out"), steps: int = 800) -> None:
     console.print(Rule("4. A sparse language model, trained here on the bundled text"))
     try:
         from twell.train.run import quiet_libraries, run
@@ -95,17 +95,18 @@ def _show_training(console: Console) -> None:
     from twell.train.recipes import override, tiny
 
     quiet_libraries()
-    out = Path("demo-out") / time.strftime("%Y%m%d-%H%M%S")
-    recipe = override(tiny(), ["steps=800", "log_every=50", "eval_every=200", "save_every=200"])
+    out = folder / time.strftime("%Y%m%d-%H%M%S")
+    recipe = override(tiny(), [f"steps={steps}", "log_every=50", "eval_every=200", "save_every=200"])
     start = time.perf_counter()
     trainer: Any = run(
         recipe, [SAMPLE], out, say=lambda line: console.print(line, highlight=False), live=console.is_terminal
     )
     console.print(f"trained in {time.perf_counter() - start:.0f} s")
     validation = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row][-1]
-    unigram = _unigram_loss(trainer.train_dataset.tokens, trainer.eval_dataset.tokens)
+    held_out = trainer.eval_dataset.blocks
+    unigram = _unigram_loss(trainer.train_dataset.tokens, held_out.tokens)
     console.print(f"validation cross-entropy {validation:.2f}; guessing by word frequency alone gives {unigram:.2f}\n")
-    _show_inference(console, trainer.model, torch.stack([trainer.eval_dataset[i]["input_ids"] for i in range(8)]))
+    _show_inference(console, trainer.model, torch.stack([held_out[i]["input_ids"] for i in range(8)]))
     _show_generation(console, trainer.model, out)
     console.print(f"\nmodel {out / 'model'}, losses and active neurons step by step {out / 'metrics.jsonl'}")
 
