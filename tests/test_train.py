@@ -264,3 +264,9 @@ def test_restarts_end_where_they_should(text: Path, tmp_path: Path) -> None:
     early = train(dataclasses.replace(recipe, restart_until=3), text, tmp_path / "early")
     late = train(recipe, text, tmp_path / "late")
     assert early.dead_share() > late.dead_share() == 0  # the last restart comes after the last step
+
+
+def test_a_refused_run_leaves_no_folder_in_the_way(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="nonsense is not supported"):
+        train(MINI, text, tmp_path / "run", report_to="nonsense")
+    train(MINI, text, tmp_path / "run")

@@ -71,15 +71,14 @@ def run(
     tok = load_tokenizer(out / TOKENIZER_FOLDER) if go_on else _tokenizer(tokenizer, data, recipe, say)
     corpus = read_corpus(recipe, data, validation, tok, out / DATA_FOLDER, is_first, say)
     say(repr(corpus))
-    if is_first and not go_on:
+    model = make_model(recipe, len(tok), tok.eos_token_id)
+    say(f"{model.num_parameters():,} parameters; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
+    trainer = make_trainer(recipe, model, corpus, out, **arguments)
+    if is_first and not go_on:  # everything has been checked: from here on the folder is a run's
         out.mkdir(parents=True, exist_ok=True)
         tok.save_pretrained(out / TOKENIZER_FOLDER)
         sources = {"data": [str(p) for p in data], "validation": [str(p) for p in validation]}
         (out / RECIPE_FILE).write_text(json.dumps({"recipe": dataclasses.asdict(recipe), **sources}, indent=1))
-
-    model = make_model(recipe, len(tok), tok.eos_token_id)
-    say(f"{model.num_parameters():,} parameters; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
-    trainer = make_trainer(recipe, model, corpus, out, **arguments)
     if checkpoint is not None:
         say(f"resuming from {checkpoint}")
     start = time.perf_counter()
