@@ -11,7 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before kernels are imported
+
 from twell import cpu
+
+collect_ignore = ["cross_compile.py"]  # a script of its own, for a process without the interpreter
 
 settings.register_profile(
     "ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

@@ -83,7 +83,10 @@ def test_bench_prints_a_table(twell: Twell) -> None:
         (["-w", "skew300", "--hidden", "64"], "mean_nnz 300 does not fit 64 neurons"),
     ],
 )
-def test_bad_input_is_one_clear_line(twell: Twell, args: list[str], message: str) -> None:
+def test_bad_input_is_one_clear_line(
+    twell: Twell, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     result = twell("bench", "ffn", *args)
     assert result.returncode == 2
     assert message in result.stderr

@@ -12,6 +12,8 @@ directly, or to save memory) the backward computes them again from x.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +21,10 @@ import torch
 from torch import Tensor
 
 from twell import cpu, reference
-from twell.reference import ACTIVATIONS, Weights, sum_dtype
+from twell.reference import ACTIVATIONS, Weights, no_statistics, sum_dtype
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
+_AUTOMATIC = ("cpu", "reference")  # the Triton kernels are right but not tuned yet: ask for them by name
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -47,9 +50,19 @@ def why_unavailable(backend: str, device: torch.device) -> str | None:
     """Why ``backend`` cannot run on ``device``, or None if it can."""
     if backend == "cpu" and device.type != "cpu":
         return f"it runs on CPU tensors, and these are on {device}"
-    if backend == "triton":
-        return "this version of twell has no Triton kernels"
-    return None
+    return _why_no_triton(device) if backend == "triton" else None
+
+
+def _why_no_triton(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type == "cpu":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if interpreted else "it runs on GPUs, and these tensors are on the CPU"
+    if device.type != "cuda":
+        return f"it runs on CUDA tensors, and these are on {device}"
+    capability = torch.cuda.get_device_capability(device)
+    return None if capability >= (8, 0) else f"it needs compute capability 8.0, and this GPU has {capability}"
 
 
 def choose_backend(requested: str, device: torch.device) -> str:
@@ -57,7 +70,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
     if requested not in BACKENDS:
         raise ValueError(f"unknown backend {requested!r}: expected one of {', '.join(BACKENDS)}")
     if requested == "auto":
-        return next(b for b in ("triton", "cpu", "reference") if why_unavailable(b, device) is None)
+        return next(b for b in _AUTOMATIC if why_unavailable(b, device) is None)
     reason = why_unavailable(requested, device)
     if reason is not None:
         raise ValueError(f"backend {requested!r} is not available: {reason}")
@@ -72,8 +85,16 @@ def _forward(
     backend: str,
     want_stats: bool,
     save: bool,
+    plan: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if choose_backend(backend, x.device) == "cpu":
+    chosen = choose_backend(backend, x.device)
+    if chosen == "triton" and not want_stats and not save and _fits_triton(x, w):
+        from twell import gpu
+
+        l1_sum, counts = no_statistics(x)
+        F = w.gate.shape[0]
+        return gpu.forward(x, w, activation, plan), l1_sum, counts, x.new_empty(0, F), x.new_empty(0, F)
+    if chosen == "cpu":
         out = cpu.forward(x, w, activation, token_mask, want_stats=want_stats, save=save)
     else:
         out = reference.forward(x, w, activation, token_mask, want_stats=want_stats)
@@ -81,6 +102,10 @@ def _forward(
     gate = out.gate if save else x.new_empty(0, F)
     up = out.up if save and out.up is not None else x.new_empty(0, F)
     return out.y, out.l1_sum, out.counts, gate, up
+
+
+def _fits_triton(x: Tensor, w: Weights) -> bool:
+    return x.dtype != torch.float64 and x.shape[1] % 16 == 0 and w.gate.shape[0] % 16 == 0
 
 
 def _backward(
@@ -121,13 +146,14 @@ def _gated_ffn_op(
     backend: str,
     want_stats: bool,
     save: bool,
+    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
-    return _forward(x, w, token_mask, activation, backend, want_stats, save)
+    return _forward(x, w, token_mask, activation, backend, want_stats, save, plan)
 
 
 @_gated_ffn_op.register_fake
-def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, activation, backend, want_stats, save):
+def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, activation, backend, want_stats, save, plan=None):
     y, l1_sum, counts, gate = _fake_forward(x, w_gate, w_down, want_stats, save)
     return y, l1_sum, counts, gate, torch.empty_like(gate)
 
@@ -179,13 +205,14 @@ def _ffn_op(
     backend: str,
     want_stats: bool,
     save: bool,
+    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     w = Weights(w_up, None, w_down, b_up, None, b_down)
-    return _forward(x, w, token_mask, activation, backend, want_stats, save)[:4]
+    return _forward(x, w, token_mask, activation, backend, want_stats, save, plan)[:4]
 
 
 @_ffn_op.register_fake
-def _(x, w_up, w_down, b_up, b_down, token_mask, activation, backend, want_stats, save):
+def _(x, w_up, w_down, b_up, b_down, token_mask, activation, backend, want_stats, save, plan=None):
     return _fake_forward(x, w_up, w_down, want_stats, save)
 
 
@@ -240,7 +267,7 @@ def _fake_gradients(x: Tensor, shapes: Sequence[tuple[int, ...]], needs: Sequenc
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.activation, ctx.backend, _, _ = inputs
+    *tensors, ctx.activation, ctx.backend, _, _, _ = inputs
     _, _, counts, *activations = output
     ctx.save_for_backward(*tensors, *activations)  # the parameters themselves, never views of them
     ctx.mark_non_differentiable(counts, *activations)
@@ -248,14 +275,14 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _register_autograd(name: str, n_differentiable: int) -> None:
-    """``n_differentiable``: x, weights and biases; token_mask and four options follow them."""
+    """``n_differentiable``: x, weights and biases; token_mask, four options and the plan follow them."""
     backward_op = getattr(torch.ops.twell, f"{name}_backward")
 
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> tuple:
         needs = list(ctx.needs_input_grad[:n_differentiable])
         dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
         grads = backward_op(dy, dl1, *ctx.saved_tensors, ctx.activation, ctx.backend, needs)
-        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), None, None, None, None, None)
+        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *[None] * 6)
 
     torch.library.register_autograd(f"twell::{name}", backward, setup_context=_setup_context)
 
@@ -304,12 +331,14 @@ def gated_ffn(
     token_mask: Tensor | None = None,
     backend: str = "auto",
     return_stats: bool = False,
+    plan: Tensor | None = None,
 ) -> Any:
     """y = (a(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd with a = relu or relu2 (squared ReLU), made fast by sparsity.
 
     x [..., D]; w_gate, w_up [F, D]; w_down [D, F] (HF layout); biases [F], [F], [D]. Returns y [..., D], or
     (y, Stats) with ``return_stats``. ``token_mask`` [...] marks the tokens that count in the statistics; y
-    is computed for all. Equal to the dense FFN within rounding, whatever the sparsity.
+    is computed for all. Equal to the dense FFN within rounding, whatever the sparsity. ``plan`` (``Plan.encode``)
+    says how the GPU kernels split the work; it changes time, never the result.
 
     >>> x, w_gate, w_up, w_down = torch.randn(2, 3, 8), torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
     >>> y, stats = gated_ffn(x, w_gate, w_up, w_down, return_stats=True)
@@ -317,7 +346,7 @@ def gated_ffn(
     (torch.Size([2, 3, 8]), torch.Size([16]), 6)
     """
     w = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-    return _call(torch.ops.twell.gated_ffn, "gated_ffn", x, w, activation, token_mask, backend, return_stats)
+    return _call(torch.ops.twell.gated_ffn, "gated_ffn", x, w, activation, token_mask, backend, return_stats, plan)
 
 
 def ffn(
@@ -331,13 +360,14 @@ def ffn(
     token_mask: Tensor | None = None,
     backend: str = "auto",
     return_stats: bool = False,
+    plan: Tensor | None = None,
 ) -> Any:
     """y = a(x Wu^T + bu) Wd^T + bd with a = relu or relu2 (squared ReLU), made fast by sparsity.
 
     The plain FFN; arguments, shapes and results as in ``gated_ffn``.
     """
     w = {"w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
-    return _call(torch.ops.twell.ffn, "ffn", x, w, activation, token_mask, backend, return_stats)
+    return _call(torch.ops.twell.ffn, "ffn", x, w, activation, token_mask, backend, return_stats, plan)
 
 
 def _call(
@@ -349,8 +379,10 @@ def _call(
     token_mask: Tensor | None,
     backend: str,
     return_stats: bool,
+    plan: Tensor | None,
 ) -> Any:
     _check(name, x, weights, activation, token_mask)
+    _check_plan(name, plan, weights)
     chosen = choose_backend(backend, x.device)  # raises here, with a clean traceback
     x_MD = x.reshape(-1, x.shape[-1])
     mask_M = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
@@ -362,7 +394,7 @@ def _call(
     else:
         tensors = (x, *(w for w in weights.values() if w is not None))
         save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        y, l1_sum, counts, *_ = op(x_MD, *weights.values(), mask_M, activation, backend, return_stats, save)
+        y, l1_sum, counts, *_ = op(x_MD, *weights.values(), mask_M, activation, backend, return_stats, save, plan)
     y = y.reshape(x.shape)
     if not return_stats:
         return y
@@ -420,3 +452,14 @@ def _check(name: str, x: Tensor, weights: dict[str, Tensor | None], activation: 
             raise ValueError(f"{name}: token_mask must be bool or integer, got {token_mask.dtype}")
         if token_mask.device != x.device:
             raise ValueError(f"{name}: token_mask is on {token_mask.device} but x is on {x.device}")
+
+
+def _check_plan(name: str, plan: Tensor | None, weights: dict[str, Tensor | None]) -> None:
+    if plan is None:
+        return
+    F = next(w.shape[0] for w in weights.values() if w is not None)
+    if plan.shape != (F + 2,) or plan.dtype != torch.int32 or plan.device.type != "cpu":
+        raise ValueError(
+            f"{name}: plan must be int32 [{F + 2}] on the CPU, as Plan.encode() gives it, got {plan.dtype} "
+            f"{tuple(plan.shape)} on {plan.device}"
+        )

@@ -1,32 +1,32 @@
-"""Neuron-major copies of ``down_proj``: row n is what neuron n adds to the output.
+"""Copies of weights in the order that kernels read them, kept beside the weights as long as those live.
 
-HF stores ``down_proj`` as [D, F]; a sparse down projection reads single neurons, which there are strided
-columns. The copy is an in-memory matter: it is kept beside the weight as long as the weight lives and costs
-the weight's bytes once more. It is made again when
+HF stores ``down_proj`` as [D, F]; a sparse down projection reads single neurons, which there are strided columns. So
+``neuron_major`` keeps a copy [F, D], and ``kept`` any other arrangement. They cost memory: ``copied_bytes``.
+A copy is made again when
 
-- the weight's version counter or its storage has moved, or
+- a weight's version counter or its storage has moved, or
 - any ``torch.optim`` optimiser has stepped since: fused optimisers write without moving version counters, or
-- (on the CPU, where looking costs no sync) a sample of the weight differs from the copy.
+- (``neuron_major`` on the CPU, where looking costs no sync) a sample of the weight differs from the copy.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class _Copy(NamedTuple):
-    weight: weakref.ref[Tensor]
-    version: int
-    data_ptr: int
-    neuron_major: Tensor
+    weights: tuple[weakref.ref[Tensor], ...]
+    state: tuple[tuple[int, int], ...]  # version and address of each weight
+    value: Any
 
 
-_copies: dict[int, _Copy] = {}  # by id of the weight; an entry goes when its weight does
+_copies: dict[tuple[Hashable, ...], _Copy] = {}  # by kind and ids of the weights; an entry goes when a weight does
 
 
 @functools.cache
@@ -34,36 +34,50 @@ def _drop_copies_after_optimizer_steps() -> None:
     register_optimizer_step_post_hook(lambda *_: _copies.clear())
 
 
+def kept(kind: Hashable, weights: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+    """``make()``, or what it returned the last time for this kind and these weights if none of them has changed since.
+
+    Weights made under ``torch.inference_mode`` count no versions, so nothing made of them can be trusted or kept.
+    """
+    if any(w.is_inference() for w in weights):
+        return make()
+    key = (kind, *map(id, weights))
+    copy = _copies.get(key)
+    state = tuple((w._version, w.data_ptr()) for w in weights)
+    if copy is not None and copy.state == state and all(r() is w for r, w in zip(copy.weights, weights, strict=True)):
+        return copy.value
+    _drop_copies_after_optimizer_steps()
+    value = make()
+    references = tuple(weakref.ref(w, lambda _: _copies.pop(key, None)) for w in weights)
+    _copies[key] = _Copy(references, state, value)
+    return value
+
+
 def neuron_major(w_down: Tensor) -> Tensor | None:
     """``w_down`` [D, F] as contiguous [F, D], or None where a copy could not be kept up to date.
 
     A weight that is already neuron-major in memory (``w_down.t()`` is contiguous) is not copied.
-    Weights made under ``torch.inference_mode`` count no versions, so no copy of them can be trusted.
     """
-    copy = _copies.get(id(w_down))
-    if copy is not None and _is_current(w_down, copy):
-        return copy.neuron_major
     if w_down.t().is_contiguous():
         return w_down.detach().t()
     if w_down.is_inference():
         return None
-    _drop_copies_after_optimizer_steps()
-    key = id(w_down)
-    fresh = w_down.detach().t().contiguous()
-    weight = weakref.ref(w_down, lambda _: _copies.pop(key, None))
-    _copies[key] = _Copy(weight, w_down._version, w_down.data_ptr(), fresh)
-    return fresh
+    if w_down.device.type == "cpu":
+        copy = _copies.get(("neuron-major", id(w_down)))
+        if copy is not None and not _same_sample(w_down.detach(), copy.value.t()):
+            del _copies["neuron-major", id(w_down)]
+    return kept("neuron-major", [w_down], lambda: w_down.detach().t().contiguous())
 
 
 def copied_bytes() -> int:
-    """Bytes held in neuron-major copies, for memory tables."""
-    return sum(c.neuron_major.numel() * c.neuron_major.element_size() for c in _copies.values())
-
-
-def _is_current(w_down: Tensor, copy: _Copy) -> bool:
-    if copy.weight() is not w_down or copy.version != w_down._version or copy.data_ptr != w_down.data_ptr():
-        return False
-    return w_down.device.type != "cpu" or _same_sample(w_down.detach(), copy.neuron_major.t())
+    """Bytes held in copies, for memory tables. What a copy shares with another, or with a weight, is counted once."""
+    storages = {}
+    for copy in _copies.values():
+        own = {w.untyped_storage().data_ptr() for r in copy.weights if (w := r()) is not None}
+        for t in copy.value if isinstance(copy.value, tuple) else (copy.value,):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in own:
+                storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def _same_sample(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,54 @@
+"""The GPU path of an FFN: by its plan in three parts, or densely. Results do not depend on the plan.
+
+Small batches run densely whatever the plan: below ``MIN_TOKENS`` reading the weights is what takes time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from twell import weights
+from twell.kernels import split
+from twell.kernels.dense import activate_
+from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
+from twell.plan import Plan
+from twell.reference import Weights
+
+MIN_TOKENS = 512
+_INTERPRETED = Tiles(  # tiny, for Triton's interpreter
+    gate=GateTile(32, 128, 32, 4, 2),
+    heavy=GateTile(16, 32, 32, 4, 2),
+    tail=RowTile(4, 4, 2),
+    use_tma=False,
+)
+
+
+def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tensor:
+    """y [M, D] for x [M, D]. ``plan``: see ``Plan.encode``; None runs densely."""
+    M = x.shape[0]
+    if plan is not None and M >= MIN_TOKENS:
+        decoded = weights.kept(("plan", plan._version), [plan], lambda: Plan.decode(plan))
+        if not decoded.is_dense:
+            return _in_parts(x, w, activation, plan, decoded)
+    return _densely(x, w, activation)
+
+
+def _densely(x: Tensor, w: Weights, activation: str) -> Tensor:
+    z = nnf.linear(x, w.gate, w.gate_bias)
+    u = None if w.up is None else nnf.linear(x, w.up, w.up_bias)
+    return nnf.linear(activate_(z, u, squared=activation == "relu2"), w.down, w.down_bias)
+
+
+def _in_parts(x: Tensor, w: Weights, activation: str, encoded: Tensor, plan: Plan) -> Tensor:
+    down = weights.neuron_major(w.down)
+    down = w.down.t().contiguous() if down is None else down
+    sources = [encoded, *(t for t in w if t is not None)]
+    layout = weights.kept("split", sources, lambda: split.lay_out(w, plan.hot.to(x.device), down))
+    if x.device.type == "cpu":
+        tiles, programs = _INTERPRETED, 2
+    else:
+        capability, processors = device_facts(x.device.index or torch.cuda.current_device())
+        tiles, programs = tiles_for(capability, x.dtype), processors
+    return split.forward(x, w, layout, activation, cap=plan.cap, tiles=tiles, programs=programs)

@@ -1,0 +1,129 @@
+"""What the kernels share: tile sizes per architecture, and the bitmap of a gate.
+
+The bitmap. One bit per (token, neuron): set where the gate's rounded value is not 0, NaN included. 128 neurons are
+four 32-bit words. On Hopper's tensor cores a thread of a quad holds two neighbouring columns of every eight, so
+word q of a group collects what thread q of each quad holds, and no thread needs another's bits:
+
+    neuron of bit k of word w  =  128 * (w // 4)  +  8 * (k // 2)  +  2 * (w % 4)  +  k % 2
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+GROUP = 128  # neurons of four bitmap words
+WORDS_PER_GROUP = 4
+
+
+class GateTile(NamedTuple):
+    """Block sizes of the gate GEMM: rows, columns, depth; warps and pipeline stages."""
+
+    BM: int
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+
+class RowTile(NamedTuple):
+    """The tail kernel: neurons gathered at once, warps a row, pipeline stages."""
+
+    neurons: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """Everything a launcher needs to know of an architecture."""
+
+    gate: GateTile
+    heavy: GateTile
+    tail: RowTile
+    use_tma: bool
+
+
+# Chosen by measurement where a GPU was at hand (sm_90: H200), by shared memory elsewhere: 99 KiB on 86, 89 and 120,
+# 163 on 80, 227 on 90 and 100.
+_BY_CAPABILITY: dict[int, Tiles] = {
+    80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 4, 3), RowTile(4, 4, 2), use_tma=False),
+    86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(4, 4, 2), use_tma=False),
+    89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(4, 4, 2), use_tma=False),
+    90: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(64, 128, 64, 4, 3), RowTile(4, 4, 2), use_tma=True),
+    100: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(64, 128, 64, 8, 3), RowTile(4, 4, 2), use_tma=True),
+    120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(4, 4, 2), use_tma=False),
+}
+
+
+def tiles_for(capability: int, dtype: torch.dtype) -> Tiles:
+    """The table's entry for a compute capability (major * 10 + minor), or the nearest older one."""
+    known = [c for c in _BY_CAPABILITY if c <= capability]
+    if not known:
+        raise ValueError(f"the Triton kernels need compute capability 8.0 or newer, got {capability / 10}")
+    tiles = _BY_CAPABILITY[max(known)]
+    if dtype == torch.float32:  # twice the bytes: half the depth, more warps to hold the sums, and no TMA
+        gate, heavy = (t._replace(BN=128, BK=t.BK // 2, warps=8) for t in (tiles.gate, tiles.heavy))
+        tiles = tiles._replace(gate=gate, heavy=heavy, use_tma=False)
+    return tiles
+
+
+@functools.cache
+def device_facts(index: int) -> tuple[int, int]:
+    """(compute capability, multiprocessors) of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def bitmap_words(n_neurons: int) -> int:
+    """32-bit words a row of the bitmap has."""
+    return -(-n_neurons // GROUP) * WORDS_PER_GROUP
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Device functions
+# ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def relu(x):
+    """Not tl.maximum, which drops NaN."""
+    return tl.where(x <= 0, 0.0, x)
+
+
+@triton.jit
+def popcount(words):
+    """Set bits of each uint32."""
+    words = words - ((words >> 1) & 0x55555555)
+    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+    words = (words + (words >> 4)) & 0x0F0F0F0F
+    return ((words * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def pack_bits(active, BM: tl.constexpr, BN: tl.constexpr):
+    """bool [BM, BN] -> uint32 [BM, BN / 32], in the bitmap's order."""
+    parts = tl.reshape(active.to(tl.uint32), (BM, BN // 128, 16, 4, 2))  # row, group, k // 2, word, k % 2
+    parts = tl.permute(parts, (0, 1, 3, 2, 4))
+    bits = tl.reshape(parts, (BM, BN // 128, 4, 32))
+    weights = tl.full((32,), 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
+    return tl.reshape(tl.sum(bits * weights[None, None, None, :], axis=3), (BM, BN // 32))
+
+
+@triton.jit
+def neuron_of_bit(word, bit):
+    """Column of bit ``bit`` of word ``word``: see the module."""
+    return 128 * (word // 4) + 8 * (bit // 2) + 2 * (word % 4) + bit % 2
+
+
+@triton.jit
+def tile_of(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Row and column of a tile, in an order that walks GROUP_M row tiles together: their x stays in L2."""
+    in_group = GROUP_M * tiles_n
+    group = index // in_group
+    first = group * GROUP_M
+    rows = min(tiles_m - first, GROUP_M)
+    return first + (index % in_group) % rows, (index % in_group) // rows

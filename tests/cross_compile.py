@@ -1,0 +1,147 @@
+"""Compile every kernel for an architecture without having it; prints a JSON line a kernel. Run by test_cross_compile.
+
+Must run without TRITON_INTERPRET. Usage: python cross_compile.py CAPABILITY DTYPE
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from twell.kernels import dense, gate, pack, up_down
+from twell.kernels.tiles import tiles_for
+
+D, F, CAP = 2048, 5632, 64
+CAPABILITY, DTYPE = int(sys.argv[1]), sys.argv[2]
+TILES = tiles_for(CAPABILITY, getattr(torch, DTYPE))
+ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[DTYPE]
+VALUES, INTEGERS = f"*{ELEMENT}", "*i32"
+
+
+def compile_kernel(
+    kernel: Any, arguments: dict[str, str], constants: dict[str, Any], warps: int, stages: int, label: str = ""
+) -> None:
+    """Widths are multiples of 16 and pointers aligned, as they are when launched."""
+    aligned = {"D", "C", "N", "width", "x_stride"}
+    signature = arguments | dict.fromkeys(constants, "constexpr")
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind.startswith("*") or name in aligned
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    row = {"kernel": kernel.__name__ + label, "shared": compiled.metadata.shared, **spills(compiled.asm["ptx"])}
+    print(json.dumps(row), flush=True)
+
+
+def spills(ptx: str) -> dict[str, int]:
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    newer = folder / "ptxas-blackwell"
+    ptxas = newer if CAPABILITY >= 100 and newer.exists() else folder / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
+        f.write(ptx)
+        f.flush()
+        architecture = f"sm_{CAPABILITY}{'a' if CAPABILITY >= 90 else ''}"
+        command = [str(ptxas), "-v", f"--gpu-name={architecture}", f.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"(\d+) bytes spill stores", said)
+    registers = re.search(r"Used (\d+) registers", said)
+    assert found and registers, said
+    return {"spilled": int(found[1]), "registers": int(registers[1])}
+
+
+def integers(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i32")
+
+
+def pointers(kind: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, kind)
+
+
+precision = "ieee" if DTYPE == "float32" else "tf32"
+t = TILES.gate
+for hot in (False, True):
+    x, rows = (
+        (f"tensordesc<{ELEMENT}[{t.BM},{t.BK}]>", f"tensordesc<{ELEMENT}[{t.BN},{t.BK}]>")
+        if TILES.use_tma
+        else (VALUES, VALUES)
+    )
+    compile_kernel(
+        gate._gate_kernel,
+        {"i_x": x, "i_rows": rows, "i_bias": VALUES, "o_values": VALUES, "o_bitmap": VALUES if hot else INTEGERS}
+        | integers("M", "D", "N", "width", "words", "x_stride"),
+        {"HOT": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": True, "BM": t.BM, "BN": t.BN, "BK": t.BK}
+        | {"GROUP_M": gate.GROUP_M, "USE_TMA": TILES.use_tma, "PRECISION": precision},
+        t.warps,
+        t.stages,
+        " hot" if hot else " cold",
+    )
+compile_kernel(
+    up_down._tail_kernel,
+    pointers(VALUES, "i_x", "i_gate")
+    | pointers(INTEGERS, "i_bitmap")
+    | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias")
+    | pointers(INTEGERS, "i_order", "m_list", "o_heavy", "o_n_heavy")
+    | pointers(VALUES, "y")
+    | integers("D", "C", "words", "cap", "x_stride"),
+    {"BD": D, "BW": triton.next_power_of_2(F // 32), "NEURONS": TILES.tail.neurons, "GATED": True, "SQUARED": False}
+    | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "HAS_ORDER": True, "NEW": False, "STAGES": TILES.tail.stages},
+    TILES.tail.warps,
+    3,
+)
+t = TILES.heavy
+blocks = {"BM": t.BM, "BN": t.BN, "BK": t.BK, "GROUP_M": 8, "SQUARED": False, "HAS_ORDER": True, "PRECISION": precision}
+compile_kernel(
+    up_down._heavy_up_kernel,
+    pointers(VALUES, "i_x", "i_up", "i_up_bias")
+    | pointers(INTEGERS, "i_order", "i_heavy", "i_n_heavy")
+    | pointers(VALUES, "m_gate")
+    | integers("D", "C", "x_stride"),
+    blocks | {"HAS_UP_BIAS": True},
+    t.warps,
+    t.stages,
+)
+compile_kernel(
+    up_down._heavy_down_kernel,
+    pointers(VALUES, "i_h", "i_down")
+    | pointers(INTEGERS, "i_order", "i_heavy", "i_n_heavy")
+    | pointers(VALUES, "y")
+    | integers("D", "C"),
+    blocks,
+    t.warps,
+    t.stages,
+)
+compile_kernel(
+    dense._activate_kernel,
+    pointers(VALUES, "m_z", "i_u") | {"n": "i64"},
+    {"BLOCK": dense._BLOCK, "GATED": True, "SQUARED": False},
+    8,
+    3,
+)
+compile_kernel(
+    pack._counts_kernel,
+    pointers(INTEGERS, "i_bitmap", "o_counts") | integers("M", "C", "words"),
+    {"ROWS": pack._COUNT_ROWS, "STEP": 128},
+    4,
+    3,
+)
+if DTYPE != "float32":
+    compile_kernel(
+        pack._words_kernel,
+        pointers(VALUES, "i_gate") | pointers(INTEGERS, "o_words") | integers("M", "F", "n_tiles", "slots"),
+        {"TILE": 256, "BT": 256, "ROWS": pack._ROWS},
+        4,
+        3,
+    )

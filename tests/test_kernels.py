@@ -1,0 +1,307 @@
+"""The Triton kernels against the reference, in Triton's interpreter (fp16 and fp32: its bf16 products are wrong)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from twell import TwELL, gpu, ops, reference, weights
+from twell.kernels import gate, pack, split, tiles
+from twell.plan import Plan, dense_plan
+from twell.reference import Weights
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+TILE = gpu._INTERPRETED.gate
+LAUNCH = {"tile": TILE, "programs": 2, "use_tma": False}
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-6}
+f16, f32 = torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "MIN_TOKENS", 0)
+
+
+def make_weights(D: int, F: int, dtype: torch.dtype, *, gated: bool = True, bias: bool = False) -> Weights:
+    """About an eighth of the neurons fire with a bias, half without."""
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape) / 4).to(dtype)
+
+    return Weights(
+        normal(F, D),
+        normal(F, D) if gated else None,
+        normal(D, F),
+        normal(F) - D**0.5 / 16 if bias else None,
+        normal(F) if bias and gated else None,
+        normal(D) if bias else None,
+    )
+
+
+def make_plan(F: int, n_hot: int, cap: int) -> Plan:
+    return Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap)
+
+
+def run(x: Tensor, w: Weights, plan: Plan | None, activation: str = "relu") -> Tensor:
+    return gpu.forward(x, w, activation, None if plan is None else plan.encode())
+
+
+def truth(x: Tensor, w: Weights, activation: str = "relu") -> Tensor:
+    return reference.forward(x.double(), w.to(torch.float64), activation, want_stats=False).y
+
+
+def assert_right(y: Tensor, x: Tensor, w: Weights, activation: str = "relu") -> None:
+    expected = truth(x, w, activation)
+    assert y.shape == expected.shape and y.dtype == x.dtype
+    finite = expected.isfinite().all(1)
+    assert torch.equal(y.isfinite().all(1), finite)
+    if finite.any():
+        error = (y[finite].double() - expected[finite]).norm() / expected[finite].norm().clamp(min=1e-30)
+        assert error <= TOLERANCE[x.dtype]
+
+
+def bits_of(bitmap: Tensor, C: int) -> Tensor:
+    """bool [M, C] from the definition of the bitmap's order."""
+    word, bit = torch.arange(bitmap.shape[1])[:, None], torch.arange(32)[None, :]
+    column = 128 * (word // 4) + 8 * (bit // 2) + 2 * (word % 4) + bit % 2
+    assert sorted(column.flatten().tolist()) == list(range(32 * bitmap.shape[1]))
+    dense = torch.zeros(len(bitmap), column.numel(), dtype=torch.bool)
+    dense[:, column.flatten()] = ((bitmap[:, :, None] >> bit) & 1).bool().flatten(1)
+    assert not dense[:, C:].any()
+    return dense[:, :C]
+
+
+# -- the gate ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_tma", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("M", "D", "F", "dtype"), [(40, 64, 256, f16), (33, 48, 400, f32), (1, 16, 16, f16)])
+def test_gate_and_bitmap(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, use_tma: bool) -> None:
+    w, x = make_weights(D, F, dtype, bias=bias), torch.randn(M, D, dtype=dtype)
+    r, bitmap = gate.gate_and_bitmap(x, w.gate, w.gate_bias, **LAUNCH | {"use_tma": use_tma})
+    expected = torch.relu(x.double() @ w.gate.double().T + (0 if w.gate_bias is None else w.gate_bias.double()))
+    assert (r.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+    assert torch.equal(bits_of(bitmap, F), r != 0)
+    assert torch.equal(pack.neuron_counts(bitmap, F), (r != 0).sum(0).int())
+
+
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_hot_activations(gated: bool, squared: bool) -> None:
+    w, x = make_weights(48, 256, f32, gated=gated, bias=True), torch.randn(37, 48)
+    hot = torch.randperm(256)[:128]
+    layout = split.lay_out(w, hot, w.down.T.contiguous())
+    h = gate.hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **LAUNCH)
+    out = reference.forward(x.double(), w.to(torch.float64))
+    a = out.gate**2 if squared else out.gate
+    expected = (a if out.up is None else a * out.up)[:, hot]
+    assert (h.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_nan_is_active_and_tiny_values_that_round_to_zero_are_not() -> None:
+    x = torch.ones(2, 16, dtype=f16)
+    x[1, 0] = float("nan")
+    w_gate = torch.full((16, 16), 1e-7 / 4, dtype=f16)  # sums to less than the smallest fp16
+    r, bitmap = gate.gate_and_bitmap(x, w_gate, None, **LAUNCH)
+    assert not r[0].any() and r[1].isnan().all()
+    assert bits_of(bitmap, 16).tolist() == [[False] * 16, [True] * 16]
+
+
+@pytest.mark.parametrize(("F", "tile", "slots"), [(512, 256, 32), (256, 64, 4), (80, 48, 3)])
+def test_words_equal_those_of_the_format(F: int, tile: int, slots: int) -> None:
+    w, x = make_weights(32, F, f16, bias=True), torch.randn(19, 32, dtype=f16)
+    r, _ = gate.gate_and_bitmap(x, w.gate, w.gate_bias, **LAUNCH)
+    packed = TwELL.pack(r, tile=tile, slots=slots, compact=True, overflow="mark")
+    assert torch.equal(pack.twell_words(r, tile=tile, slots=slots), packed.words)
+
+
+def test_words_hold_16_bit_values() -> None:
+    with pytest.raises(ValueError, match=r"16-bit values, got torch\.float32"):
+        pack.twell_words(torch.zeros(2, 16))
+
+
+# -- the three parts together -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("n_hot", "cap"), [(0, 1), (0, 24), (128, 1), (128, 16), (256, 300)])
+def test_any_plan_gives_the_dense_result(n_hot: int, cap: int, bias: bool, gated: bool, activation: str) -> None:
+    w, x = make_weights(32, 384, f32, gated=gated, bias=bias), torch.randn(9, 32)
+    assert_right(run(x, w, make_plan(384, n_hot, cap), activation), x, w, activation)
+
+
+@pytest.mark.parametrize("plan", [None, dense_plan(256)])
+def test_without_a_split_the_layer_is_dense(plan: Plan | None) -> None:
+    for gated in (True, False):
+        for activation in ("relu", "relu2"):
+            w, x = make_weights(32, 256, f32, gated=gated, bias=True), torch.randn(9, 32)
+            assert_right(run(x, w, plan, activation), x, w, activation)
+
+
+def test_half_precision_and_tma_free_shapes() -> None:
+    w, x = make_weights(80, 272, f16, bias=True), torch.randn(21, 80, dtype=f16)
+    for n_hot, cap in ((0, 20), (128, 10)):
+        assert_right(run(x, w, make_plan(272, n_hot, cap)), x, w)
+
+
+@pytest.mark.parametrize("n_hot", [0, 128])
+@pytest.mark.parametrize("M", [0, 1, 7])
+def test_odd_token_counts(M: int, n_hot: int) -> None:
+    w, x = make_weights(16, 256, f32, bias=True), torch.randn(M, 16)
+    y = run(x, w, make_plan(256, n_hot, 8))
+    assert y.shape == (M, 16)
+    if M:
+        assert_right(y, x, w)
+
+
+def test_light_heavy_empty_and_poisoned_tokens_side_by_side() -> None:
+    """Token 0 fires for all neurons, 1 for none, 2 and 3 hold NaN and inf, 4 turns every gate off with -inf."""
+    D, F = 16, 256
+    w, x = make_weights(D, F, f32), torch.randn(8, D) / 8
+    gate_row = w.gate.clone()
+    gate_row[:, 0] = 1 + gate_row[:, 0].abs()
+    gate_row[:, 1] = 0.25
+    w = w._replace(gate=gate_row)
+    x[0, 0], x[1, 0] = 100.0, -100.0
+    x[2, 3], x[3, 3], x[4, 0] = float("nan"), float("inf"), float("-inf")
+    for n_hot, cap in ((0, 100), (0, 1), (128, 100), (128, 256)):
+        y = run(x, w, make_plan(F, n_hot, cap))
+        assert_right(y, x, w)
+        assert not y[2:5].isfinite().any()
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_all_tokens_empty_or_full(density: float) -> None:
+    w, x = make_weights(16, 256, f32, bias=True), torch.randn(6, 16)
+    assert w.gate_bias is not None
+    w = w._replace(gate_bias=torch.full_like(w.gate_bias, 100.0 if density else -100.0))
+    for n_hot, cap in ((0, 16), (0, 256), (128, 16)):
+        assert_right(run(x, w, make_plan(256, n_hot, cap)), x, w)
+
+
+def test_inputs_that_are_not_contiguous() -> None:
+    w = make_weights(32, 256, f32)
+    plan = make_plan(256, 128, 8)
+    wide, tall = torch.randn(9, 70), torch.randn(32, 9)
+    for x in (wide[:, 3:35], tall.T, torch.randn(18, 32)[::2], torch.randn(1, 32).expand(9, 32)):
+        assert_right(run(x, w, plan), x, w)
+    turned = Weights(w.gate.T.contiguous().T, w.up.T.contiguous().T, w.down.T.contiguous().T)
+    x = torch.randn(9, 32)
+    assert_right(run(x, turned, plan), x, turned)
+
+
+def test_same_bits_every_time() -> None:
+    w, x = make_weights(32, 256, f32), torch.randn(12, 32)
+    plan = make_plan(256, 128, 20)
+    first = run(x, w, plan)
+    for _ in range(3):
+        assert torch.equal(run(x, w, plan), first)
+
+
+@settings(max_examples=12)
+@given(
+    M=st.integers(1, 12),
+    D=st.integers(1, 4).map(lambda n: 16 * n),
+    F=st.integers(1, 24).map(lambda n: 16 * n),
+    hot_tiles=st.integers(0, 3),
+    cap=st.integers(1, 64),
+    gated=st.booleans(),
+    bias=st.booleans(),
+)
+def test_random_shapes(M: int, D: int, F: int, hot_tiles: int, cap: int, gated: bool, bias: bool) -> None:
+    w, x = make_weights(D, F, f32, gated=gated, bias=bias), torch.randn(M, D)
+    assert_right(run(x, w, make_plan(F, min(F, 128 * hot_tiles), cap)), x, w)
+
+
+# -- through the operation --------------------------------------------------------------------------------
+
+
+def call(x: Tensor, w: Weights, plan: Tensor | None = None) -> Tensor:
+    return ops.gated_ffn(x, w.gate, w.up, w.down, backend="triton", plan=plan)
+
+
+def test_operation_takes_plans_and_refuses_others() -> None:
+    w, x = make_weights(32, 256, f32), torch.randn(2, 5, 32)
+    plan = make_plan(256, 128, 8).encode()
+    assert_right(call(x, w, plan).flatten(0, 1), x.flatten(0, 1), w)
+    for wrong in (plan[:-1], plan.long(), plan.to("meta")):
+        with pytest.raises(ValueError, match=r"plan must be int32 \[258\] on the CPU"):
+            call(x, w, wrong)
+
+
+def test_statistics_gradients_and_odd_widths_take_the_reference() -> None:
+    w, x = make_weights(24, 40, f32), torch.randn(6, 24, requires_grad=True)
+    y, stats = ops.gated_ffn(x, w.gate, w.up, w.down, backend="triton", return_stats=True)
+    assert int(stats.counts.sum()) == int((torch.relu(x @ w.gate.T) != 0).sum())
+    y.sum().backward()
+    assert x.grad is not None
+    assert_right(call(x.detach(), w), x.detach(), w)
+
+
+def test_opcheck_and_compile_with_a_plan() -> None:
+    w, x = make_weights(32, 256, f32), torch.randn(5, 32)
+    plans = [make_plan(256, n_hot, 8).encode() for n_hot in (0, 128, 256)]
+    options = ("relu", "triton", False, False)
+    assert w.up is not None
+    args = (x, w.gate, w.up, w.down, None, None, None, None, *options, plans[1])
+    torch.library.opcheck(torch.ops.twell.gated_ffn.default, args)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled(x, w, plans[0])
+    with torch._dynamo.config.patch(error_on_recompile=True):  # a new plan compiles nothing anew
+        for plan in plans:
+            assert_right(compiled(x, w, plan), x, w)
+
+
+def test_arrangements_follow_the_weights() -> None:
+    w, x = make_weights(32, 256, f32), torch.randn(5, 32)
+    plan = make_plan(256, 128, 8).encode()
+    call(x, w, plan)
+    held = weights.copied_bytes()
+    for t in (w.gate, w.up, w.down):
+        assert t is not None
+        t.mul_(-1)
+        assert_right(call(x, w, plan), x, w)
+    parameter = torch.nn.Parameter(w.gate)
+    optimizer = torch.optim.AdamW([parameter], lr=0.5, fused=True)
+    w = w._replace(gate=parameter)
+    with torch.no_grad():
+        call(x, w, plan)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert_right(call(x, w, plan), x, w)
+    call(x, w, plan)
+    assert held >= 4 * 32 * (256 + 128 + 3 * 128)  # Wd neuron-major, cold gate, hot gate, up and down rows
+
+
+def test_a_changed_plan_is_seen() -> None:
+    w, x = make_weights(32, 256, f32), torch.randn(5, 32)
+    plan = make_plan(256, 128, 8).encode()
+    call(x, w, plan)
+    plan.copy_(make_plan(256, 0, 4).encode())
+    assert_right(call(x, w, plan), x, w)
+
+
+def test_why_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ops.why_unavailable("triton", torch.device("cpu")) is None  # in the interpreter
+    assert ops.choose_backend("auto", torch.device("cpu")) == "cpu"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "on the CPU" in (ops.why_unavailable("triton", torch.device("cpu")) or "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert ops.why_unavailable("triton", torch.device("cuda")) == "triton is not installed"
+
+
+def test_tiles_of_architectures() -> None:
+    assert tiles.tiles_for(90, torch.bfloat16).use_tma
+    assert not tiles.tiles_for(90, torch.float32).use_tma
+    assert tiles.tiles_for(87, torch.bfloat16) == tiles.tiles_for(86, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"need compute capability 8.0 or newer, got 7.5"):
+        tiles.tiles_for(75, torch.bfloat16)

@@ -1,0 +1,79 @@
+"""Plans: hot and heavy follow from frequencies and costs; encoding keeps everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twell.plan import Costs, Plan, choose_plan, costs_for, dense_plan
+
+COSTS = Costs(gather=200.0, heavy=1.5, token=0.0)
+
+
+def counts_of(*groups: tuple[int, int]) -> torch.Tensor:
+    """(neurons, times each fired) ..., shuffled by a fixed permutation."""
+    counts = torch.cat([torch.full((n,), times) for n, times in groups])
+    return counts[torch.randperm(len(counts), generator=torch.Generator().manual_seed(0))]
+
+
+def test_frequent_neurons_are_hot() -> None:
+    counts = counts_of((256, 500), (1024, 9), (768, 0))
+    plan = choose_plan(counts, 1000, COSTS)  # hot above 1 % of the tokens
+    assert len(plan.hot) == 256
+    assert (counts[plan.hot] == 500).all()
+    assert plan.cap == int(2 * 1.5 * (2048 - 256) / 200)
+    cost = 3 * 256 + 1792 + 200 * 1024 * 0.009
+    assert plan.predicted == pytest.approx(3 * 2048 / cost)
+
+
+def test_hot_neurons_fill_whole_tiles() -> None:
+    plan = choose_plan(counts_of((130, 500), (70, 5), (1848, 1)), 1000, COSTS)
+    assert len(plan.hot) == 256
+    assert len(set(plan.hot.tolist())) == 256
+
+
+def test_a_plain_ffn_gathers_one_row_and_saves_one_projection() -> None:
+    counts = counts_of((128, 500), (1920, 2))
+    gated, plain = (choose_plan(counts, 1000, COSTS, gated=g) for g in (True, False))
+    assert gated.predicted == pytest.approx(3 * 2048 / (3 * 128 + 1920 + 200 * 1920 * 0.002))
+    assert plain.predicted == pytest.approx(2 * 2048 / (2 * 128 + 1920 + 100 * 1920 * 0.002))
+    assert plain.cap == int(1.5 * 1920 / 100)
+
+
+@pytest.mark.parametrize("times", [12, 500, 1000])
+def test_what_does_not_pay_runs_densely(times: int) -> None:
+    plan = choose_plan(counts_of((2048, times)), 1000, COSTS)
+    assert plan.is_dense
+    assert plan.predicted == 1
+
+
+def test_a_silent_layer_has_no_hot_neurons() -> None:
+    plan = choose_plan(torch.zeros(512), 10, COSTS)
+    assert len(plan.hot) == 0 and not plan.is_dense
+    assert plan.predicted == pytest.approx(3)
+
+
+def test_counts_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        choose_plan(torch.zeros(512), 0, COSTS)
+
+
+@pytest.mark.parametrize("n_hot", [0, 128, 512])
+def test_encoding(n_hot: int) -> None:
+    plan = Plan(n_neurons=512, hot=torch.randperm(512)[:n_hot], cap=77)
+    encoded = plan.encode()
+    assert encoded.shape == (514,) and encoded.dtype == torch.int32
+    assert sorted(encoded[2:].tolist()) == list(range(512))
+    again = Plan.decode(encoded)
+    assert torch.equal(again.hot, plan.hot)
+    assert (again.n_neurons, again.cap, again.is_dense) == (512, 77, n_hot == 512)
+
+
+def test_they_say_what_they_are() -> None:
+    assert repr(dense_plan(16)) == "Plan(dense, 16 neurons)"
+    plan = Plan(n_neurons=512, hot=torch.arange(128), cap=9, predicted=1.5)
+    assert repr(plan) == "Plan(128 of 512 neurons hot, tokens heavy above 9, predicted 1.50x)"
+
+
+def test_gpus_that_were_not_measured_borrow_costs() -> None:
+    assert costs_for(90) == costs_for(103) == costs_for(80)
