@@ -46,7 +46,9 @@ def test_runs_as_a_module() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"twell {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["bench", "ffn"], ["doctor"], ["demo"]])
+@pytest.mark.parametrize(
+    "command", [[], ["bench", "ffn"], ["train"], ["trace"], ["eval"], ["tune"], ["doctor"], ["demo"]]
+)
 def test_help(twell: Twell, command: list[str]) -> None:
     result = twell(*command, "--help")
     assert result.returncode == 0

@@ -24,7 +24,7 @@ bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
 def plan_for(inputs: cases.FFNInputs, gated: bool = True) -> Plan:
     r = torch.relu(inputs.x[:4096] @ inputs.w_gate.T)
-    return choose_plan((r != 0).sum(0), len(r), costs_for(90), gated=gated)
+    return choose_plan((r != 0).sum(0), len(r), costs_for(r.device), gated=gated)
 
 
 def sparse(inputs: cases.FFNInputs, plan: Plan, gated: bool = True) -> Tensor:

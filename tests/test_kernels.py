@@ -11,7 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from twell import TwELL, gpu, ops, reference, weights
-from twell.kernels import gate, pack, split, tiles
+from twell.bench import ffn as ffn_bench
+from twell.bench import tune as tuning
+from twell.kernels import gate, pack, split, tiles, up_down
 from twell.plan import Plan, dense_plan
 from twell.reference import Weights
 
@@ -305,3 +307,37 @@ def test_tiles_of_architectures() -> None:
     assert tiles.tiles_for(87, torch.bfloat16) == tiles.tiles_for(86, torch.bfloat16)
     with pytest.raises(ValueError, match=r"need compute capability 8.0 or newer, got 7.5"):
         tiles.tiles_for(75, torch.bfloat16)
+
+
+def test_bench_times_the_parts() -> None:
+    (row,) = ffn_bench.run(
+        [ffn_bench.Case(workload="skew10", M=4, D=32, F=512, backend="triton", dtype=f32)], seconds=0
+    )
+    assert row["plan"]["hot"] % 128 == 0
+    assert {"dense gate", "cold gate", "tail", "heavy", "heavy tokens"} <= row["parts_ms"].keys()
+    assert row["error"]["sparse"] < 1e-6
+
+
+def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tiles.GateTile(16, 128, 16, 4, 2)
+    monkeypatch.setattr(tuning, "gate_candidates", lambda: [(other, False), (other, True)])
+    monkeypatch.setattr(tuning, "tail_candidates", lambda: [tiles.RowTile(2, 1, 1)])
+    monkeypatch.setattr(tuning, "heavy_candidates", lambda: [tiles.GateTile(3, 16, 16, 4, 2)])  # no power of 2
+    arguments = ("skew10", 8, 32, 512, f32, torch.device("cpu"))
+    trials = list(tuning.tune(*arguments))
+    assert [t.kernel for t in trials] == ["tail", "tail", "gate", "gate", "gate", "hot", "hot", "hot", "heavy"]
+    assert all(t.ms > 0 for t in trials)
+    assert [t.kernel for t in tuning.tune(*arguments, only=["tail"])] == ["tail", "tail"]
+    with pytest.raises(ValueError, match="unknown kernel 'up'"):
+        next(tuning.tune(*arguments, only=["up"]))
+    right = up_down.add_tail_
+
+    def wrong(y: Tensor, *args: object, tile: tiles.RowTile, **kwargs: object) -> object:
+        result = right(y, *args, tile=tile, **kwargs)
+        if tile.neurons == 2:
+            y += 1
+        return result
+
+    monkeypatch.setattr(up_down, "add_tail_", wrong)
+    with pytest.raises(RuntimeError, match="the tail kernel gives another result"):
+        list(tuning.tune(*arguments, only=["tail"]))

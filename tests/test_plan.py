@@ -75,5 +75,10 @@ def test_they_say_what_they_are() -> None:
     assert repr(plan) == "Plan(128 of 512 neurons hot, tokens heavy above 9, predicted 1.50x)"
 
 
-def test_gpus_that_were_not_measured_borrow_costs() -> None:
-    assert costs_for(90) == costs_for(103) == costs_for(80)
+def test_gpus_that_were_not_measured_borrow_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    found = set()
+    for capability in ((8, 0), (9, 0), (10, 3)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        found.add(costs_for(cuda))
+    assert found == {costs_for(torch.device("cpu"))}

@@ -65,7 +65,9 @@ def bench_ffn(
     tokens: Annotated[list[int] | None, typer.Option("--tokens", "-m", help="Token count M; repeatable.")] = None,
     width: Annotated[int, typer.Option("--width", "-d", help="Model width D.")] = 2048,
     hidden: Annotated[int, typer.Option("--hidden", "-f", help="Hidden width F.")] = 5632,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32, on a GPU bfloat16.")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain FFN instead of the gated one.")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda where there is one.")] = "cpu",
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
@@ -83,10 +85,11 @@ def bench_ffn(
     from twell.bench import cases, ffn
     from twell.doctor import bf16_problem
 
+    torch_device = _device(device)
+    dtype = dtype or ("bfloat16" if torch_device.type == "cuda" else "float32")
     torch_dtype = getattr(torch, dtype, None)
     if torch_dtype not in ops.DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: expected float32, bfloat16, float16 or float64")
-    torch_device = _device(device)
     ops.choose_backend(backend, torch_device)
     if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
@@ -132,8 +135,8 @@ def _device(name: str) -> Any:
         raise ValueError(f"unknown device {name!r}: expected cpu or cuda") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {name!r}: expected cpu or cuda")
-    if device.type == "cuda":
-        raise ValueError("this version of twell measures on the CPU; use --device cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch sees no GPU here; use --device cpu")
     return device
 
 
@@ -142,12 +145,13 @@ def _print_speed_table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     first = rows[0]
+    machine = first["gpu"] if "gpu" in first else f"{first['cpu']}, {first['threads']} threads"
     table = Table(
-        title=f"{first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {first['cpu']}, "
-        f"{first['threads']} threads",
+        title=f"{first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine}",
         caption="ms: median, and half the distance of the 20th and 80th percentile; error: relative, against float64",
     )
-    for name in ("workload", "tokens", "active", "dense ms", "sparse ms", "speedup", "error"):
+    timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
+    for name in ("workload", "tokens", "active", *(f"{name} ms" for name in timed), "speedup", "error"):
         table.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
 
     def ms(s: dict[str, float]) -> str:
@@ -158,12 +162,15 @@ def _print_speed_table(rows: list[dict[str, Any]]) -> None:
             row["workload"],
             str(row["M"]),
             f"{row['mean_active']:.0f}",
-            ms(row["dense_ms"]),
-            ms(row["sparse_ms"]),
+            *(ms(row[f"{name}_ms"]) for name in timed),
             f"[bold]{row['speedup']:.2f}x[/bold]",
             f"{row['error']['sparse']:.1e}",
         )
     Console().print(table)
+    for row in rows:
+        if row.get("parts_ms"):
+            plan, parts = row["plan"], ", ".join(f"{name} {ms:.3g}" for name, ms in row["parts_ms"].items())
+            print(f"{row['workload']}, {row['M']} tokens: {plan['hot']} hot, heavy above {plan['cap']}: {parts}")
 
 
 @contextlib.contextmanager
@@ -188,6 +195,50 @@ def _bar() -> Any:
     )
     console = Console(stderr=True)
     return rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# tune
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def tune(
+    workload: Annotated[
+        str, typer.Option("--workload", "-w", help="iid29, or skewN for a mean count of N.")
+    ] = "skew29",
+    tokens: Annotated[int, typer.Option("--tokens", "-m", help="Token count M.")] = 16384,
+    width: Annotated[int, typer.Option("--width", "-d", help="Model width D.")] = 2048,
+    hidden: Annotated[int, typer.Option("--hidden", "-f", help="Hidden width F.")] = 5632,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="tail, gate, hot or heavy; repeatable. Default: all.")
+    ] = None,
+    best: Annotated[int, typer.Option(help="Candidates to show of each kernel.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Every trial as a JSON line on standard output.")] = False,
+) -> None:
+    """Time the GPU kernels with other tile sizes than the built-in ones, on this GPU.
+
+    Takes a few minutes and changes nothing. Example: [bold]twell tune -m 16384[/bold]
+    """
+    import torch
+
+    device = _device("cuda")
+    try:
+        from twell.bench import tune as tuning
+    except ImportError as error:
+        raise RuntimeError(f"the kernels need triton ({error})") from None
+    trials: dict[str, list[Any]] = {}
+    only = kernel or tuning.KERNELS
+    for trial in tuning.tune(workload, tokens, width, hidden, getattr(torch, dtype), device, only):
+        trials.setdefault(trial.kernel, []).append(trial)
+        if as_json:
+            print(json.dumps({**trial._asdict(), "tile": trial.tile._asdict()}), flush=True)
+    for name, of_kernel in trials.items() if not as_json else ():
+        print(f"{name}: now {of_kernel[0].ms:.4f} ms with {tuple(of_kernel[0].tile)}")
+        for trial in sorted(of_kernel[1:], key=lambda t: t.ms)[:best]:
+            tma = ", TMA" if trial.use_tma else ""
+            print(f"    {trial.ms:.4f} ms ({trial.times:.3f}) with {tuple(trial.tile)}{tma}")
 
 
 # ---------------------------------------------------------------------------------------------------------

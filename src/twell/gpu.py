@@ -46,9 +46,13 @@ def _in_parts(x: Tensor, w: Weights, activation: str, encoded: Tensor, plan: Pla
     down = w.down.t().contiguous() if down is None else down
     sources = [encoded, *(t for t in w if t is not None)]
     layout = weights.kept("split", sources, lambda: split.lay_out(w, plan.hot.to(x.device), down))
-    if x.device.type == "cpu":
-        tiles, programs = _INTERPRETED, 2
-    else:
-        capability, processors = device_facts(x.device.index or torch.cuda.current_device())
-        tiles, programs = tiles_for(capability, x.dtype), processors
+    tiles, programs = launch_facts(x)
     return split.forward(x, w, layout, activation, cap=plan.cap, tiles=tiles, programs=programs)
+
+
+def launch_facts(x: Tensor) -> tuple[Tiles, int]:
+    """Tile sizes for x's dtype and device, and how many programs fill it."""
+    if x.device.type == "cpu":
+        return _INTERPRETED, 2
+    capability, processors = device_facts(torch.cuda.current_device() if x.device.index is None else x.device.index)
+    return tiles_for(capability, x.dtype), processors

@@ -37,8 +37,10 @@ _MIN_GAIN = 1.05  # the split must promise this much over dense
 _MIN_CAP = 16
 
 
-def costs_for(capability: int) -> Costs:
+def costs_for(device: torch.device) -> Costs:
     """Of the nearest older GPU that was measured, or else of the oldest."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    capability = 10 * major + minor
     older = [c for c in _COSTS if c <= capability]
     return _COSTS[max(older) if older else min(_COSTS)]
 

@@ -72,8 +72,8 @@ def _firing_thresholds(w: Workload, n_neurons: int, gen: torch.Generator) -> Ten
     """Thresholds t_F in standard deviations, such that the firing probabilities sum to about mean_nnz."""
     if w.mean_nnz >= n_neurons:
         raise ValueError(f"mean_nnz {w.mean_nnz:g} does not fit {n_neurons} neurons")
-    p_F = torch.exp(w.sigma * torch.randn(n_neurons, generator=gen))
-    p_F[torch.rand(n_neurons, generator=gen) < w.dead] = 0
+    p_F = torch.exp(w.sigma * torch.randn(n_neurons, generator=gen, device=gen.device))
+    p_F[torch.rand(n_neurons, generator=gen, device=gen.device) < w.dead] = 0
     p_F = (p_F * (w.mean_nnz / p_F.sum())).clamp(max=_MAX_PROBABILITY).double()
     t_F = math.sqrt(2) * torch.erfinv(1 - 2 * p_F)
     return t_F.clamp(max=_DEAD_THRESHOLD).float()
@@ -96,13 +96,13 @@ def _without(direction_D: Tensor, a: Tensor) -> Tensor:
 
 def _tokens(w: Workload, m_D: Tensor, centres_CD: Tensor, seed: int) -> Tensor:
     """One block of token parts z, without a component along m."""
-    gen = torch.Generator().manual_seed(seed)
-    z = torch.randn(_TOKEN_BLOCK, len(m_D), generator=gen)
+    gen = torch.Generator(m_D.device).manual_seed(seed)
+    z = torch.randn(_TOKEN_BLOCK, len(m_D), generator=gen, device=gen.device)
     if w.rho:
-        weight = 1 / torch.arange(1, _CENTRES + 1, dtype=torch.float64)
+        weight = 1 / torch.arange(1, _CENTRES + 1, dtype=torch.float64, device=gen.device)
         centre = torch.multinomial(weight, _TOKEN_BLOCK, replacement=True, generator=gen)
         z = math.sqrt(w.rho) * centres_CD[centre] + math.sqrt(1 - w.rho) * z
-    return _without(m_D, z) * torch.exp(w.tok_sigma * torch.randn(_TOKEN_BLOCK, 1, generator=gen))
+    return _without(m_D, z) * torch.exp(w.tok_sigma * torch.randn(_TOKEN_BLOCK, 1, generator=gen, device=gen.device))
 
 
 def make(
@@ -115,14 +115,14 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> FFNInputs:
-    """Build the inputs of ``workload`` for M tokens. The same arguments give the same numbers."""
+    """Build the inputs of ``workload`` for M tokens, on ``device``. The same arguments give the same numbers there."""
     w = get_workload(workload) if isinstance(workload, str) else workload
     if M < 1 or D < 2 or F < 1:
         raise ValueError(f"expected M >= 1, D >= 2, F >= 1, got M={M}, D={D}, F={F}")
-    gen = torch.Generator().manual_seed(seed)
+    gen = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen)
+        return torch.randn(*shape, generator=gen, device=gen.device)
 
     m_D = torch.nn.functional.normalize(normal(D), dim=0)
     G_FD = _without(m_D, normal(F, D) / math.sqrt(D))
@@ -142,4 +142,4 @@ def make(
         "w_up": w_up,
         "w_down": w_down,
     }
-    return FFNInputs(**{name: t.to(device, dtype).contiguous() for name, t in tensors.items()})
+    return FFNInputs(**{name: t.to(dtype).contiguous() for name, t in tensors.items()})

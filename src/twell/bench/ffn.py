@@ -16,7 +16,9 @@ from torch import Tensor
 
 from twell import ops, reference
 from twell.bench import cases, timing
+from twell.plan import Plan, choose_plan, costs_for
 
+_PLAN_TOKENS = 4096  # whose counts make the plan; they are not timed
 _TRUTH_ROWS = 256  # rows compared with float64
 _SLACK = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 
@@ -49,9 +51,17 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
         key = dataclasses.replace(case, M=0)
         if inputs is None or made_for != key:
             largest = max(c.M for c in cases_ if dataclasses.replace(c, M=0) == key)
+            if ops.choose_backend(case.backend, torch.device(case.device)) == "triton":
+                largest += _PLAN_TOKENS
             with torch.inference_mode(False):  # weights as a model has them, with version counters
                 inputs = cases.make(
-                    case.workload, largest, case.D, case.F, seed=case.seed, dtype=case.dtype, device=case.device
+                    case.workload,
+                    largest,
+                    case.D,
+                    case.F,
+                    seed=case.seed,
+                    dtype=case.dtype,
+                    device=case.device,
                 )
             made_for = key
         yield _run_case(case, inputs, seconds)
@@ -59,11 +69,13 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
 
 def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, Any]:
     x = inputs.x[: case.M].contiguous()
-    dense, sparse = _alternatives(case, inputs, x)
-    errors = check(x, inputs, case.gated, dense(), sparse())
-    r = torch.relu(nnf.linear(x, inputs.w_gate))
-    times = timing.compare({"dense": dense, "sparse": sparse}, seconds=seconds)
-    return {
+    backend = ops.choose_backend(case.backend, x.device)
+    plan = _plan(case, inputs) if backend == "triton" else None
+    runs = _alternatives(case, inputs, x, plan)
+    errors = check(x, inputs, case.gated, runs["dense"](), runs["sparse"]())
+    times = timing.compare(runs, seconds=seconds, device=x.device)
+    fastest_dense = min(times[name].p50 for name in times if name != "sparse")
+    row = {
         "bench": "ffn",
         "workload": case.workload,
         "kind": "gated" if case.gated else "plain",
@@ -71,32 +83,85 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
         "D": case.D,
         "F": case.F,
         "dtype": str(case.dtype).removeprefix("torch."),
-        "backend": ops.choose_backend(case.backend, x.device),
-        "mean_active": round((r != 0).sum().item() / case.M, 2),
-        "dense_ms": times["dense"]._asdict(),
-        "sparse_ms": times["sparse"]._asdict(),
-        "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
+        "backend": backend,
+        "mean_active": round((torch.relu(nnf.linear(x, inputs.w_gate)) != 0).sum().item() / case.M, 2),
+        **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
+        "speedup": round(fastest_dense / times["sparse"].p50, 3),
         "error": errors,
         **timing.environment(x.device),
     }
+    if plan is not None:
+        row["plan"] = {"hot": len(plan.hot), "cap": plan.cap, "predicted": round(plan.predicted, 3)}
+        row["parts_ms"] = _parts(case, inputs, x, plan, seconds)
+    return row
 
 
-def _alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
+    """From the counts of other tokens than are timed."""
+    r = torch.relu(nnf.linear(inputs.x[-_PLAN_TOKENS:], inputs.w_gate))
+    return choose_plan((r != 0).sum(0), len(r), costs_for(r.device), gated=case.gated)
+
+
+def _alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None) -> dict[str, Callable[[], Tensor]]:
+    """dense, on a GPU also dense compiled, and sparse."""
     w_gate, w_up, w_down = inputs.w_gate, inputs.w_up, inputs.w_down
+    with torch.inference_mode(False):  # what is made in inference mode cannot be kept
+        encoded = None if plan is None else plan.encode()
 
-    def dense_gated() -> Tensor:
+    def dense_gated(x: Tensor) -> Tensor:
         return nnf.linear(torch.relu(nnf.linear(x, w_gate)) * nnf.linear(x, w_up), w_down)
 
-    def dense_plain() -> Tensor:
+    def dense_plain(x: Tensor) -> Tensor:
         return nnf.linear(torch.relu(nnf.linear(x, w_gate)), w_down)
 
-    def sparse_gated() -> Tensor:
-        return ops.gated_ffn(x, w_gate, w_up, w_down, backend=case.backend)
+    def sparse() -> Tensor:
+        if case.gated:
+            return ops.gated_ffn(x, w_gate, w_up, w_down, backend=case.backend, plan=encoded)
+        return ops.ffn(x, w_gate, w_down, backend=case.backend, plan=encoded)
 
-    def sparse_plain() -> Tensor:
-        return ops.ffn(x, w_gate, w_down, backend=case.backend)
+    dense = dense_gated if case.gated else dense_plain
+    runs: dict[str, Callable[[], Tensor]] = {"dense": lambda: dense(x)}
+    if x.device.type == "cuda":
+        compiled = torch.compile(dense, fullgraph=True, dynamic=False)
+        runs["compiled"] = lambda: compiled(x)
+    return runs | {"sparse": sparse}
 
-    return (dense_gated, sparse_gated) if case.gated else (dense_plain, sparse_plain)
+
+def _parts(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan, seconds: float) -> dict[str, float]:
+    """Medians of the parts of the split, each timed alone, and of the dense gate; nothing where it runs densely."""
+    from twell import gpu  # needs triton, which a machine without a GPU may lack
+    from twell.kernels import gate, split, up_down
+
+    if plan.is_dense or gpu.MIN_TOKENS > case.M:
+        return {}
+    w = reference.Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
+    layout = split.lay_out(w, plan.hot.to(x.device), w.down.t().contiguous())
+    tiles, programs = gpu.launch_facts(x)
+    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
+    projected = split.project(x, w, layout, "relu", tiles=tiles, programs=programs)
+    fresh = projected.gate.clone()
+    tail = (x, projected.gate, projected.bitmap, layout.up, None, layout.down, None, layout.cold_neurons)
+    options: dict[str, Any] = {"cap": plan.cap, "squared": False, "is_new": False, "tile": tiles.tail}
+    heavy, n_heavy = up_down.add_tail_(projected.y, *tail, **options)
+
+    def add_heavy() -> None:
+        cold = (layout.up, None, layout.down, layout.cold_neurons)
+        up_down.add_heavy_(
+            projected.y, x, projected.gate, heavy, n_heavy, *cold, squared=False, tile=tiles.heavy, programs=programs
+        )
+
+    runs: dict[str, Callable[[], Any]] = {
+        "dense gate": lambda: nnf.linear(x, w.gate),
+        "cold gate": lambda: gate.gate_and_bitmap(x, layout.cold, None, **common),
+        "tail": lambda: up_down.add_tail_(projected.y, *tail, **options),
+        "heavy": add_heavy,
+    }
+    if len(plan.hot):
+        h = gate.hot_activations(x, layout.hot, None, gated=case.gated, squared=False, **common)
+        runs["hot"] = lambda: gate.hot_activations(x, layout.hot, None, gated=case.gated, squared=False, **common)
+        runs["hot down"] = lambda: h @ layout.hot_down
+    times = timing.compare(runs, seconds=seconds, device=x.device, before=lambda: projected.gate.copy_(fresh))
+    return {name: spread.p50 for name, spread in times.items()} | {"heavy tokens": int(n_heavy)}
 
 
 def check(x: Tensor, inputs: cases.FFNInputs, gated: bool, dense: Tensor, sparse: Tensor) -> dict[str, float]:

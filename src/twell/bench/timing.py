@@ -30,11 +30,16 @@ def compare(
     min_repeats: int = 5,
     max_repeats: int = 100,
     warmups: int = 2,
+    device: torch.device | None = None,
+    before: Callable[[], Any] | None = None,
 ) -> dict[str, Spread]:
     """Time alternatives in turn (a, b, a, b, ...), so that a slow spell of the machine hits all alike.
 
-    For CPU work: calls must be synchronous. ``seconds`` bounds the timed part, after ``min_repeats``.
+    ``seconds`` bounds the timed part, after ``min_repeats``. Before every call, untimed, comes ``before``. On a CUDA
+    ``device`` events take the time, after the L2 cache was filled with something else; elsewhere calls must be
+    synchronous.
     """
+    stopwatch = _event_stopwatch(device) if device is not None and device.type == "cuda" else _host_stopwatch
     for run in alternatives.values():
         for _ in range(warmups):
             run()
@@ -44,10 +49,31 @@ def compare(
         if repeat >= min_repeats and time.perf_counter() > deadline:
             break
         for name, run in alternatives.items():
-            start = time.perf_counter()
-            run()
-            times[name].append((time.perf_counter() - start) * 1e3)
+            if before is not None:
+                before()
+            times[name].append(stopwatch(run))
     return {name: _spread(t) for name, t in times.items()}
+
+
+def _host_stopwatch(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _event_stopwatch(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+    filler = torch.empty(256 << 20, dtype=torch.int8, device=device)  # several times the L2 of any GPU
+
+    def stopwatch(run: Callable[[], Any]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        filler.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    return stopwatch
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

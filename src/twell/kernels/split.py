@@ -60,20 +60,48 @@ def lay_out(w: Weights, hot: Tensor, down: Tensor) -> Layout:
     )
 
 
+class Projected(NamedTuple):
+    """What is known after the dense part: y of the hot neurons, and the gate of the cold ones."""
+
+    y: Tensor  # [M, D]; holds nothing yet where no neuron is hot
+    gate: Tensor  # [M, C]
+    bitmap: Tensor  # [M, words]
+
+
 def forward(x: Tensor, w: Weights, layout: Layout, activation: str, *, cap: int, tiles: Tiles, programs: int) -> Tensor:
     """y [M, D] for x [M, D]. ``cap``: more active cold neurons than this make a token heavy."""
-    M, D = x.shape
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16:
         x = x.contiguous()
-    squared = activation == "relu2"
+    projected = project(x, w, layout, activation, tiles=tiles, programs=programs)
+    return add_cold_(projected, x, w, layout, activation, cap=cap, tiles=tiles, programs=programs)
+
+
+def project(x: Tensor, w: Weights, layout: Layout, activation: str, *, tiles: Tiles, programs: int) -> Projected:
+    """The hot neurons wholly, and the gate of the cold ones."""
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
-    has_hot = len(layout.hot_down) > 0
-    if has_hot:
+    if len(layout.hot_down):
+        squared = activation == "relu2"
         h = hot_activations(x, layout.hot, layout.hot_bias, gated=w.up is not None, squared=squared, **common)
         y = h @ layout.hot_down
     else:
-        y = x.new_empty(M, D)
-    gate, bitmap = gate_and_bitmap(x, layout.cold, layout.cold_bias, **common)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return Projected(y, *gate_and_bitmap(x, layout.cold, layout.cold_bias, **common))
+
+
+def add_cold_(
+    projected: Projected,
+    x: Tensor,
+    w: Weights,
+    layout: Layout,
+    activation: str,
+    *,
+    cap: int,
+    tiles: Tiles,
+    programs: int,
+) -> Tensor:
+    """Add the tail and the heavy tokens to y, and return it. Overwrites gate rows of heavy tokens."""
+    y, gate, bitmap = projected
+    squared = activation == "relu2"
     heavy, n_heavy = add_tail_(
         y,
         x,
@@ -86,7 +114,7 @@ def forward(x: Tensor, w: Weights, layout: Layout, activation: str, *, cap: int,
         layout.cold_neurons,
         cap=cap,
         squared=squared,
-        is_new=not has_hot,
+        is_new=len(layout.hot_down) == 0,
         tile=tiles.tail,
     )
     add_heavy_(

@@ -1,0 +1,185 @@
+"""``twell tune``: time the kernels with other tile sizes, to fill the table in ``kernels/tiles.py``.
+
+Every candidate is checked against the kernel's usual tiles before it is timed; one that does not compile, or does not
+fit the GPU's shared memory, is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell.bench import cases, timing
+from twell.kernels import gate, split, up_down
+from twell.kernels.tiles import GateTile, RowTile
+from twell.plan import choose_plan, costs_for
+from twell.reference import Weights
+
+KERNELS = ("tail", "gate", "hot", "heavy")
+
+
+class Trial(NamedTuple):
+    """One candidate of one kernel, in ms; ``times`` compares it with what the table has now."""
+
+    kernel: str
+    tile: GateTile | RowTile
+    use_tma: bool
+    ms: float
+    times: float
+
+
+def gate_candidates() -> Iterator[tuple[GateTile, bool]]:
+    for (bm, bn, warps), bk, stages, tma in itertools.product(
+        ((128, 256, 8), (128, 128, 4), (128, 128, 8), (256, 128, 8), (64, 256, 4)), (32, 64, 128), (3, 4), (True, False)
+    ):
+        yield GateTile(bm, bn, bk, warps, stages), tma
+
+
+def heavy_candidates() -> Iterator[GateTile]:
+    for (bm, bn, warps), bk, stages in itertools.product(
+        ((64, 128, 4), (64, 256, 8), (128, 128, 8), (128, 256, 8), (32, 128, 4)), (32, 64), (3, 4)
+    ):
+        yield GateTile(bm, bn, bk, warps, stages)
+
+
+def tail_candidates() -> Iterator[RowTile]:
+    for neurons, warps, stages in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 4)):
+        yield RowTile(neurons, warps, stages)
+
+
+@torch.inference_mode()
+def tune(
+    workload: str,
+    M: int,
+    D: int,
+    F: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    only: Sequence[str] = KERNELS,
+) -> Iterator[Trial]:
+    """Trials of the kernels named in ``only``, one after the other."""
+    for name in only:
+        if name not in KERNELS:
+            raise ValueError(f"unknown kernel {name!r}: expected one of {', '.join(KERNELS)}")
+    from twell import gpu
+
+    inputs = cases.make(workload, M, D, F, dtype=dtype, device=device)
+    x, w = inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
+    r = torch.relu(x @ w.gate.T)
+    plan = choose_plan((r != 0).sum(0), M, costs_for(device))
+    layout = split.lay_out(w, plan.hot.to(device), w.down.t().contiguous())
+    tiles, programs = gpu.launch_facts(x)
+    projected = split.project(x, w, layout, "relu", tiles=tiles, programs=programs)
+    clean_gate, clean_y = projected.gate.clone(), projected.y.clone()
+    cold = (layout.up, None, layout.down)
+    cap = plan.cap if not plan.is_dense else 64
+
+    def run_gate(tile: Any, tma: bool) -> Tensor:
+        return gate.gate_and_bitmap(x, layout.cold, None, tile=tile, programs=programs, use_tma=tma)[0]
+
+    def run_hot(tile: Any, tma: bool) -> Tensor:
+        return gate.hot_activations(
+            x, layout.hot, None, gated=True, squared=False, tile=tile, programs=programs, use_tma=tma
+        )
+
+    def run_tail(tile: Any, tma: bool) -> Tensor:
+        up_down.add_tail_(
+            projected.y,
+            x,
+            projected.gate,
+            projected.bitmap,
+            *cold,
+            None,
+            layout.cold_neurons,
+            cap=cap,
+            squared=False,
+            is_new=False,
+            tile=tile,
+        )
+        return projected.y
+
+    heavy, n_heavy = up_down.add_tail_(
+        projected.y,
+        x,
+        projected.gate,
+        projected.bitmap,
+        *cold,
+        None,
+        layout.cold_neurons,
+        cap=cap,
+        squared=False,
+        is_new=False,
+        tile=tiles.tail,
+    )
+    n_heavy.fill_(max(1, M // 32))  # as many as a trained model has
+    heavy.copy_(torch.arange(M, dtype=torch.int32, device=device))
+
+    def run_heavy(tile: Any, tma: bool) -> Tensor:
+        up_down.add_heavy_(
+            projected.y,
+            x,
+            projected.gate,
+            heavy,
+            n_heavy,
+            *cold,
+            layout.cold_neurons,
+            squared=False,
+            tile=tile,
+            programs=programs,
+        )
+        return projected.y
+
+    def restore() -> None:
+        projected.gate.copy_(clean_gate)
+        projected.y.copy_(clean_y)
+
+    kernels: list[tuple[str, Callable[[Any, bool], Tensor], Any, list[tuple[Any, bool]]]] = [
+        ("tail", run_tail, tiles.tail, [(t, False) for t in tail_candidates()]),
+        ("gate", run_gate, tiles.gate, list(gate_candidates())),
+        ("hot", run_hot, tiles.gate, list(gate_candidates())),
+        ("heavy", run_heavy, tiles.heavy, [(t, False) for t in heavy_candidates()]),
+    ]
+    for name, run, usual, candidates in kernels:
+        if name not in only or (name == "hot" and not len(plan.hot)):
+            continue
+        yield from _try(name, run, usual, tiles.use_tma, candidates, restore, device)
+
+
+def _try(
+    name: str,
+    run: Callable[[Any, bool], Tensor],
+    usual: Any,
+    use_tma: bool,
+    candidates: list[tuple[Any, bool]],
+    restore: Callable[[], None],
+    device: torch.device,
+) -> Iterator[Trial]:
+    restore()
+    expected = run(usual, use_tma).clone()
+    base = _time(run, usual, use_tma, restore, device)
+    yield Trial(name, usual, use_tma, base, 1.0)
+    for tile, tma in candidates:
+        restore()
+        try:
+            result = run(tile, tma)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception:  # does not compile, or needs more than the GPU has: Triton has no one class for it
+            continue
+        if not torch.allclose(result.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max())):
+            raise RuntimeError(f"the {name} kernel gives another result with {tile}")
+        ms = _time(run, tile, tma, restore, device)
+        yield Trial(name, tile, tma, ms, ms / base)
+
+
+def _time(
+    run: Callable[[Any, bool], Tensor], tile: Any, tma: bool, restore: Callable[[], None], device: torch.device
+) -> float:
+    times = timing.compare(
+        {"it": lambda: run(tile, tma)}, seconds=0.05, min_repeats=5, warmups=1, device=device, before=restore
+    )
+    return times["it"].p50
