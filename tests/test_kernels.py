@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from twell import TwELL, gpu, ops, reference, weights
+from twell import GatedSparseFFN, SparseFFN, TwELL, gpu, ops, reference, weights
 from twell.bench import ffn as ffn_bench
 from twell.bench import tune as tuning
 from twell.kernels import gate, pack, split, tiles, up_down
@@ -341,3 +341,42 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(up_down, "add_tail_", wrong)
     with pytest.raises(RuntimeError, match="the tail kernel gives another result"):
         list(tuning.tune(*arguments, only=["tail"]))
+
+
+# -- in a module ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [GatedSparseFFN, SparseFFN])
+def test_modules_plan_from_their_counts(cls: type) -> None:
+    layer = cls(32, 512, bias=True, backend="triton", track_counts=True)
+    first = getattr(layer, layer.projections[0])
+    with torch.no_grad():
+        first.bias.fill_(-4.0)
+        first.bias[100:200] = 1.0  # a hundred that fire nearly always
+        x = torch.randn(20, 32)
+        layer(x)
+        plan = layer.plan_from_counts()
+        assert set(range(100, 200)) <= set(plan.hot.tolist())
+        assert "Plan(" in repr(layer)
+        layer.track_counts = False
+        y = layer(x)
+        w = Weights(first.weight, layer.up_proj.weight if cls is GatedSparseFFN else None, layer.down_proj.weight)
+        biases = (first.bias, layer.up_proj.bias if cls is GatedSparseFFN else None, layer.down_proj.bias)
+        assert_right(y, x, Weights(*w[:3], *biases))
+        layer.set_plan(None)
+        assert torch.allclose(layer(x), y, atol=1e-5)
+    assert not any("plan" in key for key in layer.state_dict())
+    with pytest.raises(ValueError, match="the plan is for 16 neurons, the layer has 512"):
+        layer.set_plan(dense_plan(16))
+
+
+def test_plans_made_in_inference_mode_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = GatedSparseFFN(32, 256, backend="triton")
+    made = []
+    right = split.lay_out
+    monkeypatch.setattr(split, "lay_out", lambda *args: made.append(1) or right(*args))
+    with torch.inference_mode():
+        layer.set_plan(make_plan(256, 128, 8))
+        for _ in range(3):
+            layer(torch.randn(4, 32))
+    assert len(made) == 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import ops
+from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import ACTIVATIONS
 
 # Activation modules and functions by name, as PyTorch and transformers call them.
@@ -52,6 +53,7 @@ class SparseFFNBase(nn.Module):
         self.activation = activation
         self.backend = backend
         self.track_counts = track_counts
+        self.plan: Tensor | None = None  # encoded, on the CPU: no buffer, since those move with the module
         for name, linear in zip(self.projections, linears, strict=True):
             setattr(self, name, linear)
         first = linears[0].weight
@@ -117,6 +119,27 @@ class SparseFFNBase(nn.Module):
         tokens = int(self.tokens_seen)
         return int(self.neuron_counts.sum()) / tokens if tokens else None
 
+    # -- plan ------------------------------------------------------------------------------------------
+
+    def set_plan(self, plan: Plan | None) -> None:
+        """How the GPU kernels split this layer's work from now on; None: densely. Changes time, never a result."""
+        n_neurons = len(self.neuron_counts)
+        if plan is not None and plan.n_neurons != n_neurons:
+            raise ValueError(f"the plan is for {plan.n_neurons} neurons, the layer has {n_neurons}")
+        with torch.inference_mode(False):  # what is made in inference mode cannot be kept
+            self.plan = None if plan is None else plan.encode()
+
+    def plan_from_counts(self) -> Plan:
+        """Make a plan from the running counts, and set it. Reads the counts: waits for the device."""
+        plan = choose_plan(
+            self.neuron_counts,
+            int(self.tokens_seen),
+            costs_for(self.neuron_counts.device),
+            gated=len(self.projections) == 3,
+        )
+        self.set_plan(plan)
+        return plan
+
     # -- forward and repr ------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
@@ -147,6 +170,8 @@ class SparseFFNBase(nn.Module):
             )
         elif self.track_counts:
             parts.append("counting, no tokens yet")
+        if self.plan is not None:
+            parts.append(repr(Plan.decode(self.plan)))
         return ", ".join(parts)
 
 
@@ -181,6 +206,7 @@ class GatedSparseFFN(SparseFFNBase):
             token_mask=token_mask,
             backend=self.backend,
             return_stats=return_stats,
+            plan=self.plan,
         )
 
 
@@ -211,6 +237,7 @@ class SparseFFN(SparseFFNBase):
             token_mask=token_mask,
             backend=self.backend,
             return_stats=return_stats,
+            plan=self.plan,
         )
 
 

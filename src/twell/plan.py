@@ -52,7 +52,7 @@ class Plan:
     n_neurons: int
     hot: Tensor
     cap: int
-    predicted: float = 1.0  # speedup over dense
+    predicted: float | None = None  # speedup over dense; not part of the encoded form
 
     @property
     def is_dense(self) -> bool:
@@ -61,10 +61,8 @@ class Plan:
     def __repr__(self) -> str:
         if self.is_dense:
             return f"Plan(dense, {self.n_neurons} neurons)"
-        return (
-            f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens heavy above {self.cap}, "
-            f"predicted {self.predicted:.2f}x)"
-        )
+        predicted = "" if self.predicted is None else f", predicted {self.predicted:.2f}x"
+        return f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens heavy above {self.cap}{predicted})"
 
     def encode(self) -> Tensor:
         """int32 [F + 2] on the CPU: H, cap, then the neurons, hot ones first. Operations take plans in this form: a
@@ -81,7 +79,7 @@ class Plan:
 
 
 def dense_plan(n_neurons: int) -> Plan:
-    return Plan(n_neurons=n_neurons, hot=torch.arange(n_neurons), cap=0)
+    return Plan(n_neurons=n_neurons, hot=torch.arange(n_neurons), cap=0, predicted=1.0)
 
 
 def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, gated: bool = True) -> Plan:

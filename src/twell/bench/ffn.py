@@ -91,7 +91,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
         **timing.environment(x.device),
     }
     if plan is not None:
-        row["plan"] = {"hot": len(plan.hot), "cap": plan.cap, "predicted": round(plan.predicted, 3)}
+        row["plan"] = {"hot": len(plan.hot), "cap": plan.cap, "predicted": plan.predicted and round(plan.predicted, 3)}
         row["parts_ms"] = _parts(case, inputs, x, plan, seconds)
     return row
 
