@@ -196,6 +196,8 @@ def test_inputs_that_are_not_contiguous() -> None:
     wide, tall = torch.randn(9, 70), torch.randn(32, 9)
     for x in (wide[:, 3:35], tall.T, torch.randn(18, 32)[::2], torch.randn(1, 32).expand(9, 32)):
         assert_right(run(x, w, plan), x, w)
+    aligned = split._aligned(torch.randn(9, 64)[:, 3:35])  # rows 256 B apart, but none at a multiple of 16 B
+    assert aligned.data_ptr() % 16 == 0 and aligned.is_contiguous()
     turned = Weights(w.gate.T.contiguous().T, w.up.T.contiguous().T, w.down.T.contiguous().T)
     x = torch.randn(9, 32)
     assert_right(run(x, turned, plan), x, turned)

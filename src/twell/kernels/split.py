@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
 def lay_out(w: Weights, hot: Tensor, down: Tensor) -> Layout:
     """Copies of what the kernels read in another order. ``hot``: int64 [H]; ``down``: Wd neuron-major [F, D]."""
-    gate, up = w.gate.contiguous(), None if w.up is None else w.up.contiguous()
+    gate, up = _aligned(w.gate.contiguous()), None if w.up is None else w.up.contiguous()
     if len(hot) == 0:
         return Layout(gate[:0], None, down[:0], gate, w.gate_bias, None, up, down)
     is_cold = torch.ones(gate.shape[0], dtype=torch.bool, device=gate.device)
@@ -60,6 +60,14 @@ def lay_out(w: Weights, hot: Tensor, down: Tensor) -> Layout:
     )
 
 
+def _aligned(t: Tensor) -> Tensor:
+    """``t`` [n, D], or a copy where the copy engine could not read it: rows lie apart, at multiples of 16 bytes."""
+    row = t.stride(0) * t.element_size()
+    if t.stride(1) == 1 and t.stride(0) >= t.shape[1] and row % 16 == 0 and t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
 class Projected(NamedTuple):
     """What is known after the dense part: y of the hot neurons, and the gate of the cold ones."""
 
@@ -70,8 +78,7 @@ class Projected(NamedTuple):
 
 def forward(x: Tensor, w: Weights, layout: Layout, activation: str, *, cap: int, tiles: Tiles, programs: int) -> Tensor:
     """y [M, D] for x [M, D]. ``cap``: more active cold neurons than this make a token heavy."""
-    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16:
-        x = x.contiguous()
+    x = _aligned(x)
     projected = project(x, w, layout, activation, tiles=tiles, programs=programs)
     return add_cold_(projected, x, w, layout, activation, cap=cap, tiles=tiles, programs=programs)
 
