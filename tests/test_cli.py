@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from twell import __version__, cli, cpu, doctor
+from twell.hf.convert import sparsify_
 from twell.trace import Trace
 from twell.train.data import SAMPLE, read_texts
 
@@ -47,7 +49,7 @@ def test_runs_as_a_module() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["bench", "ffn"], ["train"], ["trace"], ["eval"], ["tune"], ["doctor"], ["demo"]]
+    "command", [[], ["bench", "ffn"], ["train"], ["trace"], ["calibrate"], ["eval"], ["tune"], ["doctor"], ["demo"]]
 )
 def test_help(twell: Twell, command: list[str]) -> None:
     result = twell(*command, "--help")
@@ -159,6 +161,15 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
     result = twell("trace", model, "--text", str(text), "--out", str(out), "--tokens", "64")
     assert "busiest tenth" in result.stdout
 
+    result = twell("calibrate", model, "--text", str(text), "--tokens", "256", "--json")
+    assert result.returncode == 0, result.stderr
+    assert [row["layer"] for row in json.loads(result.stdout)] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert all("Plan(" in row["plan"] for row in json.loads(result.stdout))
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    assert "Plan(" in str(sparsify_(loaded))
+    assert loaded.model.layers[1].mlp.plan is not None
+    assert "counts of 256 tokens" in twell("calibrate", model, "--text", str(text), "--tokens", "256").stdout
+
     passages = tmp_path / "passages.jsonl"
     passages.write_text(json.dumps({"text": "three little words"}) + "\n")
     options = ("--text", str(text), "--last-words", str(passages))
@@ -177,6 +188,7 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
         (["train", "--preset", "huge"], "unknown preset 'huge'"),
         (["train", "nonsense=1"], "expected key=value"),
         (["eval", "nowhere"], "nothing to evaluate on"),
+        (["calibrate", "nowhere", "--text", "t.txt"], "nowhere is no folder"),
         (["eval", "nowhere", "--text", "missing.txt"], "missing.txt"),
     ],
 )

@@ -354,6 +354,42 @@ def trace(
 
 
 # ---------------------------------------------------------------------------------------------------------
+# calibrate
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def calibrate(
+    model: Annotated[Path, typer.Argument(help="Folder of a causal language model with ReLU FFNs.")],
+    text: Annotated[Path, typer.Option(help="The text to count on: .txt, .jsonl or .parquet.")],
+    tokens: Annotated[int, typer.Option(help="How many tokens to count.")] = 32768,
+    as_json: Annotated[bool, typer.Option("--json", help="The plans as a JSON list on standard output.")] = False,
+) -> None:
+    """Count how often each neuron fires on a text, and keep it beside the model: sparsify_ plans by it.
+
+    Example: [bold]twell calibrate my-run/model --text book.txt[/bold]
+    """
+    if not model.is_dir():
+        raise ValueError(f"{model} is no folder: the counts are kept beside the model")
+    from twell.hf.convert import sparsify_
+    from twell.hf.counts import COUNTS_FILE, NeuronCounts
+    from twell.trace import record_text
+
+    language_model, tokenizer = _load(str(model))
+    with _counted("counting") as progress:
+        trace = record_text(language_model, tokenizer, text, tokens=tokens, progress=progress)
+    counts = NeuronCounts(fired=[trace.neuron_counts(i) for i in range(trace.layers)], tokens=trace.tokens)
+    report = sparsify_(language_model, counts)
+    counts.save(model / COUNTS_FILE)
+    if as_json:
+        print(json.dumps([{"layer": row.layer, "plan": row.plan} for row in report.rows]))
+    else:
+        for row in report.rows:
+            print(f"{row.layer}  {row.plan}")
+        print(f"counts of {counts.tokens:,} tokens are in {model / COUNTS_FILE}")
+
+
+# ---------------------------------------------------------------------------------------------------------
 # eval
 # ---------------------------------------------------------------------------------------------------------
 

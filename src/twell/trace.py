@@ -91,6 +91,10 @@ class Trace:
     def tokens(self) -> int:
         return len(self.counts[0])
 
+    def neuron_counts(self, layer: int, F: int | None = None) -> Tensor:
+        """int64 [F]: the tokens for which each neuron of a layer fired."""
+        return torch.from_numpy(np.bincount(self.neurons[layer], minlength=self._width(layer, F)))
+
     def pattern(self, layer: int, F: int | None = None) -> Tensor:
         """bool [tokens, F]: where ``layer`` was active. ``F`` is needed where the trace does not tell it."""
         pattern = np.zeros((self.tokens, self._width(layer, F)), dtype=np.bool_)

@@ -19,6 +19,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
 from twell import ops
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
+from twell.hf.counts import NeuronCounts, find_counts
 from twell.hf.models import (
     GatedSparseMLP,
     LlamaSparseReluDecoderLayer,
@@ -29,6 +30,7 @@ from twell.hf.models import (
     Qwen2SparseReluModel,
 )
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, activation_of, find_activation
+from twell.plan import choose_plan, costs_for
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = ("up_proj", "down_proj")
@@ -45,6 +47,7 @@ class Row:
     was: str
     became: str | None
     why: str = ""
+    plan: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,9 @@ class Report:
         if not self.rows:
             return "no feed-forward layers found"
         cells = [("layer", "was", "became")]
-        cells += [(row.layer, row.was, row.became or f"skipped: {row.why}") for row in self.rows]
+        for row in self.rows:
+            became = row.became or f"skipped: {row.why}"
+            cells.append((row.layer, row.was, f"{became}; {row.plan}" if row.plan else became))
         widths = [max(len(row[i]) for row in cells) for i in range(2)]
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in cells)
 
@@ -75,14 +80,34 @@ class Report:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def sparsify_(model: nn.Module) -> Report:
+def sparsify_(model: nn.Module, counts: NeuronCounts | None = None) -> Report:
     """Run every FFN of ``model`` that computes relu or relu2 through ``twell``, in place.
 
     Knows gated FFNs (gate_proj, up_proj, down_proj: Llama, Mistral, Qwen, Gemma and their like), plain ones
     (up_proj, down_proj: Nemotron) and OPT's fc1 / fc2. Each is compared with the dense one on a few random tokens
     before it is taken, so a block that computes something else is skipped, not broken.
+
+    ``counts`` make the plans of the layers; by default those that ``twell calibrate`` left beside the model.
     """
-    return Report(tuple(_sparsify_one(*found) for found in list(_ffns(model))))
+    rows = [_sparsify_one(*found) for found in list(_ffns(model))]
+    if counts is None:
+        counts = find_counts(getattr(getattr(model, "config", None), "_name_or_path", None))
+    return Report(tuple(rows if counts is None else _with_plans(model, rows, counts)))
+
+
+def _with_plans(model: nn.Module, rows: list[Row], counts: NeuronCounts) -> list[Row]:
+    ffns = {name: m for name, m in model.named_modules() if isinstance(m, SparseFFNBase)}
+    if not ffns:  # OPT's run inside its decoder layers, without a plan
+        return rows
+    widths, counted = [len(f.neuron_counts) for f in ffns.values()], [len(c) for c in counts.fired]
+    if widths != counted:
+        raise ValueError(f"the counts are of {len(counted)} FFNs {counted}, the model has {len(widths)} {widths}")
+    plans = {}
+    for (name, ffn), fired in zip(ffns.items(), counts.fired, strict=True):
+        costs = costs_for(ffn.neuron_counts.device)
+        plans[name] = choose_plan(fired, counts.tokens, costs, gated=len(ffn.projections) == 3)
+        ffn.set_plan(plans[name])
+    return [dataclasses.replace(row, plan=repr(plans[row.layer])) if row.layer in plans else row for row in rows]
 
 
 def desparsify_(model: nn.Module) -> Report:

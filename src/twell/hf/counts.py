@@ -1,0 +1,57 @@
+"""How often each neuron of a model fires: counted on a text, kept beside the model; plans follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+COUNTS_FILE = "neuron_counts.npz"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class NeuronCounts:
+    """Per FFN, in the model's order: int64 [F], the tokens for which each neuron fired, of ``tokens``."""
+
+    fired: list[Tensor]
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError("counts must be of at least one token")
+        for layer, counts in enumerate(self.fired):
+            if counts.dim() != 1 or counts.is_floating_point():
+                raise ValueError(f"layer {layer}: expected integers [F], got {counts.dtype} {tuple(counts.shape)}")
+            if len(counts) and not 0 <= int(counts.min()) <= int(counts.max()) <= self.tokens:
+                raise ValueError(f"layer {layer}: counts must lie between 0 and the {self.tokens:,} tokens counted")
+
+    def save(self, path: Path) -> None:
+        """An .npz with ``tokens`` and ``fired_0``, ``fired_1``, ...; moved into place whole."""
+        part = path.with_name(f"{path.name}.part")
+        with part.open("wb") as f:
+            arrays: dict[str, Any] = {f"fired_{i}": counts.numpy() for i, counts in enumerate(self.fired)}
+            np.savez_compressed(f, tokens=self.tokens, **arrays)
+        part.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> NeuronCounts:
+        try:
+            with np.load(path) as saved:
+                layers = sum(name.startswith("fired_") for name in saved.files)
+                fired = [torch.from_numpy(saved[f"fired_{i}"].astype(np.int64)) for i in range(layers)]
+                return cls(fired=fired, tokens=int(saved["tokens"]))
+        except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise ValueError(f"{path} holds no neuron counts: {error}") from None
+
+
+def find_counts(name_or_path: str | None) -> NeuronCounts | None:
+    """The counts beside a model that was loaded from a folder, or None where there are none."""
+    path = Path(name_or_path or "") / COUNTS_FILE
+    return NeuronCounts.load(path) if name_or_path and path.is_file() else None

@@ -1,0 +1,94 @@
+"""Counts beside a model, and the plans sparsify_ makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from twell.hf.convert import desparsify_, sparsify_
+from twell.hf.counts import COUNTS_FILE, NeuronCounts, find_counts
+
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+
+
+def some_counts(layers: int = 2, F: int = 512) -> NeuronCounts:
+    """A few neurons fire always, the rest never."""
+    fired = torch.zeros(F, dtype=torch.int64)
+    fired[:10] = 1000
+    return NeuronCounts(fired=[fired.roll(i) for i in range(layers)], tokens=1000)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    counts = some_counts()
+    counts.save(tmp_path / COUNTS_FILE)
+    again = find_counts(str(tmp_path))
+    assert again is not None
+    assert again.tokens == 1000
+    assert all(torch.equal(a, b) for a, b in zip(counts.fired, again.fired, strict=True))
+    assert [p.name for p in tmp_path.iterdir()] == [COUNTS_FILE]
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert find_counts(None) is None
+    assert find_counts("") is None
+    assert find_counts(str(tmp_path)) is None
+    assert find_counts("owner/name") is None
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / COUNTS_FILE
+    path.write_bytes(b"no zip")
+    with pytest.raises(ValueError, match="holds no neuron counts"):
+        NeuronCounts.load(path)
+    np.savez(path, fired_0=np.array([3, 1]))
+    with pytest.raises(ValueError, match="holds no neuron counts"):
+        NeuronCounts.load(path)
+    np.savez(path, fired_0=np.array([3, 1]), tokens=2)
+    with pytest.raises(ValueError, match="between 0 and the 2 tokens"):
+        NeuronCounts.load(path)
+    with pytest.raises(FileNotFoundError):
+        NeuronCounts.load(tmp_path / "none.npz")
+    with pytest.raises(ValueError, match="at least one token"):
+        NeuronCounts(fired=[], tokens=0)
+
+
+def test_sparsify_plans_by_what_lies_beside_the_model(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")).save_pretrained(tmp_path)
+    some_counts().save(tmp_path / COUNTS_FILE)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(50, (2, 7))
+    with torch.no_grad():
+        expected = model(ids).logits
+        report = sparsify_(model)
+        torch.testing.assert_close(model(ids).logits, expected)
+    assert all(row.plan.startswith("Plan(") for row in report.rows)
+    assert "Plan(" in str(report)
+    assert all(layer.mlp.plan is not None for layer in model.model.layers)
+    desparsify_(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected)
+
+
+def test_counts_of_another_model_are_refused() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu"))
+    for counts in (some_counts(layers=3), some_counts(F=256)):
+        with pytest.raises(ValueError, match=r"the counts are of .* FFNs"):
+            sparsify_(model, counts)
+
+
+def test_without_counts_there_is_no_plan() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu"))
+    report = sparsify_(model)
+    assert all(row.plan == "" for row in report.rows)
+    assert all(layer.mlp.plan is None for layer in model.model.layers)
