@@ -286,6 +286,24 @@ def test_arrangements_follow_the_weights() -> None:
     assert held >= 4 * 32 * (256 + 128 + 3 * 128)  # Wd neuron-major, cold gate, hot gate, up and down rows
 
 
+@pytest.mark.parametrize("n_hot", [0, 128])
+def test_arrangements_go_with_their_weights(n_hot: int) -> None:
+    w, plan = make_weights(32, 256, f32, bias=True), make_plan(256, n_hot, 8).encode()
+    before = len(weights._copies)
+    gpu.forward(torch.randn(5, 32), w, "relu", plan)
+    assert len(weights._copies) == before + 3  # the decoded plan, the layout, Wd neuron-major
+    del w
+    assert len(weights._copies) == before + 1  # the plan is still there
+    del plan
+    assert len(weights._copies) == before
+
+
+def test_a_plan_that_counts_no_versions_is_taken_too() -> None:
+    w, x = make_weights(32, 256, f32), torch.randn(5, 32)
+    with torch.inference_mode():
+        assert_right(call(x, w, make_plan(256, 128, 8).encode()), x, w)
+
+
 def test_a_changed_plan_is_seen() -> None:
     w, x = make_weights(32, 256, f32), torch.randn(5, 32)
     plan = make_plan(256, 128, 8).encode()

@@ -82,3 +82,15 @@ def test_gpus_that_were_not_measured_borrow_costs(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         found.add(costs_for(cuda))
     assert found == {costs_for(torch.device("cpu"))}
+
+
+@pytest.mark.parametrize(("hot", "cap"), [([3, 3], 8), ([16], 8), ([-1], 8), ([0], -1)])
+def test_plans_that_would_change_a_result_are_refused(hot: list[int], cap: int) -> None:
+    with pytest.raises(ValueError, match="a plan needs different hot neurons of 0 to 15"):
+        Plan(n_neurons=16, hot=torch.tensor(hot), cap=cap)
+    right = Plan(n_neurons=16, hot=torch.tensor([0, 1]), cap=8).encode()
+    for wrong in ([2, 8, 5, 5], [17, 8, 0, 1], [-1, 8, 0, 1]):
+        encoded = right.clone()
+        encoded[:4] = torch.tensor(wrong)
+        with pytest.raises(ValueError, match="hot neurons"):
+            Plan.decode(encoded)

@@ -87,9 +87,7 @@ def bench_ffn(
 
     torch_device = _device(device)
     dtype = dtype or ("bfloat16" if torch_device.type == "cuda" else "float32")
-    torch_dtype = getattr(torch, dtype, None)
-    if torch_dtype not in ops.DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: expected float32, bfloat16, float16 or float64")
+    torch_dtype = _dtype(dtype)
     ops.choose_backend(backend, torch_device)
     if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
@@ -124,6 +122,17 @@ def bench_ffn(
             advance(f"{row['workload']}, {row['M']} tokens: {row['speedup']:.2f}x")
     if not as_json:
         _print_speed_table(rows)
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    from twell import ops
+
+    dtype = getattr(torch, name, None)
+    if dtype not in ops.DTYPES:
+        raise ValueError(f"unknown dtype {name!r}: expected float32, bfloat16, float16 or float64")
+    return dtype
 
 
 def _device(name: str) -> Any:
@@ -221,16 +230,14 @@ def tune(
 
     Takes a few minutes and changes nothing. Example: [bold]twell tune -m 16384[/bold]
     """
-    import torch
-
-    device = _device("cuda")
+    torch_dtype, device = _dtype(dtype), _device("cuda")
     try:
         from twell.bench import tune as tuning
     except ImportError as error:
         raise RuntimeError(f"the kernels need triton ({error})") from None
     trials: dict[str, list[Any]] = {}
     only = kernel or tuning.KERNELS
-    for trial in tuning.tune(workload, tokens, width, hidden, getattr(torch, dtype), device, only):
+    for trial in tuning.tune(workload, tokens, width, hidden, torch_dtype, device, only):
         trials.setdefault(trial.kernel, []).append(trial)
         if as_json:
             print(json.dumps({**trial._asdict(), "tile": trial.tile._asdict()}), flush=True)

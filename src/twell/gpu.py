@@ -29,7 +29,7 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
     """y [M, D] for x [M, D]. ``plan``: see ``Plan.encode``; None runs densely."""
     M = x.shape[0]
     if plan is not None and M >= MIN_TOKENS:
-        decoded = weights.kept(("plan", plan._version), [plan], lambda: Plan.decode(plan))
+        decoded = weights.kept("plan", [plan], lambda: Plan.decode(plan))
         if not decoded.is_dense:
             return _in_parts(x, w, activation, plan, decoded)
     return _densely(x, w, activation)

@@ -54,6 +54,16 @@ class Plan:
     cap: int
     predicted: float | None = None  # speedup over dense; not part of the encoded form
 
+    def __post_init__(self) -> None:
+        """A neuron that is hot twice, or not there, would silently change what the layer computes."""
+        hot = self.hot.unique()
+        inside = len(hot) == 0 or (int(hot[0]) >= 0 and int(hot[-1]) < self.n_neurons)
+        if len(hot) != len(self.hot) or not inside or self.cap < 0:
+            raise ValueError(
+                f"a plan needs different hot neurons of 0 to {self.n_neurons - 1} and a cap of at least 0, got "
+                f"{len(self.hot)} hot neurons, {len(hot)} of them different, and cap {self.cap}"
+            )
+
     @property
     def is_dense(self) -> bool:
         return len(self.hot) == self.n_neurons
@@ -75,6 +85,8 @@ class Plan:
     @classmethod
     def decode(cls, encoded: Tensor) -> Plan:
         n_hot, cap = encoded[:2].tolist()
+        if not 0 <= n_hot <= len(encoded) - 2:
+            raise ValueError(f"the plan names {n_hot} hot neurons of {len(encoded) - 2}")
         return cls(n_neurons=len(encoded) - 2, hot=encoded[2 : 2 + n_hot].long(), cap=cap)
 
 

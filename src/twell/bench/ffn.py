@@ -130,38 +130,25 @@ def _alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | N
 def _parts(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan, seconds: float) -> dict[str, float]:
     """Medians of the parts of the split, each timed alone, and of the dense gate; nothing where it runs densely."""
     from twell import gpu  # needs triton, which a machine without a GPU may lack
-    from twell.kernels import gate, split, up_down
+    from twell.bench.parts import Parts
 
     if plan.is_dense or gpu.MIN_TOKENS > case.M:
         return {}
     w = reference.Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
-    layout = split.lay_out(w, plan.hot.to(x.device), w.down.t().contiguous())
-    tiles, programs = gpu.launch_facts(x)
-    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
-    projected = split.project(x, w, layout, "relu", tiles=tiles, programs=programs)
-    fresh = projected.gate.clone()
-    tail = (x, projected.gate, projected.bitmap, layout.up, None, layout.down, None, layout.cold_neurons)
-    options: dict[str, Any] = {"cap": plan.cap, "squared": False, "is_new": False, "tile": tiles.tail}
-    heavy, n_heavy = up_down.add_tail_(projected.y, *tail, **options)
-
-    def add_heavy() -> None:
-        cold = (layout.up, None, layout.down, layout.cold_neurons)
-        up_down.add_heavy_(
-            projected.y, x, projected.gate, heavy, n_heavy, *cold, squared=False, tile=tiles.heavy, programs=programs
-        )
-
+    parts = Parts(x, w, plan)
+    tiles = parts.tiles
     runs: dict[str, Callable[[], Any]] = {
         "dense gate": lambda: nnf.linear(x, w.gate),
-        "cold gate": lambda: gate.gate_and_bitmap(x, layout.cold, None, **common),
-        "tail": lambda: up_down.add_tail_(projected.y, *tail, **options),
-        "heavy": add_heavy,
+        "cold gate": lambda: parts.cold_gate(tiles.gate, tiles.use_tma),
+        "tail": lambda: parts.tail(tiles.tail),
+        "heavy": lambda: parts.heavy(tiles.heavy),
     }
     if len(plan.hot):
-        h = gate.hot_activations(x, layout.hot, None, gated=case.gated, squared=False, **common)
-        runs["hot"] = lambda: gate.hot_activations(x, layout.hot, None, gated=case.gated, squared=False, **common)
-        runs["hot down"] = lambda: h @ layout.hot_down
-    times = timing.compare(runs, seconds=seconds, device=x.device, before=lambda: projected.gate.copy_(fresh))
-    return {name: spread.p50 for name, spread in times.items()} | {"heavy tokens": int(n_heavy)}
+        h = parts.hot(tiles.gate, tiles.use_tma)
+        runs["hot"] = lambda: parts.hot(tiles.gate, tiles.use_tma)
+        runs["hot down"] = lambda: h @ parts.layout.hot_down
+    times = timing.compare(runs, seconds=seconds, device=x.device, before=parts.restore)
+    return {name: spread.p50 for name, spread in times.items()} | {"heavy tokens": int(parts.n_heavy)}
 
 
 def check(x: Tensor, inputs: cases.FFNInputs, gated: bool, dense: Tensor, sparse: Tensor) -> dict[str, float]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from twell.bench import cases, timing
-from twell.kernels import gate, split, up_down
+from twell.bench.parts import Parts
 from twell.kernels.tiles import GateTile, RowTile
 from twell.plan import choose_plan, costs_for
 from twell.reference import Weights
@@ -65,88 +65,25 @@ def tune(
     for name in only:
         if name not in KERNELS:
             raise ValueError(f"unknown kernel {name!r}: expected one of {', '.join(KERNELS)}")
-    from twell import gpu
-
     inputs = cases.make(workload, M, D, F, dtype=dtype, device=device)
-    x, w = inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
-    r = torch.relu(x @ w.gate.T)
+    w = Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
+    r = torch.relu(inputs.x @ w.gate.T)
     plan = choose_plan((r != 0).sum(0), M, costs_for(device))
-    layout = split.lay_out(w, plan.hot.to(device), w.down.t().contiguous())
-    tiles, programs = gpu.launch_facts(x)
-    projected = split.project(x, w, layout, "relu", tiles=tiles, programs=programs)
-    clean_gate, clean_y = projected.gate.clone(), projected.y.clone()
-    cold = (layout.up, None, layout.down)
-    cap = plan.cap if not plan.is_dense else 64
-
-    def run_gate(tile: Any, tma: bool) -> Tensor:
-        return gate.gate_and_bitmap(x, layout.cold, None, tile=tile, programs=programs, use_tma=tma)[0]
-
-    def run_hot(tile: Any, tma: bool) -> Tensor:
-        return gate.hot_activations(
-            x, layout.hot, None, gated=True, squared=False, tile=tile, programs=programs, use_tma=tma
-        )
-
-    def run_tail(tile: Any, tma: bool) -> Tensor:
-        up_down.add_tail_(
-            projected.y,
-            x,
-            projected.gate,
-            projected.bitmap,
-            *cold,
-            None,
-            layout.cold_neurons,
-            cap=cap,
-            squared=False,
-            is_new=False,
-            tile=tile,
-        )
-        return projected.y
-
-    heavy, n_heavy = up_down.add_tail_(
-        projected.y,
-        x,
-        projected.gate,
-        projected.bitmap,
-        *cold,
-        None,
-        layout.cold_neurons,
-        cap=cap,
-        squared=False,
-        is_new=False,
-        tile=tiles.tail,
-    )
-    n_heavy.fill_(max(1, M // 32))  # as many as a trained model has
-    heavy.copy_(torch.arange(M, dtype=torch.int32, device=device))
-
-    def run_heavy(tile: Any, tma: bool) -> Tensor:
-        up_down.add_heavy_(
-            projected.y,
-            x,
-            projected.gate,
-            heavy,
-            n_heavy,
-            *cold,
-            layout.cold_neurons,
-            squared=False,
-            tile=tile,
-            programs=programs,
-        )
-        return projected.y
-
-    def restore() -> None:
-        projected.gate.copy_(clean_gate)
-        projected.y.copy_(clean_y)
-
+    if plan.is_dense:
+        raise ValueError(f"{workload} runs densely at {F} neurons: there is nothing to tune")
+    parts = Parts(inputs.x, w, plan)
+    parts.pretend_heavy(max(1, M // 32))  # as many as a trained model has
+    tiles = parts.tiles
     kernels: list[tuple[str, Callable[[Any, bool], Tensor], Any, list[tuple[Any, bool]]]] = [
-        ("tail", run_tail, tiles.tail, [(t, False) for t in tail_candidates()]),
-        ("gate", run_gate, tiles.gate, list(gate_candidates())),
-        ("hot", run_hot, tiles.gate, list(gate_candidates())),
-        ("heavy", run_heavy, tiles.heavy, [(t, False) for t in heavy_candidates()]),
+        ("tail", lambda tile, _: parts.tail(tile), tiles.tail, [(t, False) for t in tail_candidates()]),
+        ("gate", parts.cold_gate, tiles.gate, list(gate_candidates())),
+        ("hot", parts.hot, tiles.gate, list(gate_candidates())),
+        ("heavy", lambda tile, _: parts.heavy(tile), tiles.heavy, [(t, False) for t in heavy_candidates()]),
     ]
     for name, run, usual, candidates in kernels:
         if name not in only or (name == "hot" and not len(plan.hot)):
             continue
-        yield from _try(name, run, usual, tiles.use_tma, candidates, restore, device)
+        yield from _try(name, run, usual, tiles.use_tma, candidates, parts.restore, device)
 
 
 def _try(
