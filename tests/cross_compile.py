@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from twell.kernels import dense, gate, pack, up_down
-from twell.kernels.tiles import tiles_for
+from twell.kernels import dense, gate, heavy, lists, pack, up_down
+from twell.kernels.tiles import few, tiles_for
 
 D, F, CAP = 2048, 5632, 64
 CAPABILITY, DTYPE = int(sys.argv[1]), sys.argv[2]
@@ -81,6 +81,7 @@ for hot in (False, True):
     compile_kernel(
         gate._gate_kernel,
         {"i_x": x, "i_rows": rows, "i_bias": VALUES, "o_values": VALUES, "o_bitmap": VALUES if hot else INTEGERS}
+        | {"o_marks": VALUES if hot else INTEGERS}
         | integers("M", "D", "N", "width", "words", "x_stride"),
         {"HOT": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": True, "BM": t.BM, "BN": t.BN, "BK": t.BK}
         | {"GROUP_M": gate.GROUP_M, "USE_TMA": TILES.use_tma, "PRECISION": precision},
@@ -89,37 +90,51 @@ for hot in (False, True):
         " hot" if hot else " cold",
     )
 compile_kernel(
-    up_down._tail_kernel,
-    pointers(VALUES, "i_x", "i_gate")
-    | pointers(INTEGERS, "i_bitmap")
-    | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias")
-    | pointers(INTEGERS, "i_order", "m_list", "o_heavy", "o_n_heavy")
-    | pointers(VALUES, "y")
-    | integers("D", "C", "words", "cap", "x_stride"),
-    {"BD": D, "BW": triton.next_power_of_2(F // 32), "NEURONS": TILES.tail.neurons, "GATED": True, "SQUARED": False}
-    | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "HAS_ORDER": True, "NEW": False, "STAGES": TILES.tail.stages},
-    TILES.tail.warps,
-    3,
+    lists._list_kernel,
+    pointers(INTEGERS, "i_bitmap")
+    | pointers(VALUES, "i_gate")
+    | pointers(INTEGERS, "i_order", "o_neurons")
+    | pointers(VALUES, "o_values")
+    | pointers(INTEGERS, "m_marks")
+    | integers("M", "C", "words", "cap", "long_start", "size"),
+    {"BW": triton.next_power_of_2(F // 32), "HAS_ORDER": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG},
+    1,
+    1,
 )
-t = TILES.heavy
-blocks = {"BM": t.BM, "BN": t.BN, "BK": t.BK, "GROUP_M": 8, "SQUARED": False, "HAS_ORDER": True, "PRECISION": precision}
 compile_kernel(
-    up_down._heavy_up_kernel,
+    up_down._tail_kernel,
+    pointers(VALUES, "i_x")
+    | pointers(INTEGERS, "i_neurons")
+    | pointers(VALUES, "i_values")
+    | pointers(INTEGERS, "i_marks")
+    | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias", "o_y")
+    | integers("M", "D", "cap", "long_start", "rows", "x_stride"),
+    {"BD": D, "WHOLE": True, "NEURONS": TILES.tail.neurons, "GATED": True, "SQUARED": False}
+    | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
+    | {"STAGES": TILES.tail.stages},
+    TILES.tail.warps,
+    TILES.tail.stages,
+)
+t, small = TILES.heavy, few(TILES.heavy)
+blocks = {"BM": t.BM, "BN": t.BN, "BK": t.BK, "FEW": 128, "FEW_BM": small.BM, "FEW_BN": small.BN, "FEW_BK": small.BK}
+blocks |= {"GROUP_M": 8, "N_LONG": lists.N_LONG, "SQUARED": False, "PRECISION": precision}
+compile_kernel(
+    heavy._heavy_up_kernel,
     pointers(VALUES, "i_x", "i_up", "i_up_bias")
-    | pointers(INTEGERS, "i_order", "i_heavy", "i_n_heavy")
+    | pointers(INTEGERS, "i_order", "i_marks")
     | pointers(VALUES, "m_gate")
-    | integers("D", "C", "x_stride"),
-    blocks | {"HAS_UP_BIAS": True},
+    | integers("M", "D", "C", "x_stride"),
+    blocks | {"HAS_UP_BIAS": True, "HAS_ORDER": True},
     t.warps,
     t.stages,
 )
 compile_kernel(
-    up_down._heavy_down_kernel,
-    pointers(VALUES, "i_h", "i_down")
-    | pointers(INTEGERS, "i_order", "i_heavy", "i_n_heavy")
-    | pointers(VALUES, "y")
-    | integers("D", "C"),
-    blocks,
+    heavy._heavy_down_kernel,
+    pointers(VALUES, "i_h", "i_down", "i_down_bias")
+    | pointers(INTEGERS, "i_marks")
+    | pointers(VALUES, "o_y")
+    | integers("M", "D", "C"),
+    blocks | {"HAS_DOWN_BIAS": True},
     t.warps,
     t.stages,
 )

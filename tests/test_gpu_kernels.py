@@ -58,7 +58,7 @@ def test_gate_bitmap_words_and_counts(dtype: torch.dtype) -> None:
     inputs = cases.make("skew100", 1027, 1024, 2816, dtype=dtype, device="cuda")
     capability, processors = device_facts(0)
     tiles = tiles_for(capability, dtype)
-    r, bitmap = gate.gate_and_bitmap(
+    r, bitmap, _ = gate.gate_and_bitmap(
         inputs.x, inputs.w_gate, None, tile=tiles.gate, programs=processors, use_tma=tiles.use_tma
     )
     expected = torch.relu(inputs.x.double() @ inputs.w_gate.double().T)

@@ -87,10 +87,12 @@ def bits_of(bitmap: Tensor, C: int) -> Tensor:
 @pytest.mark.parametrize(("M", "D", "F", "dtype"), [(40, 64, 256, f16), (33, 48, 400, f32), (1, 16, 16, f16)])
 def test_gate_and_bitmap(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, use_tma: bool) -> None:
     w, x = make_weights(D, F, dtype, bias=bias), torch.randn(M, D, dtype=dtype)
-    r, bitmap = gate.gate_and_bitmap(x, w.gate, w.gate_bias, **LAUNCH | {"use_tma": use_tma})
+    r, bitmap, marks = gate.gate_and_bitmap(x, w.gate, w.gate_bias, **LAUNCH | {"use_tma": use_tma})
     expected = torch.relu(x.double() @ w.gate.double().T + (0 if w.gate_bias is None else w.gate_bias.double()))
     assert (r.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
     assert torch.equal(bits_of(bitmap, F), r != 0)
+    assert torch.equal(pack.bitmap_of(r != 0), bitmap)
+    assert marks[:2].tolist() == [0, 0]
     assert torch.equal(pack.neuron_counts(bitmap, F), (r != 0).sum(0).int())
 
 
@@ -99,7 +101,7 @@ def test_gate_and_bitmap(M: int, D: int, F: int, dtype: torch.dtype, bias: bool,
 def test_hot_activations(gated: bool, squared: bool) -> None:
     w, x = make_weights(48, 256, f32, gated=gated, bias=True), torch.randn(37, 48)
     hot = torch.randperm(256)[:128]
-    layout = split.lay_out(w, hot, w.down.T.contiguous())
+    layout = split.lay_out(w, hot)
     h = gate.hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **LAUNCH)
     out = reference.forward(x.double(), w.to(torch.float64))
     a = out.gate**2 if squared else out.gate
@@ -111,7 +113,7 @@ def test_nan_is_active_and_tiny_values_that_round_to_zero_are_not() -> None:
     x = torch.ones(2, 16, dtype=f16)
     x[1, 0] = float("nan")
     w_gate = torch.full((16, 16), 1e-7 / 4, dtype=f16)  # sums to less than the smallest fp16
-    r, bitmap = gate.gate_and_bitmap(x, w_gate, None, **LAUNCH)
+    r, bitmap, _ = gate.gate_and_bitmap(x, w_gate, None, **LAUNCH)
     assert not r[0].any() and r[1].isnan().all()
     assert bits_of(bitmap, 16).tolist() == [[False] * 16, [True] * 16]
 
@@ -119,7 +121,7 @@ def test_nan_is_active_and_tiny_values_that_round_to_zero_are_not() -> None:
 @pytest.mark.parametrize(("F", "tile", "slots"), [(512, 256, 32), (256, 64, 4), (80, 48, 3)])
 def test_words_equal_those_of_the_format(F: int, tile: int, slots: int) -> None:
     w, x = make_weights(32, F, f16, bias=True), torch.randn(19, 32, dtype=f16)
-    r, _ = gate.gate_and_bitmap(x, w.gate, w.gate_bias, **LAUNCH)
+    r, *_ = gate.gate_and_bitmap(x, w.gate, w.gate_bias, **LAUNCH)
     packed = TwELL.pack(r, tile=tile, slots=slots, compact=True, overflow="mark")
     assert torch.equal(pack.twell_words(r, tile=tile, slots=slots), packed.words)
 
@@ -254,10 +256,7 @@ def test_statistics_gradients_and_odd_widths_take_the_reference() -> None:
 def test_opcheck_and_compile_with_a_plan() -> None:
     w, x = make_weights(32, 256, f32), torch.randn(5, 32)
     plans = [make_plan(256, n_hot, 8).encode() for n_hot in (0, 128, 256)]
-    options = ("relu", "triton", False, False)
-    assert w.up is not None
-    args = (x, w.gate, w.up, w.down, None, None, None, None, *options, plans[1])
-    torch.library.opcheck(torch.ops.twell.gated_ffn.default, args)
+    torch.library.opcheck(torch.ops.twell.planned_ffn.default, (x, *w, "relu", plans[1]))
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     compiled(x, w, plans[0])
     with torch._dynamo.config.patch(error_on_recompile=True):  # a new plan compiles nothing anew
@@ -283,7 +282,7 @@ def test_arrangements_follow_the_weights() -> None:
         optimizer.step()
         assert_right(call(x, w, plan), x, w)
     call(x, w, plan)
-    assert held >= 4 * 32 * (256 + 128 + 3 * 128)  # Wd neuron-major, cold gate, hot gate, up and down rows
+    assert held >= 4 * 32 * (256 + 128 + 2 * 128)  # Wd neuron-major, cold gate rows, hot gate and up rows
 
 
 @pytest.mark.parametrize("n_hot", [0, 128])
@@ -291,7 +290,7 @@ def test_arrangements_go_with_their_weights(n_hot: int) -> None:
     w, plan = make_weights(32, 256, f32, bias=True), make_plan(256, n_hot, 8).encode()
     before = len(weights._copies)
     gpu.forward(torch.randn(5, 32), w, "relu", plan)
-    assert len(weights._copies) == before + 3  # the decoded plan, the layout, Wd neuron-major
+    assert len(weights._copies) == before + (2 if n_hot else 3)  # decoded plan, layout; without hot neurons Wd, too
     del w
     assert len(weights._copies) == before + 1  # the plan is still there
     del plan
@@ -317,7 +316,7 @@ def test_why_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.choose_backend("auto", torch.device("cpu")) == "cpu"
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "on the CPU" in (ops.why_unavailable("triton", torch.device("cpu")) or "")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("twell.ops._HAS_TRITON", False)
     assert ops.why_unavailable("triton", torch.device("cuda")) == "triton is not installed"
 
 
@@ -342,7 +341,7 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
     other = tiles.GateTile(16, 128, 16, 4, 2)
     monkeypatch.setattr(tuning, "gate_candidates", lambda: [(other, False), (other, True)])
     monkeypatch.setattr(tuning, "tail_candidates", lambda: [tiles.RowTile(2, 1, 1)])
-    monkeypatch.setattr(tuning, "heavy_candidates", lambda: [tiles.GateTile(3, 16, 16, 4, 2)])  # no power of 2
+    monkeypatch.setattr(tuning, "heavy_candidates", lambda: [tiles.GateTile(16, 16, 24, 4, 2)])  # no power of 2
     arguments = ("skew10", 8, 32, 512, f32, torch.device("cpu"))
     trials = list(tuning.tune(*arguments))
     assert [t.kernel for t in trials] == ["tail", "tail", "gate", "gate", "gate", "hot", "hot", "hot", "heavy"]
@@ -350,7 +349,7 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
     assert [t.kernel for t in tuning.tune(*arguments, only=["tail"])] == ["tail", "tail"]
     with pytest.raises(ValueError, match="unknown kernel 'up'"):
         next(tuning.tune(*arguments, only=["up"]))
-    right = up_down.add_tail_
+    right = up_down.write_tail
 
     def wrong(y: Tensor, *args: object, tile: tiles.RowTile, **kwargs: object) -> object:
         result = right(y, *args, tile=tile, **kwargs)
@@ -358,7 +357,7 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
             y += 1
         return result
 
-    monkeypatch.setattr(up_down, "add_tail_", wrong)
+    monkeypatch.setattr(up_down, "write_tail", wrong)
     with pytest.raises(RuntimeError, match="the tail kernel gives another result"):
         list(tuning.tune(*arguments, only=["tail"]))
 

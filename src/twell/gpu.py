@@ -27,8 +27,10 @@ _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
 
 def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tensor:
     """y [M, D] for x [M, D]. ``plan``: see ``Plan.encode``; None runs densely."""
-    M = x.shape[0]
-    if plan is not None and M >= MIN_TOKENS:
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):  # where Triton launches
+            return forward(x, w, activation, plan)
+    if plan is not None and x.shape[0] >= MIN_TOKENS:
         decoded = weights.kept("plan", [plan], lambda: Plan.decode(plan))
         if not decoded.is_dense:
             return _in_parts(x, w, activation, plan, decoded)
@@ -42,10 +44,8 @@ def _densely(x: Tensor, w: Weights, activation: str) -> Tensor:
 
 
 def _in_parts(x: Tensor, w: Weights, activation: str, encoded: Tensor, plan: Plan) -> Tensor:
-    down = weights.neuron_major(w.down)
-    down = w.down.t().contiguous() if down is None else down
     sources = [encoded, *(t for t in w if t is not None)]
-    layout = weights.kept("split", sources, lambda: split.lay_out(w, plan.hot.to(x.device), down))
+    layout = weights.kept("split", sources, lambda: split.lay_out(w, plan.hot.to(x.device)))
     tiles, programs = launch_facts(x)
     return split.forward(x, w, layout, activation, cap=plan.cap, tiles=tiles, programs=programs)
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from twell import cpu, reference
-from twell.reference import ACTIVATIONS, Weights, no_statistics, sum_dtype
+from twell.reference import ACTIVATIONS, Weights, sum_dtype
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 _AUTOMATIC = ("cpu", "reference")  # the Triton kernels are right but not tuned yet: ask for them by name
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,7 +55,7 @@ def why_unavailable(backend: str, device: torch.device) -> str | None:
 
 
 def _why_no_triton(device: torch.device) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "triton is not installed"
     if device.type == "cpu":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -85,16 +86,8 @@ def _forward(
     backend: str,
     want_stats: bool,
     save: bool,
-    plan: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    chosen = choose_backend(backend, x.device)
-    if chosen == "triton" and not want_stats and not save and _fits_triton(x, w):
-        from twell import gpu
-
-        l1_sum, counts = no_statistics(x)
-        F = w.gate.shape[0]
-        return gpu.forward(x, w, activation, plan), l1_sum, counts, x.new_empty(0, F), x.new_empty(0, F)
-    if chosen == "cpu":
+    if choose_backend(backend, x.device) == "cpu":
         out = cpu.forward(x, w, activation, token_mask, want_stats=want_stats, save=save)
     else:
         out = reference.forward(x, w, activation, token_mask, want_stats=want_stats)
@@ -102,10 +95,6 @@ def _forward(
     gate = out.gate if save else x.new_empty(0, F)
     up = out.up if save and out.up is not None else x.new_empty(0, F)
     return out.y, out.l1_sum, out.counts, gate, up
-
-
-def _fits_triton(x: Tensor, w: Weights) -> bool:
-    return x.dtype != torch.float64 and x.shape[1] % 16 == 0 and w.gate.shape[0] % 16 == 0
 
 
 def _backward(
@@ -146,14 +135,13 @@ def _gated_ffn_op(
     backend: str,
     want_stats: bool,
     save: bool,
-    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
-    return _forward(x, w, token_mask, activation, backend, want_stats, save, plan)
+    return _forward(x, w, token_mask, activation, backend, want_stats, save)
 
 
 @_gated_ffn_op.register_fake
-def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, activation, backend, want_stats, save, plan=None):
+def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, activation, backend, want_stats, save):
     y, l1_sum, counts, gate = _fake_forward(x, w_gate, w_down, want_stats, save)
     return y, l1_sum, counts, gate, torch.empty_like(gate)
 
@@ -205,14 +193,13 @@ def _ffn_op(
     backend: str,
     want_stats: bool,
     save: bool,
-    plan: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     w = Weights(w_up, None, w_down, b_up, None, b_down)
-    return _forward(x, w, token_mask, activation, backend, want_stats, save, plan)[:4]
+    return _forward(x, w, token_mask, activation, backend, want_stats, save)[:4]
 
 
 @_ffn_op.register_fake
-def _(x, w_up, w_down, b_up, b_down, token_mask, activation, backend, want_stats, save, plan=None):
+def _(x, w_up, w_down, b_up, b_down, token_mask, activation, backend, want_stats, save):
     return _fake_forward(x, w_up, w_down, want_stats, save)
 
 
@@ -267,7 +254,7 @@ def _fake_gradients(x: Tensor, shapes: Sequence[tuple[int, ...]], needs: Sequenc
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.activation, ctx.backend, _, _, _ = inputs
+    *tensors, ctx.activation, ctx.backend, _, _ = inputs
     _, _, counts, *activations = output
     ctx.save_for_backward(*tensors, *activations)  # the parameters themselves, never views of them
     ctx.mark_non_differentiable(counts, *activations)
@@ -275,14 +262,14 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _register_autograd(name: str, n_differentiable: int) -> None:
-    """``n_differentiable``: x, weights and biases; token_mask, four options and the plan follow them."""
+    """``n_differentiable``: x, weights and biases; token_mask and four options follow them."""
     backward_op = getattr(torch.ops.twell, f"{name}_backward")
 
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> tuple:
         needs = list(ctx.needs_input_grad[:n_differentiable])
         dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
         grads = backward_op(dy, dl1, *ctx.saved_tensors, ctx.activation, ctx.backend, needs)
-        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *[None] * 6)
+        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *[None] * 5)
 
     torch.library.register_autograd(f"twell::{name}", backward, setup_context=_setup_context)
 
@@ -307,8 +294,36 @@ def _cast_for_autocast(arg: Any, dtype: torch.dtype, device_type: str) -> Any:
     return arg.to(dtype) if eligible and arg.device.type == device_type else arg
 
 
+# y alone, for inference by the GPU kernels. Registered without torch's custom_op, which costs the host 40 us a call.
+_library.define(
+    "planned_ffn(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down, "
+    "str activation, Tensor? plan) -> Tensor"
+)
+
+
+def _planned_ffn(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: str,
+    plan: Tensor | None,
+) -> Tensor:
+    from twell import gpu
+
+    return gpu.forward(x, Weights(w_gate, w_up, w_down, b_gate, b_up, b_down), activation, plan)
+
+
+_library.impl("planned_ffn", _planned_ffn, "CPU")  # in Triton's interpreter
+_library.impl("planned_ffn", _planned_ffn, "CUDA")
+torch.library.register_fake("twell::planned_ffn", lambda x, w_gate, w_up, w_down, *_: x.new_empty(x.shape))
+
 for _name, _n_differentiable in (("gated_ffn", 7), ("ffn", 5)):
     _register_autograd(_name, _n_differentiable)
+for _name in ("gated_ffn", "ffn", "planned_ffn"):
     _register_autocast(_name, "cpu", "AutocastCPU")
     _register_autocast(_name, "cuda", "AutocastCUDA")
 
@@ -385,21 +400,27 @@ def _call(
     _check_plan(name, plan, weights)
     chosen = choose_backend(backend, x.device)  # raises here, with a clean traceback
     x_MD = x.reshape(-1, x.shape[-1])
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights.values()))
+    if chosen == "triton" and not return_stats and not save and _fits_triton(x, weights):
+        return torch.ops.twell.planned_ffn(x_MD, *_weights(**weights), activation, plan).reshape(x.shape)
     mask_M = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
-    if chosen == "reference" and torch.compiler.is_compiling():
+    if chosen != "cpu" and torch.compiler.is_compiling():
         # Plain torch code all the way: the compiler may look inside, and fuses what an opaque op would not let it.
         y, l1_sum, counts, *_ = reference.forward(
             x_MD, _weights(**weights), activation, mask_M, want_stats=return_stats
         )
     else:
-        tensors = (x, *(w for w in weights.values() if w is not None))
-        save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        y, l1_sum, counts, *_ = op(x_MD, *weights.values(), mask_M, activation, backend, return_stats, save, plan)
+        y, l1_sum, counts, *_ = op(x_MD, *weights.values(), mask_M, activation, backend, return_stats, save)
     y = y.reshape(x.shape)
     if not return_stats:
         return y
     tokens = x_MD.new_full((), x_MD.shape[0], dtype=torch.int64) if mask_M is None else mask_M.sum()
     return y, Stats(l1_sum, counts, tokens)
+
+
+def _fits_triton(x: Tensor, weights: dict[str, Any]) -> bool:
+    D, F = weights["w_down"].shape
+    return x.dtype != torch.float64 and D % 16 == 0 and F % 16 == 0
 
 
 def _weights(

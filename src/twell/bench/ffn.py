@@ -140,15 +140,15 @@ def _parts(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan, seconds: 
     runs: dict[str, Callable[[], Any]] = {
         "dense gate": lambda: nnf.linear(x, w.gate),
         "cold gate": lambda: parts.cold_gate(tiles.gate, tiles.use_tma),
+        "lists": parts.list_active,
         "tail": lambda: parts.tail(tiles.tail),
         "heavy": lambda: parts.heavy(tiles.heavy),
     }
     if len(plan.hot):
-        h = parts.hot(tiles.gate, tiles.use_tma)
         runs["hot"] = lambda: parts.hot(tiles.gate, tiles.use_tma)
-        runs["hot down"] = lambda: h @ parts.layout.hot_down
+        runs["hot down"] = parts.hot_down
     times = timing.compare(runs, seconds=seconds, device=x.device, before=parts.restore)
-    return {name: spread.p50 for name, spread in times.items()} | {"heavy tokens": int(parts.n_heavy)}
+    return {name: spread.p50 for name, spread in times.items()} | {"heavy tokens": parts.n_heavy()}
 
 
 def check(x: Tensor, inputs: cases.FFNInputs, gated: bool, dense: Tensor, sparse: Tensor) -> dict[str, float]:

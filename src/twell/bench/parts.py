@@ -6,36 +6,60 @@ import torch
 from torch import Tensor
 
 from twell import gpu
-from twell.kernels import gate, split, up_down
+from twell.kernels import gate, heavy, lists, pack, split, up_down
 from twell.kernels.tiles import GateTile, RowTile
 from twell.plan import Plan
 from twell.reference import Weights
 
 
 class Parts:
-    """relu, no biases. ``restore`` undoes what ``tail`` and ``heavy`` leave in their buffers."""
+    """relu, no biases. ``restore`` undoes what the parts leave in their buffers."""
 
     def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
-        self.x, self.is_gated, self.cap = x, w.up is not None, plan.cap
+        self.x, self.cap = x, plan.cap
+        self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
-        self.layout = split.lay_out(w, plan.hot.to(x.device), w.down.t().contiguous())
-        self.y, self.r, self.bitmap = split.project(x, w, self.layout, "relu", tiles=self.tiles, programs=self.programs)
-        self.y.nan_to_num_()  # where no neuron is hot it holds nothing yet
-        self._clean_y, self._clean_r = self.y.clone(), self.r.clone()
-        self.heavy_tokens, self.n_heavy = self._add_tail(self.tiles.tail)
+        self.layout = split.lay_out(w, plan.hot.to(x.device))
+        self.y = torch.zeros_like(x)
+        self.r, self.bitmap, self._marks = self._gate(self.tiles.gate, self.tiles.use_tma)
+        self._listed()
+
+    def _listed(self) -> None:
+        self._clean_r = self.r.clone()
+        found = self.list_active()
+        self.lists = found._replace(marks=found.marks.clone())  # which ``restore`` leaves alone
+        self.restore()
+        self.h = self.hot(self.tiles.gate, self.tiles.use_tma) if self.has_hot else self.x[:, :0]
+
+    def replace_gate(self, active: Tensor) -> None:
+        """As if the cold gate were ``active`` [M, C] (bool), with random positive values there."""
+        self.r.copy_((torch.rand_like(self.r) + 0.1) * active)
+        self.bitmap.copy_(pack.bitmap_of(active))
+        self._listed()
 
     def restore(self) -> None:
-        self.y.copy_(self._clean_y)
+        self.y.zero_()
         self.r.copy_(self._clean_r)
+        self._marks[:2] = 0
 
     def pretend_heavy(self, n_tokens: int) -> None:
-        """Make the first tokens the heavy ones."""
-        self.heavy_tokens = torch.arange(len(self.x), dtype=torch.int32, device=self.x.device)
-        self.n_heavy.fill_(n_tokens)
+        """Make the first tokens the heavy ones, and no others."""
+        marks = self.lists.marks
+        marks[0], marks[1] = n_tokens, 0
+        marks[2 + len(self.x) :] = torch.arange(len(self.x))
+
+    def n_heavy(self) -> int:
+        first, over = self.lists.marks[:2].tolist()
+        return first + (over if over > lists.N_LONG else 0)
+
+    def _gate(self, tile: GateTile, use_tma: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return gate.gate_and_bitmap(self.x, self.layout.cold, None, tile=tile, programs=self.programs, use_tma=use_tma)
 
     def cold_gate(self, tile: GateTile, use_tma: bool) -> Tensor:
-        r, _ = gate.gate_and_bitmap(self.x, self.layout.cold, None, tile=tile, programs=self.programs, use_tma=use_tma)
-        return r
+        return self._gate(tile, use_tma)[0]
+
+    def list_active(self) -> lists.Lists:
+        return lists.list_active(self.r, self.bitmap, self._marks, self.layout.cold_rows, cap=self.cap)
 
     def hot(self, tile: GateTile, use_tma: bool) -> Tensor:
         return gate.hot_activations(
@@ -49,40 +73,38 @@ class Parts:
             use_tma=use_tma,
         )
 
+    def hot_down(self) -> Tensor:
+        return self.y.addmm_(self.h, self.layout.hot_down)
+
     def tail(self, tile: RowTile) -> Tensor:
-        self._add_tail(tile)
+        up_down.write_tail(
+            self.y, self.x, self.lists, self.layout.up, None, self.layout.cold_down, None, squared=False, tile=tile
+        )
         return self.y
 
-    def _add_tail(self, tile: RowTile) -> tuple[Tensor, Tensor]:
-        return up_down.add_tail_(
-            self.y,
-            self.x,
-            self.r,
-            self.bitmap,
-            self.layout.up,
-            None,
-            self.layout.down,
-            None,
-            self.layout.cold_neurons,
-            cap=self.cap,
-            squared=False,
-            is_new=False,
-            tile=tile,
-        )
-
     def heavy(self, tile: GateTile) -> Tensor:
-        up_down.add_heavy_(
+        heavy.write_heavy_(
             self.y,
             self.x,
             self.r,
-            self.heavy_tokens,
-            self.n_heavy,
+            self.lists,
             self.layout.up,
             None,
-            self.layout.down,
-            self.layout.cold_neurons,
+            self.layout.cold_down,
+            None,
+            self.layout.cold_rows,
             squared=False,
             tile=tile,
             programs=self.programs,
         )
+        return self.y
+
+    def after_gate(self) -> Tensor:
+        """Everything but the cold gate."""
+        self.lists = self.list_active()
+        self.tail(self.tiles.tail)
+        self.heavy(self.tiles.heavy)
+        if self.has_hot:
+            self.h = self.hot(self.tiles.gate, self.tiles.use_tma)
+            self.hot_down()
         return self.y

@@ -36,44 +36,62 @@ def compare(
     """Time alternatives in turn (a, b, a, b, ...), so that a slow spell of the machine hits all alike.
 
     ``seconds`` bounds the timed part, after ``min_repeats``. Before every call, untimed, comes ``before``. On a CUDA
-    ``device`` events take the time, after the L2 cache was filled with something else; elsewhere calls must be
+    ``device`` events take the time, after the L2 cache was filled with something else, and calls follow each other
+    without waiting, as in a model: the host's time shows where it is longer than the GPU's. Elsewhere calls must be
     synchronous.
     """
-    stopwatch = _event_stopwatch(device) if device is not None and device.type == "cuda" else _host_stopwatch
     for run in alternatives.values():
         for _ in range(warmups):
             run()
+    round_ = _gpu_round(device) if device is not None and device.type == "cuda" else _host_round
     times: dict[str, list[float]] = {name: [] for name in alternatives}
     deadline = time.perf_counter() + seconds
-    for repeat in range(max_repeats):
-        if repeat >= min_repeats and time.perf_counter() > deadline:
-            break
-        for name, run in alternatives.items():
-            if before is not None:
-                before()
-            times[name].append(stopwatch(run))
+    repeats = 0
+    while repeats < max_repeats and (repeats < min_repeats or time.perf_counter() < deadline):
+        repeats += round_(alternatives, before, times)
     return {name: _spread(t) for name, t in times.items()}
 
 
-def _host_stopwatch(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
+_Round = Callable[[Mapping[str, Callable[[], Any]], Callable[[], Any] | None, dict[str, list[float]]], int]
 
 
-def _event_stopwatch(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+def _host_round(
+    alternatives: Mapping[str, Callable[[], Any]], before: Callable[[], Any] | None, times: dict[str, list[float]]
+) -> int:
+    for name, run in alternatives.items():
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        run()
+        times[name].append((time.perf_counter() - start) * 1e3)
+    return 1
+
+
+def _gpu_round(device: torch.device) -> _Round:
+    """Five repeats at a time: the host waits for the GPU only after them."""
     filler = torch.empty(256 << 20, dtype=torch.int8, device=device)  # several times the L2 of any GPU
 
-    def stopwatch(run: Callable[[], Any]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        filler.zero_()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end)
+    def round_(
+        alternatives: Mapping[str, Callable[[], Any]], before: Callable[[], Any] | None, times: dict[str, list[float]]
+    ) -> int:
+        for _ in range(16):  # about a millisecond of work, so that the host is ahead when timing starts
+            filler.zero_()
+        taken = []
+        for _, (name, run) in itertools.product(range(5), alternatives.items()):
+            if before is not None:
+                before()
+            filler.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            taken.append((name, start, end))
+        torch.cuda.synchronize(device)
+        for name, start, end in taken:
+            times[name].append(start.elapsed_time(end))
+        return 5
 
-    return stopwatch
+    return round_
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

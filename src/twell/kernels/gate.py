@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twell.kernels.launch import launch
+from twell.kernels.lists import new_marks
 from twell.kernels.tiles import GateTile, bitmap_words, pack_bits, relu, tile_of
 
 GROUP_M = 8
@@ -63,7 +65,7 @@ def _store_cold(acc, o_gate, o_bitmap, row, n, M, C, words, BM: tl.constexpr, BN
     neuron = n * BN + tl.arange(0, BN)
     inside = (row[:, None] < M) & (neuron[None, :] < C)
     tl.store(o_gate + row[:, None].to(tl.int64) * C + neuron[None, :], r, mask=inside)
-    active = (r != 0) & (neuron[None, :] < C)  # beyond C lie zero rows, and 0 * NaN is active, too
+    active = ((r != 0) | (acc == float("-inf"))) & (neuron[None, :] < C)  # beyond C lie zero rows: 0 * NaN is NaN
     bits = pack_bits(active, BM, BN).to(tl.int32, bitcast=True)
     word = n * (BN // 32) + tl.arange(0, BN // 32)
     inside = (row[:, None] < M) & (word[None, :] < words)
@@ -77,6 +79,7 @@ def _gate_kernel(
     i_bias,  # [N] or unused
     o_values,  # HOT: h [M, width], else r [M, width]
     o_bitmap,  # [M, words], unused if HOT
+    o_marks,  # int32, the first two set to 0; unused if HOT
     M,
     D,
     N,
@@ -94,6 +97,9 @@ def _gate_kernel(
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    if not HOT:
+        if tl.program_id(0) == 0:
+            tl.store(o_marks + tl.arange(0, 2), tl.zeros((2,), tl.int32))
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=USE_TMA):
@@ -115,14 +121,18 @@ def _gate_kernel(
 
 def gate_and_bitmap(
     x: Tensor, rows: Tensor, bias: Tensor | None, *, tile: GateTile, programs: int, use_tma: bool
-) -> tuple[Tensor, Tensor]:
-    """r [M, C] and its bitmap, int32 [M, words], for x [M, D] (unit stride along D) and gate rows [C, D]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """r [M, C] and its bitmap, int32 [M, words], for x [M, D] (unit stride along D) and gate rows [C, D].
+
+    And the marks that ``list_active`` wants: their zeros cost no launch of their own here.
+    """
     M, C = x.shape[0], rows.shape[0]
     gate = x.new_empty(M, C)
     bitmap = torch.empty(M, bitmap_words(C), dtype=torch.int32, device=x.device)
+    marks = new_marks(M, x.device)
     options = {"HOT": False, "GATED": False, "SQUARED": False}
-    _launch(x, rows, bias, gate, bitmap, tile, programs, use_tma, options)
-    return gate, bitmap
+    _launch(x, rows, bias, gate, bitmap, marks, tile, programs, use_tma, options)
+    return gate, bitmap, marks
 
 
 def hot_activations(
@@ -139,7 +149,7 @@ def hot_activations(
     """h [M, H] for x [M, D] and rows [2 H, D], gate and up interleaved (plain FFN: [H, D])."""
     h = x.new_empty(x.shape[0], rows.shape[0] // 2 if gated else rows.shape[0])
     options = {"HOT": True, "GATED": gated, "SQUARED": squared}
-    _launch(x, rows, bias, h, h, tile, programs, use_tma, options)
+    _launch(x, rows, bias, h, h, h, tile, programs, use_tma, options)
     return h
 
 
@@ -149,6 +159,7 @@ def _launch(
     bias: Tensor | None,
     values: Tensor,
     bitmap: Tensor,
+    marks: Tensor,
     tile: GateTile,
     programs: int,
     use_tma: bool,
@@ -164,27 +175,21 @@ def _launch(
 
         i_x = TensorDescriptor(x, [M, D], [x.stride(0), 1], [tile.BM, tile.BK])
         i_rows = TensorDescriptor(rows, [N, D], [D, 1], [tile.BN, tile.BK])
-    n_tiles = triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN)
-    _gate_kernel[(min(programs, n_tiles),)](
-        i_x,
-        i_rows,
-        x if bias is None else bias,
-        values,
-        bitmap,
-        M,
-        D,
-        N,
-        values.shape[1],
-        bitmap.shape[1],
-        x.stride(0),
-        **options,
-        HAS_BIAS=bias is not None,
-        BM=tile.BM,
-        BN=tile.BN,
-        BK=tile.BK,
-        GROUP_M=GROUP_M,
-        USE_TMA=use_tma,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    some_bias = x if bias is None else bias
+    launch(
+        _gate_kernel,
+        min(programs, triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN)),
+        (i_x, i_rows, some_bias, values, bitmap, marks, M, D, N, values.shape[1], bitmap.shape[1], x.stride(0)),
+        options
+        | {
+            "HAS_BIAS": bias is not None,
+            "BM": tile.BM,
+            "BN": tile.BN,
+            "BK": tile.BK,
+            "GROUP_M": GROUP_M,
+            "USE_TMA": use_tma,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        },
+        warps=tile.warps,
+        stages=tile.stages,
     )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.tiles import neuron_of_bit
+from twell.kernels.tiles import GROUP, WORDS_PER_GROUP, bitmap_words, neuron_of_bit
 
 _ROWS = 8
 _COUNT_ROWS = 1024  # tokens one program counts
@@ -59,6 +59,17 @@ def twell_words(gate: Tensor, *, tile: int = 256, slots: int = 32) -> Tensor:
             gate, words, M, F, n_tiles, slots, TILE=tile, BT=triton.next_power_of_2(tile), ROWS=_ROWS
         )
     return words
+
+
+def bitmap_of(active: Tensor) -> Tensor:
+    """int32 [M, words] of a bool [M, C], in plain torch: for recorded positions, where no gate was computed."""
+    M, C = active.shape
+    words = bitmap_words(C)
+    padded = torch.nn.functional.pad(active, (0, 32 * words - C))
+    parts = padded.view(M, -1, GROUP // 8, WORDS_PER_GROUP, 2).transpose(2, 3).reshape(M, words, 32)
+    weights = 1 << torch.arange(32, device=active.device)
+    rows = 1 + (1 << 22) // max(1, words)  # a few at a time: the products are 64 times the bitmap
+    return torch.cat([(part.long() * weights).sum(-1).int() for part in parts.split(rows)])
 
 
 def neuron_counts(bitmap: Tensor, n_neurons: int) -> Tensor:

@@ -1,8 +1,9 @@
 """What the kernels share: tile sizes per architecture, and the bitmap of a gate.
 
-The bitmap. One bit per (token, neuron): set where the gate's rounded value is not 0, NaN included. 128 neurons are
-four 32-bit words. On Hopper's tensor cores a thread of a quad holds two neighbouring columns of every eight, so
-word q of a group collects what thread q of each quad holds, and no thread needs another's bits:
+The bitmap. One bit per (token, neuron): set where the gate's rounded value is not 0, NaN included, and where the value
+before the ReLU is -inf: a token with inf or NaN in x has every bit set, so that it meets every neuron, as it does in a
+dense FFN. 128 neurons are four 32-bit words. On Hopper's tensor cores a thread of a quad holds two neighbouring columns
+of every eight, so word q of a group collects what thread q of each quad holds, and no thread needs another's bits:
 
     neuron of bit k of word w  =  128 * (w // 4)  +  8 * (k // 2)  +  2 * (w % 4)  +  k % 2
 """
@@ -10,12 +11,14 @@ word q of a group collects what thread q of each quad holds, and no thread needs
 from __future__ import annotations
 
 import functools
+import os
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no PTX
 GROUP = 128  # neurons of four bitmap words
 WORDS_PER_GROUP = 4
 
@@ -50,13 +53,18 @@ class Tiles(NamedTuple):
 # Chosen by measurement where a GPU was at hand (sm_90: H200), by shared memory elsewhere: 99 KiB on 86, 89 and 120,
 # 163 on 80, 227 on 90 and 100.
 _BY_CAPABILITY: dict[int, Tiles] = {
-    80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 4, 3), RowTile(4, 4, 2), use_tma=False),
-    86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(4, 4, 2), use_tma=False),
-    89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(4, 4, 2), use_tma=False),
-    90: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(64, 128, 64, 4, 3), RowTile(4, 4, 2), use_tma=True),
-    100: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(64, 128, 64, 8, 3), RowTile(4, 4, 2), use_tma=True),
-    120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(4, 4, 2), use_tma=False),
+    80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 4, 3), RowTile(2, 4, 1), use_tma=False),
+    86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(2, 4, 1), use_tma=False),
+    89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(2, 4, 1), use_tma=False),
+    90: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 4), RowTile(2, 4, 1), use_tma=True),
+    100: Tiles(GateTile(128, 128, 64, 8, 4), GateTile(128, 128, 64, 8, 3), RowTile(2, 4, 1), use_tma=True),
+    120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(2, 4, 1), use_tma=False),
 }
+
+
+def few(tile: GateTile) -> GateTile:
+    """The heavy kernels' tile while there are few tokens: narrow, so that every processor has one, and deep."""
+    return tile._replace(BM=max(16, tile.BM // 2), BN=max(16, tile.BN // 4), BK=tile.BK * 2)
 
 
 def tiles_for(capability: int, dtype: torch.dtype) -> Tiles:
@@ -66,7 +74,8 @@ def tiles_for(capability: int, dtype: torch.dtype) -> Tiles:
         raise ValueError(f"the Triton kernels need compute capability 8.0 or newer, got {capability / 10}")
     tiles = _BY_CAPABILITY[max(known)]
     if dtype == torch.float32:  # twice the bytes: half the depth, more warps to hold the sums, and no TMA
-        gate, heavy = (t._replace(BN=128, BK=t.BK // 2, warps=8) for t in (tiles.gate, tiles.heavy))
+        gate = tiles.gate._replace(BN=128, BK=tiles.gate.BK // 2, warps=8)
+        heavy = tiles.heavy._replace(BM=64, BN=64, BK=tiles.heavy.BK // 2, warps=8)
         tiles = tiles._replace(gate=gate, heavy=heavy, use_tma=False)
     return tiles
 
@@ -97,10 +106,14 @@ def relu(x):
 @triton.jit
 def popcount(words):
     """Set bits of each uint32."""
-    words = words - ((words >> 1) & 0x55555555)
-    words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
-    words = (words + (words >> 4)) & 0x0F0F0F0F
-    return ((words * 0x01010101) >> 24).to(tl.int32)
+    if _INTERPRETED:
+        words = words - ((words >> 1) & 0x55555555)
+        words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
+        words = (words + (words >> 4)) & 0x0F0F0F0F
+        n = ((words * 0x01010101) >> 24).to(tl.int32)
+    else:
+        n = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [words], tl.int32, True, 1)
+    return n
 
 
 @triton.jit

@@ -1,0 +1,231 @@
+"""The heavy tokens, densely on tensor cores: h = a(r) * (x Wu^T + bu) over all cold neurons, then y = h Wd + bd.
+
+h takes the place of r in the gate, so there is no buffer that could be too small. Both kernels loop over a count that
+lives on the device: no host sync. The list's order may vary between runs; a row's sums do not depend on its place.
+
+Few heavy tokens are the rule, and then the time is that of reading the weights once (40 MB at C 5000, D 2048, bf16: 12
+us): small tiles spread them over the whole GPU. Many are a GEMM over listed rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twell.kernels.launch import launch
+from twell.kernels.lists import N_LONG, Lists
+from twell.kernels.tiles import GateTile, few, tile_of
+
+FEW = 128  # heavy tokens
+
+
+@triton.jit
+def _count_heavy(i_marks, N_LONG: tl.constexpr):
+    """Heavy tokens by their own count, and all heavy ones: see ``lists.py``."""
+    n_over = tl.load(i_marks + 1)
+    if n_over <= N_LONG:  # the tail has them
+        n_over = tl.zeros_like(n_over)
+    n_first = tl.load(i_marks)
+    return n_first, n_first + n_over
+
+
+@triton.jit
+def _heavy_tokens(i_marks, r, n_first, n_heavy, M):
+    """The r-th heavy tokens, int64; 0 beyond the last."""
+    place = tl.where(r < n_first, r, M - 1 - (r - n_first))
+    return tl.load(i_marks + 2 + M + place, mask=r < n_heavy, other=0).to(tl.int64)
+
+
+@triton.jit
+def _up_tiles(
+    i_x, i_up, i_up_bias, i_order, i_marks, n_first, n_heavy, m_gate, M, D, C, x_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SQUARED: tl.constexpr,
+    HAS_UP_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(n_heavy, BM)
+    tiles_n = tl.cdiv(C, BN)
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        r = m * BM + tl.arange(0, BM)
+        token = _heavy_tokens(i_marks, r, n_first, n_heavy, M)
+        cold = n * BN + tl.arange(0, BN)
+        neuron = cold
+        if HAS_ORDER:
+            neuron = tl.load(i_order + cold, mask=cold < C, other=0)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(tl.cdiv(D, BK)):
+            d = k * BK + tl.arange(0, BK)
+            x = tl.load(
+                i_x + token[:, None] * x_stride + d[None, :], mask=(r[:, None] < n_heavy) & (d[None, :] < D), other=0.0
+            )
+            w = tl.load(
+                i_up + neuron[None, :].to(tl.int64) * D + d[:, None],
+                mask=(cold[None, :] < C) & (d[:, None] < D),
+                other=0.0,
+            )
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        if HAS_UP_BIAS:
+            acc += tl.load(i_up_bias + neuron, mask=cold < C, other=0.0).to(tl.float32)[None, :]
+        place = m_gate + token[:, None] * C + cold[None, :]
+        inside = (r[:, None] < n_heavy) & (cold[None, :] < C)
+        a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        if SQUARED:
+            a = a * a
+        tl.store(place, (a * acc).to(m_gate.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _heavy_up_kernel(
+    i_x,  # [M, D]
+    i_up,  # [F, D]
+    i_up_bias,  # [F] or unused
+    i_order,  # [C] int32 or unused
+    i_marks,  # [2 + 2 M] int32
+    m_gate,  # [M, C]: r in, h out, in heavy rows
+    M,
+    D,
+    C,
+    x_stride,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    FEW: tl.constexpr,
+    FEW_BM: tl.constexpr,
+    FEW_BN: tl.constexpr,
+    FEW_BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    N_LONG: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SQUARED: tl.constexpr,
+    HAS_UP_BIAS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+):
+    n_first, n_heavy = _count_heavy(i_marks, N_LONG)
+    if n_heavy <= FEW:
+        _up_tiles(i_x, i_up, i_up_bias, i_order, i_marks, n_first, n_heavy, m_gate, M, D, C, x_stride,
+                  FEW_BM, FEW_BN, FEW_BK, GROUP_M, SQUARED, HAS_UP_BIAS, HAS_ORDER, PRECISION)  # fmt: skip
+    else:
+        _up_tiles(i_x, i_up, i_up_bias, i_order, i_marks, n_first, n_heavy, m_gate, M, D, C, x_stride,
+                  BM, BN, BK, GROUP_M, SQUARED, HAS_UP_BIAS, HAS_ORDER, PRECISION)  # fmt: skip
+
+
+@triton.jit
+def _down_tiles(
+    i_h, i_down, i_down_bias, i_marks, n_first, n_heavy, o_y, M, D, C,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SQUARED: tl.constexpr,
+    HAS_DOWN_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(n_heavy, BM)
+    tiles_n = tl.cdiv(D, BN)
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        r = m * BM + tl.arange(0, BM)
+        token = _heavy_tokens(i_marks, r, n_first, n_heavy, M)
+        d = n * BN + tl.arange(0, BN)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(tl.cdiv(C, BK)):
+            cold = k * BK + tl.arange(0, BK)
+            h = tl.load(
+                i_h + token[:, None] * C + cold[None, :], mask=(r[:, None] < n_heavy) & (cold[None, :] < C), other=0.0
+            )
+            if SQUARED:  # a plain FFN: what is stored is r
+                h = (h.to(tl.float32) * h.to(tl.float32)).to(h.dtype)
+            w = tl.load(
+                i_down + cold[:, None].to(tl.int64) * D + d[None, :],
+                mask=(cold[:, None] < C) & (d[None, :] < D),
+                other=0.0,
+            )
+            acc = tl.dot(h, w, acc, input_precision=PRECISION)
+        if HAS_DOWN_BIAS:
+            acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        inside = (r[:, None] < n_heavy) & (d[None, :] < D)
+        tl.store(o_y + token[:, None] * D + d[None, :], acc.to(o_y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _heavy_down_kernel(
+    i_h,  # [M, C]
+    i_down,  # [C, D]
+    i_down_bias,  # [D] or unused
+    i_marks,  # [2 + 2 M] int32
+    o_y,  # [M, D], heavy rows
+    M,
+    D,
+    C,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    FEW: tl.constexpr,
+    FEW_BM: tl.constexpr,
+    FEW_BN: tl.constexpr,
+    FEW_BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    N_LONG: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SQUARED: tl.constexpr,
+    HAS_DOWN_BIAS: tl.constexpr,
+):
+    n_first, n_heavy = _count_heavy(i_marks, N_LONG)
+    if n_heavy <= FEW:
+        _down_tiles(i_h, i_down, i_down_bias, i_marks, n_first, n_heavy, o_y, M, D, C,
+                    FEW_BM, FEW_BN, FEW_BK, GROUP_M, SQUARED, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
+    else:
+        _down_tiles(i_h, i_down, i_down_bias, i_marks, n_first, n_heavy, o_y, M, D, C,
+                    BM, BN, BK, GROUP_M, SQUARED, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
+
+
+def write_heavy_(
+    y: Tensor,
+    x: Tensor,
+    gate: Tensor,
+    lists: Lists,
+    up: Tensor | None,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    order: Tensor | None,
+    *,
+    squared: bool,
+    tile: GateTile,
+    programs: int,
+) -> None:
+    """Write the rows of y [M, D] that belong to heavy tokens. Overwrites their rows of ``gate``."""
+    (M, D), C = x.shape, gate.shape[1]
+    if M == 0:
+        return
+    small = few(tile)
+    constants: dict[str, Any] = {
+        "BM": tile.BM,
+        "BN": tile.BN,
+        "BK": tile.BK,
+        "FEW": FEW,
+        "FEW_BM": small.BM,
+        "FEW_BN": small.BN,
+        "FEW_BK": small.BK,
+        "GROUP_M": 8,
+        "N_LONG": N_LONG,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+    }
+    marks = lists.marks
+    if up is not None:
+        some_bias, some_order = x if up_bias is None else up_bias, marks if order is None else order
+        launch(
+            _heavy_up_kernel,
+            programs,
+            (x, up, some_bias, some_order, marks, gate, M, D, C, x.stride(0)),
+            constants | {"SQUARED": squared, "HAS_UP_BIAS": up_bias is not None, "HAS_ORDER": order is not None},
+            warps=tile.warps,
+            stages=tile.stages,
+        )
+    launch(
+        _heavy_down_kernel,
+        programs,
+        (gate, down, x if down_bias is None else down_bias, marks, y, M, D, C),
+        constants | {"SQUARED": squared and up is None, "HAS_DOWN_BIAS": down_bias is not None},
+        warps=tile.warps,
+        stages=tile.stages,
+    )
