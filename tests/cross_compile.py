@@ -83,7 +83,8 @@ for hot in (False, True):
         {"i_x": x, "i_rows": rows, "i_bias": VALUES, "o_values": VALUES, "o_bitmap": VALUES if hot else INTEGERS}
         | {"o_marks": VALUES if hot else INTEGERS}
         | integers("M", "D", "N", "width", "words", "x_stride"),
-        {"HOT": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": True, "BM": t.BM, "BN": t.BN, "BK": t.BK}
+        {"HOT": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": True, "WHOLE": False}
+        | {"BM": t.BM, "BN": t.BN, "BK": t.BK}
         | {"GROUP_M": gate.GROUP_M, "USE_TMA": TILES.use_tma, "PRECISION": precision},
         t.warps,
         t.stages,
@@ -96,7 +97,7 @@ compile_kernel(
     | pointers(INTEGERS, "i_order", "o_neurons")
     | pointers(VALUES, "o_values")
     | pointers(INTEGERS, "m_marks")
-    | integers("M", "C", "words", "cap", "long_start", "size"),
+    | integers("M", "C", "words", "first", "cap", "n_early", "long_start", "size"),
     {"BW": triton.next_power_of_2(F // 32), "HAS_ORDER": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG},
     1,
     1,
@@ -108,8 +109,8 @@ compile_kernel(
     | pointers(VALUES, "i_values")
     | pointers(INTEGERS, "i_marks")
     | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias", "o_y")
-    | integers("M", "D", "cap", "long_start", "rows", "x_stride"),
-    {"BD": D, "WHOLE": True, "NEURONS": TILES.tail.neurons, "GATED": True, "SQUARED": False}
+    | integers("M", "D", "cap", "n_early", "long_start", "rows", "x_stride"),
+    {"BD": D, "WHOLE": True, "NEURONS": TILES.tail.neurons, "GATED": True, "SQUARED": False, "SPOIL": True}
     | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
     | {"STAGES": TILES.tail.stages},
     TILES.tail.warps,

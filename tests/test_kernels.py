@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from twell import GatedSparseFFN, SparseFFN, TwELL, gpu, ops, reference, weights
 from twell.bench import ffn as ffn_bench
+from twell.bench import traced
 from twell.bench import tune as tuning
 from twell.kernels import gate, pack, split, tiles, up_down
 from twell.plan import Plan, dense_plan
@@ -71,7 +72,7 @@ def assert_right(y: Tensor, x: Tensor, w: Weights, activation: str = "relu") -> 
 def bits_of(bitmap: Tensor, C: int) -> Tensor:
     """bool [M, C] from the definition of the bitmap's order."""
     word, bit = torch.arange(bitmap.shape[1])[:, None], torch.arange(32)[None, :]
-    column = 128 * (word // 4) + 8 * (bit // 2) + 2 * (word % 4) + bit % 2
+    column = 128 * (word // 4) + 8 * (bit % 16) + 2 * (word % 4) + bit // 16
     assert sorted(column.flatten().tolist()) == list(range(32 * bitmap.shape[1]))
     dense = torch.zeros(len(bitmap), column.numel(), dtype=torch.bool)
     dense[:, column.flatten()] = ((bitmap[:, :, None] >> bit) & 1).bool().flatten(1)
@@ -240,7 +241,7 @@ def test_operation_takes_plans_and_refuses_others() -> None:
     plan = make_plan(256, 128, 8).encode()
     assert_right(call(x, w, plan).flatten(0, 1), x.flatten(0, 1), w)
     for wrong in (plan[:-1], plan.long(), plan.to("meta")):
-        with pytest.raises(ValueError, match=r"plan must be int32 \[258\] on the CPU"):
+        with pytest.raises(ValueError, match=r"plan must be int32 \[259\] on the CPU"):
             call(x, w, wrong)
 
 
@@ -330,9 +331,9 @@ def test_tiles_of_architectures() -> None:
 
 def test_bench_times_the_parts() -> None:
     (row,) = ffn_bench.run(
-        [ffn_bench.Case(workload="skew10", M=4, D=32, F=512, backend="triton", dtype=f32)], seconds=0
+        [ffn_bench.Case(workload="skew10", M=4, D=32, F=2048, backend="triton", dtype=f32)], seconds=0
     )
-    assert row["plan"]["hot"] % 128 == 0
+    assert row["plan"]["hot"] % 256 == 0
     assert {"dense gate", "cold gate", "tail", "heavy", "heavy tokens"} <= row["parts_ms"].keys()
     assert row["error"]["sparse"] < 1e-6
 
@@ -342,7 +343,7 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tuning, "gate_candidates", lambda: [(other, False), (other, True)])
     monkeypatch.setattr(tuning, "tail_candidates", lambda: [tiles.RowTile(2, 1, 1)])
     monkeypatch.setattr(tuning, "heavy_candidates", lambda: [tiles.GateTile(16, 16, 24, 4, 2)])  # no power of 2
-    arguments = ("skew10", 8, 32, 512, f32, torch.device("cpu"))
+    arguments = ("skew10", 8, 32, 2048, f32, torch.device("cpu"))
     trials = list(tuning.tune(*arguments))
     assert [t.kernel for t in trials] == ["tail", "tail", "gate", "gate", "gate", "hot", "hot", "hot", "heavy"]
     assert all(t.ms > 0 for t in trials)
@@ -399,3 +400,19 @@ def test_plans_made_in_inference_mode_are_kept(monkeypatch: pytest.MonkeyPatch) 
         for _ in range(3):
             layer(torch.randn(4, 32))
     assert len(made) == 1
+
+
+def test_bench_of_a_trace() -> None:
+    """A layer that splits, with hot neurons, long and heavy tokens, and one that runs densely."""
+    torch.manual_seed(0)
+    sparse = torch.rand(40, 2048) < 0.003
+    sparse[:, :200], sparse[30, :1500], sparse[35, :400] = torch.rand(40, 200) < 0.9, True, True
+    row = traced.measure(traced.Layer("first", sparse), 32, 32, dtype=f32, device=torch.device("cpu"), seconds=0)
+    assert row["plan"]["hot"] == 256 and row["error"]["sparse"] < 1e-6 and row["parts_ms"]["heavy tokens"] == 2
+    assert row["sparse_ms"]["p50"] == pytest.approx(row["gate_ms"]["p50"] + row["after gate_ms"]["p50"], abs=1e-3)
+    assert row["mean_active"] == pytest.approx(sparse[20:].repeat(2, 1)[:32].sum().item() / 32, abs=0.01)
+    dense = torch.rand(40, 2048) < 0.5
+    row = traced.measure(traced.Layer("last", dense), 32, 32, dtype=f32, device=torch.device("cpu"), seconds=0)
+    assert row["plan"]["hot"] == 2048 and row["parts_ms"] == {}
+    with pytest.raises(ValueError, match="no two halves"):
+        traced.measure(traced.Layer("short", dense[:1]), 32, 32, dtype=f32, device=torch.device("cpu"))

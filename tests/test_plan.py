@@ -7,7 +7,7 @@ import torch
 
 from twell.plan import Costs, Plan, choose_plan, costs_for, dense_plan
 
-COSTS = Costs(gather=200.0, heavy=1.5, token=0.0)
+COSTS = Costs(gather=200.0, heavy=1.5, token=0.0, down=1.0)
 
 
 def counts_of(*groups: tuple[int, int]) -> torch.Tensor:
@@ -26,18 +26,23 @@ def test_frequent_neurons_are_hot() -> None:
     assert plan.predicted == pytest.approx(3 * 2048 / cost)
 
 
-def test_hot_neurons_fill_whole_tiles() -> None:
-    plan = choose_plan(counts_of((130, 500), (70, 5), (1848, 1)), 1000, COSTS)
-    assert len(plan.hot) == 256
-    assert len(set(plan.hot.tolist())) == 256
+@pytest.mark.parametrize(("F", "expected"), [(2048, 256), (2000, 208), (2064, 272)])
+def test_cold_neurons_fill_whole_tiles(F: int, expected: int) -> None:
+    plan = choose_plan(counts_of((130, 500), (70, 5), (F - 200, 1)), 1000, COSTS)
+    assert len(plan.hot) == expected
+    assert len(set(plan.hot.tolist())) == expected
+
+
+def test_long_tokens_start_first() -> None:
+    assert choose_plan(counts_of((512, 20), (1536, 1)), 1000, COSTS).first == 8 + 2 * 1  # a tail of 1.5 a token
 
 
 def test_a_plain_ffn_gathers_one_row_and_saves_one_projection() -> None:
-    counts = counts_of((128, 500), (1920, 2))
+    counts = counts_of((256, 500), (1792, 2))
     gated, plain = (choose_plan(counts, 1000, COSTS, gated=g) for g in (True, False))
-    assert gated.predicted == pytest.approx(3 * 2048 / (3 * 128 + 1920 + 200 * 1920 * 0.002))
-    assert plain.predicted == pytest.approx(2 * 2048 / (2 * 128 + 1920 + 100 * 1920 * 0.002))
-    assert plain.cap == int(1.5 * 1920 / 100)
+    assert gated.predicted == pytest.approx(3 * 2048 / (3 * 256 + 1792 + 200 * 1792 * 0.002))
+    assert plain.predicted == pytest.approx(2 * 2048 / (2 * 256 + 1792 + 100 * 1792 * 0.002))
+    assert plain.cap == int(1.5 * 1792 / 100)
 
 
 @pytest.mark.parametrize("times", [12, 500, 1000])
@@ -60,13 +65,13 @@ def test_counts_of_nothing_are_refused() -> None:
 
 @pytest.mark.parametrize("n_hot", [0, 128, 512])
 def test_encoding(n_hot: int) -> None:
-    plan = Plan(n_neurons=512, hot=torch.randperm(512)[:n_hot], cap=77)
+    plan = Plan(n_neurons=512, hot=torch.randperm(512)[:n_hot], cap=77, first=5)
     encoded = plan.encode()
-    assert encoded.shape == (514,) and encoded.dtype == torch.int32
-    assert sorted(encoded[2:].tolist()) == list(range(512))
+    assert encoded.shape == (515,) and encoded.dtype == torch.int32
+    assert sorted(encoded[3:].tolist()) == list(range(512))
     again = Plan.decode(encoded)
     assert torch.equal(again.hot, plan.hot)
-    assert (again.n_neurons, again.cap, again.is_dense) == (512, 77, n_hot == 512)
+    assert (again.n_neurons, again.cap, again.first, again.is_dense) == (512, 77, 5, n_hot == 512)
 
 
 def test_they_say_what_they_are() -> None:
@@ -89,8 +94,8 @@ def test_plans_that_would_change_a_result_are_refused(hot: list[int], cap: int) 
     with pytest.raises(ValueError, match="a plan needs different hot neurons of 0 to 15"):
         Plan(n_neurons=16, hot=torch.tensor(hot), cap=cap)
     right = Plan(n_neurons=16, hot=torch.tensor([0, 1]), cap=8).encode()
-    for wrong in ([2, 8, 5, 5], [17, 8, 0, 1], [-1, 8, 0, 1]):
+    for wrong in ([2, 8, 4, 5, 5], [17, 8, 4, 0, 1], [-1, 8, 4, 0, 1]):
         encoded = right.clone()
-        encoded[:4] = torch.tensor(wrong)
+        encoded[:5] = torch.tensor(wrong)
         with pytest.raises(ValueError, match="hot neurons"):
             Plan.decode(encoded)

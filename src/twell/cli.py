@@ -71,6 +71,10 @@ def bench_ffn(
     plain: Annotated[bool, typer.Option("--plain", help="Plain FFN instead of the gated one.")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda where there is one.")] = "cpu",
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Timing budget per row, after 5 repeats.")] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
@@ -96,23 +100,35 @@ def bench_ffn(
         cases.get_workload(name)
     if min(*sizes, width, hidden) < 1:
         raise ValueError("--tokens, --width and --hidden must be at least 1")
-    todo = [
-        ffn.Case(
-            workload=name,
-            M=m,
-            D=width,
-            F=hidden,
-            dtype=torch_dtype,
-            gated=not plain,
-            device=device,
-            backend=backend,
+    if graph and torch_device.type != "cuda":
+        raise ValueError("--graph needs a GPU: use --device cuda")
+    if trace is not None and (workload or plain or graph):
+        raise ValueError("--trace times gated FFNs as they were recorded: it takes no --workload, --plain or --graph")
+    if trace is not None:
+        ops.choose_backend("triton", torch_device)
+        n_rows, measured = _trace_rows(
+            trace, tokens or [16384], width, hidden, dtype=torch_dtype, device=torch_device, seconds=seconds
         )
-        for name in names
-        for m in sizes
-    ]
+    else:
+        todo = [
+            ffn.Case(
+                workload=name,
+                M=m,
+                D=width,
+                F=hidden,
+                dtype=torch_dtype,
+                gated=not plain,
+                device=device,
+                backend=backend,
+                graph=graph,
+            )
+            for name in names
+            for m in sizes
+        ]
+        n_rows, measured = len(todo), ffn.run(todo, seconds=seconds)
     rows = []
-    with _progress("measuring", len(todo)) as advance:
-        for row in ffn.run(todo, seconds=seconds):
+    with _progress("measuring", n_rows) as advance:
+        for row in measured:
             rows.append(row)
             if as_json:
                 print(json.dumps(row), flush=True)
@@ -122,6 +138,24 @@ def bench_ffn(
             advance(f"{row['workload']}, {row['M']} tokens: {row['speedup']:.2f}x")
     if not as_json:
         _print_speed_table(rows)
+
+
+def _trace_rows(
+    path: Path, sizes: list[int], width: int, hidden: int, **how: Any
+) -> tuple[int, Iterator[dict[str, Any]]]:
+    """How many rows a trace gives, and the rows."""
+    from twell.bench import traced
+    from twell.trace import Trace
+
+    trace = Trace.load(path)
+    names = trace.names or [f"layer {i}" for i in range(trace.layers)]
+    width_of = hidden if trace.hidden_sizes is None else None
+    rows = (
+        traced.measure(traced.Layer(name, trace.pattern(i, width_of)), m, width, **how)
+        for m in sizes
+        for i, name in enumerate(names)
+    )
+    return len(sizes) * len(names), rows
 
 
 def _dtype(name: str) -> Any:

@@ -47,7 +47,7 @@ def _in_parts(x: Tensor, w: Weights, activation: str, encoded: Tensor, plan: Pla
     sources = [encoded, *(t for t in w if t is not None)]
     layout = weights.kept("split", sources, lambda: split.lay_out(w, plan.hot.to(x.device)))
     tiles, programs = launch_facts(x)
-    return split.forward(x, w, layout, activation, cap=plan.cap, tiles=tiles, programs=programs)
+    return split.forward(x, w, layout, activation, plan, tiles, programs)
 
 
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:

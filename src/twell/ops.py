@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from twell import cpu, reference
+from twell.plan import encoded_length
 from twell.reference import ACTIVATIONS, Weights, sum_dtype
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
@@ -479,8 +480,8 @@ def _check_plan(name: str, plan: Tensor | None, weights: dict[str, Tensor | None
     if plan is None:
         return
     F = next(w.shape[0] for w in weights.values() if w is not None)
-    if plan.shape != (F + 2,) or plan.dtype != torch.int32 or plan.device.type != "cpu":
+    if plan.shape != (encoded_length(F),) or plan.dtype != torch.int32 or plan.device.type != "cpu":
         raise ValueError(
-            f"{name}: plan must be int32 [{F + 2}] on the CPU, as Plan.encode() gives it, got {plan.dtype} "
+            f"{name}: plan must be int32 [{encoded_length(F)}] on the CPU, as Plan.encode() gives it, got {plan.dtype} "
             f"{tuple(plan.shape)} on {plan.device}"
         )

@@ -4,13 +4,14 @@ A plan follows from how often each neuron fires and from what things cost on a G
 element of a large GEMM: one token, one neuron, one projection. A gated FFN of F neurons costs 3 F a token densely. In
 the three-part split a token pays
 
-    hot neuron        3                      gate, up and down densely
+    hot neuron        2 + down               gate and up densely, and down, added to what is there
     cold neuron       1 + p * gather         its gate, and two gathered rows whenever it fires (with frequency p)
-    heavy token       C * (1 + 2 * heavy)    the C cold neurons densely, at the price of a GEMM over listed rows
+    heavy token       2 * heavy * C          up and down of the C cold neurons densely, by a GEMM over listed rows
+    any token         token                  its lists, x and y once more
 
-so a neuron is hot where p > 2 / gather, and a token heavy where more than 2 * heavy * C / gather of its cold neurons
-fire.
-(A plain FFN has no up projection: 2, 1 + p * gather / 2, C * (1 + heavy).) A plan changes time, never a result.
+(A plain FFN has no up projection: 1 + down, 1 + p * gather / 2, heavy * C.) The hot set that costs least is chosen
+among those that leave whole tiles of cold neurons; a token is heavy where gathering would cost more than the GEMM.
+A plan changes time, never a result.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ class Costs(NamedTuple):
 
     gather: float  # the two gathered rows of one active (token, neuron) pair
     heavy: float  # an element of a GEMM over listed rows
-    token: float  # what a token costs the split besides: its bitmap row, its output once more
+    token: float  # what a token costs the split besides
+    down: float  # an element of the hot down projection
 
 
-# From trials on an H200 (bf16, D 2048): GEMM 5.4 ps an element, tail 1.0 ns a pair.
-_COSTS: dict[int, Costs] = {90: Costs(gather=190.0, heavy=1.4, token=350.0)}
-_HOT_STEP = 128  # hot neurons fill whole tiles of the gate kernel
+# Measured on an H200 (bf16, D 2048, M 16384): an element of a large GEMM takes 5.8 ps, a pair 0.85 ns.
+_COSTS: dict[int, Costs] = {90: Costs(gather=150.0, heavy=2.0, token=650.0, down=1.35)}
+_TILE = 256  # cold neurons of one tile of the gate kernel
 _MIN_GAIN = 1.05  # the split must promise this much over dense
 _MIN_CAP = 16
+_HEADER = 3  # numbers before the neurons in the encoded form
 
 
 def costs_for(device: torch.device) -> Costs:
@@ -51,17 +54,18 @@ class Plan:
 
     n_neurons: int
     hot: Tensor
-    cap: int
+    cap: int  # a token with more active cold neurons is heavy, unless there are few of them
+    first: int = 32  # the tail starts with tokens that have more than this
     predicted: float | None = None  # speedup over dense; not part of the encoded form
 
     def __post_init__(self) -> None:
         """A neuron that is hot twice, or not there, would silently change what the layer computes."""
         hot = self.hot.unique()
         inside = len(hot) == 0 or (int(hot[0]) >= 0 and int(hot[-1]) < self.n_neurons)
-        if len(hot) != len(self.hot) or not inside or self.cap < 0:
+        if len(hot) != len(self.hot) or not inside or min(self.cap, self.first) < 0:
             raise ValueError(
                 f"a plan needs different hot neurons of 0 to {self.n_neurons - 1} and a cap of at least 0, got "
-                f"{len(self.hot)} hot neurons, {len(hot)} of them different, and cap {self.cap}"
+                f"{len(self.hot)} hot neurons, {len(hot)} of them different, cap {self.cap}, first {self.first}"
             )
 
     @property
@@ -75,19 +79,24 @@ class Plan:
         return f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens heavy above {self.cap}{predicted})"
 
     def encode(self) -> Tensor:
-        """int32 [F + 2] on the CPU: H, cap, then the neurons, hot ones first. Operations take plans in this form: a
+        """int32 [F + 3] on the CPU: H, cap, first, then the neurons, hot ones first. Operations take plans so: a
         tensor whose shape does not depend on the plan, so that a new plan compiles nothing anew."""
         cold = torch.ones(self.n_neurons, dtype=torch.bool)
         cold[self.hot] = False
         order = torch.cat([self.hot.cpu(), cold.nonzero()[:, 0]])
-        return torch.cat([torch.tensor([len(self.hot), self.cap]), order]).int()
+        return torch.cat([torch.tensor([len(self.hot), self.cap, self.first]), order]).int()
 
     @classmethod
     def decode(cls, encoded: Tensor) -> Plan:
-        n_hot, cap = encoded[:2].tolist()
-        if not 0 <= n_hot <= len(encoded) - 2:
-            raise ValueError(f"the plan names {n_hot} hot neurons of {len(encoded) - 2}")
-        return cls(n_neurons=len(encoded) - 2, hot=encoded[2 : 2 + n_hot].long(), cap=cap)
+        n_hot, cap, first = encoded[:_HEADER].tolist()
+        F = len(encoded) - _HEADER
+        if not 0 <= n_hot <= F:
+            raise ValueError(f"the plan names {n_hot} hot neurons of {F}")
+        return cls(n_neurons=F, hot=encoded[_HEADER : _HEADER + n_hot].long(), cap=cap, first=first)
+
+
+def encoded_length(n_neurons: int) -> int:
+    return _HEADER + n_neurons
 
 
 def dense_plan(n_neurons: int) -> Plan:
@@ -97,11 +106,11 @@ def dense_plan(n_neurons: int) -> Plan:
 def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, gated: bool = True) -> Plan:
     """The plan for neurons that fired ``counts`` [F] times in ``tokens`` tokens.
 
-    >>> counts = torch.tensor([900] * 128 + [3] * 1920)  # of 1000 tokens: some neurons fire nearly always, most hardly
-    >>> plan = choose_plan(counts, 1000, Costs(gather=190.0, heavy=1.4, token=0.0))
-    >>> len(plan.hot), plan.is_dense
-    (128, False)
-    >>> choose_plan(torch.full((2048,), 500), 1000, Costs(gather=190.0, heavy=1.4, token=0.0))
+    >>> counts = torch.tensor([900] * 256 + [3] * 1792)  # of 1000 tokens: some neurons fire nearly always, most hardly
+    >>> costs = Costs(gather=150.0, heavy=2.0, token=0.0, down=1.3)
+    >>> choose_plan(counts, 1000, costs)
+    Plan(256 of 2048 neurons hot, tokens heavy above 47, predicted 1.78x)
+    >>> choose_plan(torch.full((2048,), 500), 1000, costs)
     Plan(dense, 2048 neurons)
     """
     F = len(counts)
@@ -109,12 +118,13 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, gated: bool = True
         raise ValueError("a plan needs the counts of at least one token")
     frequency, order = (counts.double().cpu() / tokens).sort(descending=True, stable=True)
     projections, gather, heavy = (3, costs.gather, 2 * costs.heavy) if gated else (2, costs.gather / 2, costs.heavy)
-    worth = int((frequency * gather > projections - 1).sum())
-    n_hot = min(F, -(-worth // _HOT_STEP) * _HOT_STEP)
-    n_cold = F - n_hot
-    cost = projections * n_hot + n_cold + gather * float(frequency[n_hot:].sum()) + costs.token
-    predicted = projections * F / cost
+    tail = frequency.sum() - torch.cat([frequency.new_zeros(1), frequency.cumsum(0)])  # [H]: pairs a token left
+    n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)])  # those that leave whole tiles
+    cost = (projections - 1 + costs.down) * n_hot + (F - n_hot) + gather * tail[n_hot] + costs.token
+    best = int(cost.argmin())
+    H, predicted = int(n_hot[best]), projections * F / float(cost[best])
     if predicted < _MIN_GAIN:
         return dense_plan(F)
-    cap = max(_MIN_CAP, int(heavy * n_cold / gather))
-    return Plan(n_neurons=F, hot=order[:n_hot], cap=cap, predicted=predicted)
+    cap = max(_MIN_CAP, int(heavy * (F - H) / gather))
+    first = 8 + 2 * int(tail[H])
+    return Plan(n_neurons=F, hot=order[:H], cap=cap, first=first, predicted=predicted)

@@ -39,6 +39,7 @@ class Case:
     gated: bool = True
     device: str = "cpu"
     backend: str = "auto"
+    graph: bool = False  # time replays of CUDA graphs
     seed: int = 0
 
 
@@ -71,7 +72,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     x = inputs.x[: case.M].contiguous()
     backend = ops.choose_backend(case.backend, x.device)
     plan = _plan(case, inputs) if backend == "triton" else None
-    runs = _alternatives(case, inputs, x, plan)
+    runs = alternatives(case, inputs, x, plan)
     errors = check(x, inputs, case.gated, runs["dense"](), runs["sparse"]())
     times = timing.compare(runs, seconds=seconds, device=x.device)
     fastest_dense = min(times[name].p50 for name in times if name != "sparse")
@@ -84,6 +85,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
         "F": case.F,
         "dtype": str(case.dtype).removeprefix("torch."),
         "backend": backend,
+        "graph": case.graph,
         "mean_active": round((torch.relu(nnf.linear(x, inputs.w_gate)) != 0).sum().item() / case.M, 2),
         **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
         "speedup": round(fastest_dense / times["sparse"].p50, 3),
@@ -91,9 +93,13 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
         **timing.environment(x.device),
     }
     if plan is not None:
-        row["plan"] = {"hot": len(plan.hot), "cap": plan.cap, "predicted": plan.predicted and round(plan.predicted, 3)}
+        row["plan"] = plan_facts(plan)
         row["parts_ms"] = _parts(case, inputs, x, plan, seconds)
     return row
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    return {"hot": len(plan.hot), "cap": plan.cap, "predicted": plan.predicted and round(plan.predicted, 3)}
 
 
 def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
@@ -102,7 +108,7 @@ def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
     return choose_plan((r != 0).sum(0), len(r), costs_for(r.device), gated=case.gated)
 
 
-def _alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None) -> dict[str, Callable[[], Tensor]]:
+def alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None) -> dict[str, Callable[[], Tensor]]:
     """dense, on a GPU also dense compiled, and sparse."""
     w_gate, w_up, w_down = inputs.w_gate, inputs.w_up, inputs.w_down
     with torch.inference_mode(False):  # what is made in inference mode cannot be kept
@@ -124,19 +130,39 @@ def _alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | N
     if x.device.type == "cuda":
         compiled = torch.compile(dense, fullgraph=True, dynamic=False)
         runs["compiled"] = lambda: compiled(x)
-    return runs | {"sparse": sparse}
+    runs["sparse"] = sparse
+    return {name: _replayed(run) for name, run in runs.items()} if case.graph else runs
+
+
+def _replayed(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """``run`` as a CUDA graph: what the host does is done once."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
 
 
 def _parts(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan, seconds: float) -> dict[str, float]:
-    """Medians of the parts of the split, each timed alone, and of the dense gate; nothing where it runs densely."""
     from twell import gpu  # needs triton, which a machine without a GPU may lack
     from twell.bench.parts import Parts
 
     if plan.is_dense or gpu.MIN_TOKENS > case.M:
         return {}
     w = reference.Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
-    parts = Parts(x, w, plan)
-    tiles = parts.tiles
+    return parts_ms(Parts(x, w, plan), w, seconds)
+
+
+def parts_ms(parts: Any, w: reference.Weights, seconds: float) -> dict[str, float]:
+    """Medians of the parts of the split, each timed alone, and of the dense gate."""
+    tiles, x = parts.tiles, parts.x
     runs: dict[str, Callable[[], Any]] = {
         "dense gate": lambda: nnf.linear(x, w.gate),
         "cold gate": lambda: parts.cold_gate(tiles.gate, tiles.use_tma),
@@ -144,11 +170,12 @@ def _parts(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan, seconds: 
         "tail": lambda: parts.tail(tiles.tail),
         "heavy": lambda: parts.heavy(tiles.heavy),
     }
-    if len(plan.hot):
+    if parts.has_hot:
         runs["hot"] = lambda: parts.hot(tiles.gate, tiles.use_tma)
         runs["hot down"] = parts.hot_down
+    n_heavy = parts.n_heavy()
     times = timing.compare(runs, seconds=seconds, device=x.device, before=parts.restore)
-    return {name: spread.p50 for name, spread in times.items()} | {"heavy tokens": parts.n_heavy()}
+    return {name: spread.p50 for name, spread in times.items()} | {"heavy tokens": n_heavy}
 
 
 def check(x: Tensor, inputs: cases.FFNInputs, gated: bool, dense: Tensor, sparse: Tensor) -> dict[str, float]:

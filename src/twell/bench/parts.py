@@ -16,7 +16,7 @@ class Parts:
     """relu, no biases. ``restore`` undoes what the parts leave in their buffers."""
 
     def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
-        self.x, self.cap = x, plan.cap
+        self.x, self.plan = x, plan
         self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
         self.layout = split.lay_out(w, plan.hot.to(x.device))
@@ -26,6 +26,7 @@ class Parts:
 
     def _listed(self) -> None:
         self._clean_r = self.r.clone()
+        self.restore()
         found = self.list_active()
         self.lists = found._replace(marks=found.marks.clone())  # which ``restore`` leaves alone
         self.restore()
@@ -40,13 +41,13 @@ class Parts:
     def restore(self) -> None:
         self.y.zero_()
         self.r.copy_(self._clean_r)
-        self._marks[:2] = 0
+        self._marks[:4] = 0
 
     def pretend_heavy(self, n_tokens: int) -> None:
         """Make the first tokens the heavy ones, and no others."""
         marks = self.lists.marks
         marks[0], marks[1] = n_tokens, 0
-        marks[2 + len(self.x) :] = torch.arange(len(self.x))
+        marks[4 + len(self.x) : 4 + 2 * len(self.x)] = torch.arange(len(self.x))
 
     def n_heavy(self) -> int:
         first, over = self.lists.marks[:2].tolist()
@@ -59,7 +60,11 @@ class Parts:
         return self._gate(tile, use_tma)[0]
 
     def list_active(self) -> lists.Lists:
-        return lists.list_active(self.r, self.bitmap, self._marks, self.layout.cold_rows, cap=self.cap)
+        """Needs ``restore`` before: its counters start at 0."""
+        plan = self.plan
+        return lists.list_active(
+            self.r, self.bitmap, self._marks, self.layout.cold_rows, first=plan.first, cap=plan.cap
+        )
 
     def hot(self, tile: GateTile, use_tma: bool) -> Tensor:
         return gate.hot_activations(
@@ -78,7 +83,16 @@ class Parts:
 
     def tail(self, tile: RowTile) -> Tensor:
         up_down.write_tail(
-            self.y, self.x, self.lists, self.layout.up, None, self.layout.cold_down, None, squared=False, tile=tile
+            self.y,
+            self.x,
+            self.lists,
+            self.layout.up,
+            None,
+            self.layout.cold_down,
+            None,
+            squared=False,
+            has_hot=self.has_hot,
+            tile=tile,
         )
         return self.y
 
@@ -100,10 +114,11 @@ class Parts:
         return self.y
 
     def after_gate(self) -> Tensor:
-        """Everything but the cold gate."""
-        self.lists = self.list_active()
+        """Everything but the cold gate. Needs ``restore`` before."""
+        kept, self.lists = self.lists, self.list_active()
         self.tail(self.tiles.tail)
         self.heavy(self.tiles.heavy)
+        self.lists = kept
         if self.has_hot:
             self.h = self.hot(self.tiles.gate, self.tiles.use_tma)
             self.hot_down()

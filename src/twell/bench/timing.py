@@ -42,6 +42,8 @@ def compare(
     """
     for run in alternatives.values():
         for _ in range(warmups):
+            if before is not None:
+                before()
             run()
     round_ = _gpu_round(device) if device is not None and device.type == "cuda" else _host_round
     times: dict[str, list[float]] = {name: [] for name in alternatives}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from twell.kernels.launch import launch
 from twell.kernels.lists import new_marks
-from twell.kernels.tiles import GateTile, bitmap_words, pack_bits, relu, tile_of
+from twell.kernels.tiles import GateTile, bitmap_words, pack_bits, pack_pairs, relu, relu_pairs, tile_of
 
 GROUP_M = 8
 
@@ -60,16 +60,28 @@ def _store_hot(acc, o_h, row, n, M, H, BM: tl.constexpr, BN: tl.constexpr, GATED
 
 
 @triton.jit
-def _store_cold(acc, o_gate, o_bitmap, row, n, M, C, words, BM: tl.constexpr, BN: tl.constexpr):
-    r = relu(acc).to(o_gate.dtype.element_ty)
-    neuron = n * BN + tl.arange(0, BN)
-    inside = (row[:, None] < M) & (neuron[None, :] < C)
-    tl.store(o_gate + row[:, None].to(tl.int64) * C + neuron[None, :], r, mask=inside)
-    active = ((r != 0) | (acc == float("-inf"))) & (neuron[None, :] < C)  # beyond C lie zero rows: 0 * NaN is NaN
-    bits = pack_bits(active, BM, BN).to(tl.int32, bitcast=True)
+def _store_cold(
+    acc, o_gate, o_bitmap, row, n, M, C, words, BM: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    dtype = o_gate.dtype.element_ty
+    if dtype.primitive_bitwidth == 16:
+        pairs = relu_pairs(acc, dtype, BM, BN)
+        pair = n * (BN // 2) + tl.arange(0, BN // 2)
+        if not WHOLE:  # beyond C lie zero rows, and 0 * NaN is NaN
+            pairs = tl.where(pair[None, :] < C // 2, pairs, 0)
+        bits = pack_pairs(pairs, BM, BN)
+        inside = (row[:, None] < M) & ((pair[None, :] < C // 2) | WHOLE)
+        place = o_gate.to(tl.pointer_type(tl.uint32)) + row[:, None].to(tl.int64) * (C // 2) + pair[None, :]
+        tl.store(place, pairs, mask=inside)
+    else:
+        r = relu(acc)
+        neuron = n * BN + tl.arange(0, BN)
+        inside = (row[:, None] < M) & (neuron[None, :] < C)
+        bits = pack_bits((r != 0) & (neuron[None, :] < C), BM, BN)
+        tl.store(o_gate + row[:, None].to(tl.int64) * C + neuron[None, :], r, mask=inside)
     word = n * (BN // 32) + tl.arange(0, BN // 32)
-    inside = (row[:, None] < M) & (word[None, :] < words)
-    tl.store(o_bitmap + row[:, None].to(tl.int64) * words + word[None, :], bits, mask=inside)
+    inside = (row[:, None] < M) & ((word[None, :] < words) | WHOLE)
+    tl.store(o_bitmap + row[:, None].to(tl.int64) * words + word[None, :], bits.to(tl.int32, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -79,7 +91,7 @@ def _gate_kernel(
     i_bias,  # [N] or unused
     o_values,  # HOT: h [M, width], else r [M, width]
     o_bitmap,  # [M, words], unused if HOT
-    o_marks,  # int32, the first two set to 0; unused if HOT
+    o_marks,  # int32, the first four set to 0; unused if HOT
     M,
     D,
     N,
@@ -90,6 +102,7 @@ def _gate_kernel(
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,  # BN divides N
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -99,7 +112,7 @@ def _gate_kernel(
 ):
     if not HOT:
         if tl.program_id(0) == 0:
-            tl.store(o_marks + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+            tl.store(o_marks + tl.arange(0, 4), tl.zeros((4,), tl.int32))
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=USE_TMA):
@@ -116,7 +129,7 @@ def _gate_kernel(
         if HOT:
             _store_hot(acc, o_values, row, n, M, width, BM, BN, GATED, SQUARED)
         else:
-            _store_cold(acc, o_values, o_bitmap, row, n, M, width, words, BM, BN)
+            _store_cold(acc, o_values, o_bitmap, row, n, M, width, words, BM, BN, WHOLE)
 
 
 def gate_and_bitmap(
@@ -183,6 +196,7 @@ def _launch(
         options
         | {
             "HAS_BIAS": bias is not None,
+            "WHOLE": N % tile.BN == 0,
             "BM": tile.BM,
             "BN": tile.BN,
             "BK": tile.BK,

@@ -37,7 +37,7 @@ def _count_heavy(i_marks, N_LONG: tl.constexpr):
 def _heavy_tokens(i_marks, r, n_first, n_heavy, M):
     """The r-th heavy tokens, int64; 0 beyond the last."""
     place = tl.where(r < n_first, r, M - 1 - (r - n_first))
-    return tl.load(i_marks + 2 + M + place, mask=r < n_heavy, other=0).to(tl.int64)
+    return tl.load(i_marks + 4 + M + place, mask=r < n_heavy, other=0).to(tl.int64)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _heavy_up_kernel(
     i_up,  # [F, D]
     i_up_bias,  # [F] or unused
     i_order,  # [C] int32 or unused
-    i_marks,  # [2 + 2 M] int32
+    i_marks,  # int32, see Lists
     m_gate,  # [M, C]: r in, h out, in heavy rows
     M,
     D,
@@ -151,7 +151,7 @@ def _heavy_down_kernel(
     i_h,  # [M, C]
     i_down,  # [C, D]
     i_down_bias,  # [D] or unused
-    i_marks,  # [2 + 2 M] int32
+    i_marks,  # int32, see Lists
     o_y,  # [M, D], heavy rows
     M,
     D,

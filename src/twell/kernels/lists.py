@@ -1,12 +1,18 @@
-"""From a bitmap to lists: the active neurons of every token with their values, and the tokens that have too many.
+"""From a bitmap to lists: the active cold neurons of every token, and which tokens have many.
 
-A token with at most ``cap`` active cold neurons is light. Of the others, one with at most LONG is long: its list has a
-place of its own, as long as there are no more than N_LONG such tokens, and the tail takes it. All others are heavy.
-What a token is changes time, never a result: every token is in exactly one of the three.
+By its number n of active cold neurons a token is
+
+    light    n <= first                   has an entry list of up to ``cap`` neurons; the tail takes it in turn
+    early    first < n <= cap             likewise, but the tail starts with it (the first M / 8 such tokens)
+    long     cap < n <= LONG              has a list of its own, and the tail starts with it; if at most N_LONG are
+    heavy    all others                   has no list, and runs densely
+
+What a token is changes time, never a result: every token is in exactly one of them.
 
 One warp a token. A word's entries start at the sum of the popcounts before it; every word writes its lowest bit, then
 its next one, so that a row takes as many rounds as its fullest word has bits: 2 to 4 for a tail of 10.
-Bytes, M 16384, C 5632: the bitmap once (12 MB), 32 a pair for its value, 10 written.
+Bytes, M 16384, C 5632: the bitmap once (12 MB), 32 a pair for its value, 10 written. (The tail
+could read the values itself; it then waits for each of them: 0.49 instead of 0.45 ms at 29 neurons a token, H200.)
 """
 
 from __future__ import annotations
@@ -26,20 +32,30 @@ N_LONG = 64  # tokens
 
 
 class Lists(NamedTuple):
-    """Entries of token m: from m * cap; of the s-th long token: from M * cap + s * LONG. No [M, cap] as such, for that.
+    """Entries of token m: from m * cap; of the s-th long token: from M * cap + s * LONG.
 
-    marks: [0] heavy tokens by their own count, [1] tokens over cap but not over LONG; from 2 on, for every token, n if
-    it has n <= cap, else -1 - n; from 2 + M on, the tokens of [0] from the front and those of [1] from the back.
+    marks, int32:
+        [0]             heavy tokens with n > LONG
+        [1]             tokens with cap < n <= LONG, long or heavy
+        [2]             tokens with first < n <= cap
+        [4 + m]         n of token m if its turn is its own, else -1 - n
+        [4 + M + i]     the tokens of [0] from the front, those of [1] from the back
+        [4 + 2 M + i]   the early tokens
     """
 
     neurons: Tensor  # int32 [2, M cap + N_LONG LONG]: numbers among the cold neurons; rows in the model's weights
     values: Tensor  # [M cap + N_LONG LONG]: of the gate
-    marks: Tensor  # int32 [2 + 2 M]
+    marks: Tensor
     cap: int
 
 
+def n_early(tokens: int) -> int:
+    """Room for early tokens."""
+    return tokens // 8
+
+
 def new_marks(tokens: int, device: torch.device) -> Tensor:
-    return torch.empty(2 + 2 * tokens, dtype=torch.int32, device=device)
+    return torch.empty(4 + 2 * tokens + n_early(tokens), dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -49,11 +65,13 @@ def _list_kernel(
     i_order,  # [C] int32 or unused: rows of the weights
     o_neurons,  # [2, size]
     o_values,  # [size]
-    m_marks,  # [2 + 2 M], 0 in the first two
+    m_marks,  # see Lists; starts with zeros
     M,
     C,
     words,
+    first,
     cap,
+    n_early,
     long_start,  # M * cap: where the long tokens' entries are
     size,
     BW: tl.constexpr,  # power of 2 >= words
@@ -69,16 +87,20 @@ def _list_kernel(
     n = tl.sum(in_word, axis=0)
     start = token.to(tl.int64) * cap
     has_room = n <= cap
-    if n > cap:
-        tokens = m_marks + 2 + M
-        if n > LONG:
-            tl.store(tokens + tl.atomic_add(m_marks, 1), token)
+    is_light = n <= first
+    if n > first:
+        if n <= cap:
+            slot = tl.atomic_add(m_marks + 2, 1)
+            is_light = slot >= n_early
+            tl.store(m_marks + 4 + 2 * M + slot, token, mask=slot < n_early)
+        elif n > LONG:
+            tl.store(m_marks + 4 + M + tl.atomic_add(m_marks, 1), token)
         else:
             slot = tl.atomic_add(m_marks + 1, 1)
-            tl.store(tokens + (M - 1 - slot), token)
+            tl.store(m_marks + 4 + M + (M - 1 - slot), token)
             has_room = slot < N_LONG
             start = slot.to(tl.int64) * LONG + long_start
-    tl.store(m_marks + 2 + token, tl.where(n > cap, -1 - n, n))
+    tl.store(m_marks + 4 + token, tl.where(is_light, n, -1 - n))
     if has_room:
         while tl.max(bits, axis=0) != 0:
             there = bits != 0
@@ -93,17 +115,19 @@ def _list_kernel(
             bits = bits & (bits - 1)
 
 
-def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | None, *, cap: int) -> Lists:
-    """Lists of a gate [M, C] with its bitmap. ``marks`` starts with two zeros; ``order`` [C]: the neurons' rows."""
+def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | None, *, first: int, cap: int) -> Lists:
+    """Lists of a gate [M, C] with its bitmap. ``marks``: zeros first, see ``new_marks``; ``order`` [C]: neurons' rows."""
     (M, C), words = gate.shape, bitmap.shape[1]
+    first = min(first, cap)
     size = M * cap + N_LONG * LONG
-    neurons = torch.empty(1 if order is None else 2, size, dtype=torch.int32, device=gate.device)
+    neurons = torch.empty(1 if order is None else 2, size, dtype=torch.int32, device=bitmap.device)
     values = gate.new_empty(size)
     if M:
+        some_order = marks if order is None else order
         launch(
             _list_kernel,
             M,
-            (bitmap, gate, marks if order is None else order, neurons, values, marks, M, C, words, cap, M * cap, size),
+            (bitmap, gate, some_order, neurons, values, marks, M, C, words, first, cap, n_early(M), M * cap, size),
             {
                 "BW": max(1, triton.next_power_of_2(words)),
                 "HAS_ORDER": order is not None,

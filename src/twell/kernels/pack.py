@@ -66,7 +66,7 @@ def bitmap_of(active: Tensor) -> Tensor:
     M, C = active.shape
     words = bitmap_words(C)
     padded = torch.nn.functional.pad(active, (0, 32 * words - C))
-    parts = padded.view(M, -1, GROUP // 8, WORDS_PER_GROUP, 2).transpose(2, 3).reshape(M, words, 32)
+    parts = padded.view(M, -1, GROUP // 8, WORDS_PER_GROUP, 2).permute(0, 1, 3, 4, 2).reshape(M, words, 32)
     weights = 1 << torch.arange(32, device=active.device)
     rows = 1 + (1 << 22) // max(1, words)  # a few at a time: the products are 64 times the bitmap
     return torch.cat([(part.long() * weights).sum(-1).int() for part in parts.split(rows)])

@@ -17,6 +17,7 @@ from twell.kernels.heavy import write_heavy_
 from twell.kernels.lists import list_active
 from twell.kernels.tiles import Tiles
 from twell.kernels.up_down import write_tail
+from twell.plan import Plan
 from twell.reference import Weights
 from twell.weights import neuron_major
 
@@ -74,15 +75,26 @@ def _aligned(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def forward(x: Tensor, w: Weights, layout: Layout, activation: str, *, cap: int, tiles: Tiles, programs: int) -> Tensor:
-    """y [M, D] for x [M, D]. ``cap``: more active cold neurons than this make a token heavy."""
+def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, tiles: Tiles, programs: int) -> Tensor:
+    """y [M, D] for x [M, D]."""
     x = _aligned(x)
     squared = activation == "relu2"
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     gate, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, **common)
-    lists = list_active(gate, bitmap, marks, layout.cold_rows, cap=cap)
+    lists = list_active(gate, bitmap, marks, layout.cold_rows, first=plan.first, cap=plan.cap)
     y = x.new_empty(x.shape)
-    write_tail(y, x, lists, layout.up, w.up_bias, layout.cold_down, w.down_bias, squared=squared, tile=tiles.tail)
+    write_tail(
+        y,
+        x,
+        lists,
+        layout.up,
+        w.up_bias,
+        layout.cold_down,
+        w.down_bias,
+        squared=squared,
+        has_hot=len(layout.hot_down) > 0,
+        tile=tiles.tail,
+    )
     write_heavy_(
         y,
         x,

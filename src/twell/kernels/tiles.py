@@ -1,11 +1,11 @@
 """What the kernels share: tile sizes per architecture, and the bitmap of a gate.
 
-The bitmap. One bit per (token, neuron): set where the gate's rounded value is not 0, NaN included, and where the value
-before the ReLU is -inf: a token with inf or NaN in x has every bit set, so that it meets every neuron, as it does in a
-dense FFN. 128 neurons are four 32-bit words. On Hopper's tensor cores a thread of a quad holds two neighbouring columns
-of every eight, so word q of a group collects what thread q of each quad holds, and no thread needs another's bits:
+The bitmap. One bit per (token, neuron): set where the gate's rounded value is not 0, NaN included. 128 neurons are
+four 32-bit words. On Hopper's tensor cores a thread of a quad holds two neighbouring columns of every eight, so word q
+of a group collects what thread q of each quad holds, and no thread needs another's bits. Two 16-bit values share a
+register; the first one's bit goes into the lower half of the word, the second one's into the upper half:
 
-    neuron of bit k of word w  =  128 * (w // 4)  +  8 * (k // 2)  +  2 * (w % 4)  +  k % 2
+    neuron of bit k of word w  =  128 * (w // 4)  +  8 * (k % 16)  +  2 * (w % 4)  +  k // 16
 """
 
 from __future__ import annotations
@@ -117,11 +117,39 @@ def popcount(words):
 
 
 @triton.jit
+def relu_pairs(acc, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """relu of fp32 [BM, BN] in a 16-bit dtype, two columns a word: uint32 [BM, BN / 2], the first one below."""
+    first, second = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
+    if _INTERPRETED:
+        low = relu(first).to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = relu(second).to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        pairs = low | (high << 16)
+    else:
+        if dtype == tl.bfloat16:
+            pairs = tl.inline_asm_elementwise(
+                "cvt.rn.relu.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.uint32, True, 1
+            )
+        else:
+            pairs = tl.inline_asm_elementwise(
+                "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.uint32, True, 1
+            )
+    return pairs
+
+
+@triton.jit
+def pack_pairs(pairs, BM: tl.constexpr, BN: tl.constexpr):
+    """Bits of what is not 0 in ``relu_pairs``: uint32 [BM, BN / 32], in the bitmap's order."""
+    not_zero = ((pairs & 0x7FFF7FFF) + 0x7FFF7FFF) & 0x80008000  # a carry into bits 15 and 31
+    parts = tl.permute(tl.reshape(not_zero, (BM, BN // 128, 16, 4)), (0, 1, 3, 2))  # row, group, word, k % 16
+    shift = 15 - tl.arange(0, 16).to(tl.uint32)
+    return tl.reshape(tl.sum(parts >> shift[None, None, None, :], axis=3), (BM, BN // 32))
+
+
+@triton.jit
 def pack_bits(active, BM: tl.constexpr, BN: tl.constexpr):
     """bool [BM, BN] -> uint32 [BM, BN / 32], in the bitmap's order."""
-    parts = tl.reshape(active.to(tl.uint32), (BM, BN // 128, 16, 4, 2))  # row, group, k // 2, word, k % 2
-    parts = tl.permute(parts, (0, 1, 3, 2, 4))
-    bits = tl.reshape(parts, (BM, BN // 128, 4, 32))
+    parts = tl.reshape(active.to(tl.uint32), (BM, BN // 128, 16, 4, 2))  # row, group, k % 16, word, k // 16
+    bits = tl.reshape(tl.permute(parts, (0, 1, 3, 4, 2)), (BM, BN // 128, 4, 32))
     weights = tl.full((32,), 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
     return tl.reshape(tl.sum(bits * weights[None, None, None, :], axis=3), (BM, BN // 32))
 
@@ -129,7 +157,7 @@ def pack_bits(active, BM: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def neuron_of_bit(word, bit):
     """Column of bit ``bit`` of word ``word``: see the module."""
-    return 128 * (word // 4) + 8 * (bit // 2) + 2 * (word % 4) + bit % 2
+    return 128 * (word // 4) + 8 * (bit % 16) + 2 * (word % 4) + bit // 16
 
 
 @triton.jit

@@ -1,7 +1,11 @@
 """The cold tail, token by token: y = sum over a token's listed neurons n of a(r_n) * (Wu_n . x + bu_n) * Wd_n + bd.
 
-One program a token, long tokens first. It gathers its neurons' rows of Wu and Wd, a few at a time; u and h stay in
-registers, sums are fp32. Heavy tokens are left to ``heavy.py``.
+One program a token, long and early ones first, so that none of them is what the others wait for at the end. It gathers
+its neurons' rows of Wu and Wd, a few at a time; u and h stay in registers, sums are fp32. Heavy tokens are left to
+``heavy.py``.
+
+A dense FFN multiplies u with the 0 of every inactive neuron, which makes NaN of a token with inf or NaN in x. Where no
+hot neuron does that, the tail does: y += 0 * sum(x).
 
 Weights: Wu [F, D] as the model has it, Wd of the cold neurons, neuron-major [C, D].
 Bytes: two rows of D a (token, neuron) pair; at 10 cold neurons a token, M 16384, D 2048, bf16: 1.3 GB, mostly from L2
@@ -15,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.launch import launch
-from twell.kernels.lists import LONG, N_LONG, Lists
+from twell.kernels.lists import LONG, N_LONG, Lists, n_early
 from twell.kernels.tiles import RowTile
 
 
@@ -24,7 +28,7 @@ def _tail_kernel(
     i_x,  # [M, D]
     i_neurons,  # [2, size] int32: rows of Wd, rows of Wu
     i_values,  # [size]
-    i_marks,  # [2 + 2 M] int32
+    i_marks,  # int32, see Lists
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
     i_down,  # [C, D]
@@ -33,6 +37,7 @@ def _tail_kernel(
     M,
     D,
     cap,
+    n_early,
     long_start,  # M * cap: where the long tokens' entries are
     rows,  # where in i_neurons the rows of Wu start
     x_stride,
@@ -41,6 +46,7 @@ def _tail_kernel(
     NEURONS: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
+    SPOIL: tl.constexpr,  # add 0 * sum(x)
     HAS_UP_BIAS: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
     LONG: tl.constexpr,
@@ -48,18 +54,23 @@ def _tail_kernel(
     STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
-    if program < N_LONG:
-        n_long = tl.load(i_marks + 1)
-        n = tl.full((), -1, tl.int32)
-        token = tl.full((), 0, tl.int32)
-        if (n_long <= N_LONG) & (program < n_long):
-            token = tl.load(i_marks + 2 + M + (M - 1 - program))
-            n = -1 - tl.load(i_marks + 2 + token)
-        start = program.to(tl.int64) * LONG + long_start
-    else:
-        token = program - N_LONG
-        n = tl.load(i_marks + 2 + token)
+    token = program - N_LONG - n_early
+    if token >= 0:
+        n = tl.load(i_marks + 4 + token)
         start = token.to(tl.int64) * cap
+    else:
+        n = tl.full((), -1, tl.int32)
+        start = tl.full((), 0, tl.int64)
+        if program < N_LONG:
+            n_long = tl.load(i_marks + 1)
+            if (n_long <= N_LONG) & (program < n_long):
+                token = tl.load(i_marks + 4 + M + (M - 1 - program))
+                n = -1 - tl.load(i_marks + 4 + token)
+                start = program.to(tl.int64) * LONG + long_start
+        elif program - N_LONG < tl.load(i_marks + 2):
+            token = tl.load(i_marks + 4 + 2 * M + (program - N_LONG))
+            n = -1 - tl.load(i_marks + 4 + token)
+            start = token.to(tl.int64) * cap
     if n >= 0:
         d = tl.arange(0, BD)
         in_d = (d < D) | WHOLE
@@ -67,6 +78,8 @@ def _tail_kernel(
         acc = tl.zeros((BD,), tl.float32)
         if HAS_DOWN_BIAS:
             acc += tl.load(i_down_bias + d, mask=in_d, other=0.0).to(tl.float32)
+        if SPOIL:
+            acc += tl.sum(x * 0.0, axis=0)
         for first in tl.range(0, n, NEURONS, num_stages=STAGES):
             e = first + tl.arange(0, NEURONS)
             there = e < n
@@ -98,16 +111,17 @@ def write_tail(
     down_bias: Tensor | None,
     *,
     squared: bool,
+    has_hot: bool,
     tile: RowTile,
 ) -> None:
-    """Write the rows of y [M, D] that belong to light and long tokens."""
+    """Write the rows of y [M, D] that belong to tokens that are not heavy."""
     M, D = x.shape
     if M == 0:
         return
     wide = triton.next_power_of_2(D)
     launch(
         _tail_kernel,
-        N_LONG + M,
+        N_LONG + n_early(M) + M,
         (
             x,
             lists.neurons,
@@ -121,6 +135,7 @@ def write_tail(
             M,
             D,
             lists.cap,
+            n_early(M),
             M * lists.cap,
             lists.neurons.shape[1] if len(lists.neurons) == 2 else 0,
             x.stride(0),
@@ -131,6 +146,7 @@ def write_tail(
             "NEURONS": tile.neurons,
             "GATED": up is not None,
             "SQUARED": squared,
+            "SPOIL": up is not None and not has_hot,
             "HAS_UP_BIAS": up_bias is not None,
             "HAS_DOWN_BIAS": down_bias is not None,
             "LONG": LONG,

@@ -1,0 +1,116 @@
+"""``twell bench ffn --trace``: one FFN, dense against sparse, with the activations of a trained model.
+
+A trace holds positions, no values. So the gate is timed on a synthetic input with as many active neurons, then its
+output is overwritten, untimed, with random positive values at the trace's positions, and everything after the gate is
+timed; the row's sparse time is the sum of both. Positions do not change what a dense FFN takes: it is timed on the
+synthetic input. The plan comes from the first half of the trace, the timing from the second, repeated to M tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from twell import gpu
+from twell.bench import cases, ffn, timing
+from twell.bench.parts import Parts
+from twell.plan import Plan, choose_plan, costs_for
+from twell.reference import Weights
+
+_CHECKED_ROWS = 256
+
+
+class Layer(NamedTuple):
+    name: str
+    active: Tensor  # bool [tokens, F]
+
+
+@torch.inference_mode()
+def measure(
+    layer: Layer, M: int, D: int, *, dtype: torch.dtype, device: torch.device, seconds: float = 3.0
+) -> dict[str, Any]:
+    """A JSON-ready row for one layer, as a gated FFN on a GPU (or in Triton's interpreter)."""
+    tokens, F = layer.active.shape
+    if tokens < 2:
+        raise ValueError(f"a trace of {tokens} tokens has no two halves: one to plan by, one to time")
+    active = layer.active.to(device)
+    seen, timed = active[: tokens // 2], active[tokens // 2 :]
+    timed = timed.repeat(-(-M // len(timed)), 1)[:M]
+    plan = choose_plan(seen.sum(0), len(seen), costs_for(device))
+    mean = max(1, round(timed.sum().item() / M))
+    with torch.inference_mode(False):
+        inputs = cases.make(f"skew{mean}", M, D, F, dtype=dtype, device=device)
+    return _row(layer.name, inputs, timed, plan, seconds)
+
+
+def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds: float) -> dict[str, Any]:
+    x, w = inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
+    (M, D), F = x.shape, w.gate.shape[0]
+    case = ffn.Case(workload=name, M=M, D=D, F=F, dtype=x.dtype, device=x.device.type, backend="triton")
+    runs = ffn.alternatives(case, inputs, x, plan)
+    del runs["sparse"]
+    parts_ms, error = {}, None
+    if plan.is_dense:
+        runs["sparse"] = lambda: gpu.forward(x, w, "relu", None)
+        times = timing.compare(runs, seconds=seconds, device=x.device)
+        sparse = times["sparse"].p50
+    else:
+        is_cold = torch.ones(F, dtype=torch.bool, device=x.device)
+        is_cold[plan.hot.to(x.device)] = False
+        parts = Parts(x, w, plan)
+        parts.replace_gate(active[:, is_cold])
+        error = _check(parts, w)
+        tiles = parts.tiles
+        runs["gate"] = lambda: parts.cold_gate(tiles.gate, tiles.use_tma)
+        runs["after gate"] = parts.after_gate
+        times = timing.compare(runs, seconds=seconds, device=x.device, before=parts.restore)
+        sparse = times["gate"].p50 + times["after gate"].p50
+        parts_ms = ffn.parts_ms(parts, w, seconds)
+    dense = {n: t for n, t in times.items() if n in ("dense", "compiled")}
+    return {
+        "bench": "ffn",
+        "workload": name,
+        "kind": "gated",
+        "M": M,
+        "D": D,
+        "F": F,
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "backend": "triton",
+        "mean_active": round(active.sum().item() / M, 2),
+        **{f"{n}_ms": spread._asdict() for n, spread in times.items()},
+        "sparse_ms": times["sparse"]._asdict() if plan.is_dense else _sum(times["gate"], times["after gate"]),
+        "speedup": round(min(t.p50 for t in dense.values()) / sparse, 3),
+        "error": {"sparse": error},
+        "plan": ffn.plan_facts(plan),
+        "parts_ms": parts_ms,
+        **timing.environment(x.device),
+    }
+
+
+def _sum(a: timing.Spread, b: timing.Spread) -> dict[str, float]:
+    return {q: round(getattr(a, q) + getattr(b, q), 4) for q in a._fields}
+
+
+def _check(parts: Parts, w: Weights) -> float:
+    """Relative error of what follows the gate against float64, on rows spread over x."""
+    rows = slice(None, None, max(1, len(parts.x) // _CHECKED_ROWS))
+    parts.restore()
+    r = parts.r[rows].double()
+    y = parts.after_gate()[rows].double()
+    parts.restore()
+    x, layout = parts.x[rows].double(), parts.layout
+    assert layout.up is not None and w.up is not None
+    up = layout.up.double() if layout.cold_rows is None else layout.up[layout.cold_rows.long()].double()
+    truth = (r * (x @ up.T)) @ layout.cold_down.double()
+    if parts.has_hot:
+        z, u = (x @ layout.hot.double().T).unflatten(1, (-1, 2)).unbind(2)
+        truth += (torch.relu(z) * u) @ layout.hot_down.double()
+    dense = nnf.linear(torch.relu(nnf.linear(parts.x[rows], w.gate)) * nnf.linear(parts.x[rows], w.up), w.down)
+    true_dense = (torch.relu(x @ w.gate.double().T) * (x @ w.up.double().T)) @ w.down.double().T
+    error, allowed = ffn.relative_error(y, truth), 2 * ffn.relative_error(dense, true_dense) + 1e-3
+    if not error <= allowed:
+        raise ffn.WrongResult(f"sparse output is wrong: relative error {error:.2e}, allowed {allowed:.2e}")
+    return float(f"{error:.3g}")
