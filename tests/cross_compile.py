@@ -98,7 +98,8 @@ compile_kernel(
     | pointers(VALUES, "o_values")
     | pointers(INTEGERS, "m_marks")
     | integers("M", "C", "words", "first", "cap", "n_early", "long_start", "size"),
-    {"BW": triton.next_power_of_2(F // 32), "HAS_ORDER": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG},
+    {"BW": triton.next_power_of_2(F // 32), "HAS_ORDER": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
+    | {"CHUNK": lists._CHUNK},
     1,
     1,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -24,7 +25,8 @@ bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
 def plan_for(inputs: cases.FFNInputs, gated: bool = True) -> Plan:
     r = torch.relu(inputs.x[:4096] @ inputs.w_gate.T)
-    return choose_plan((r != 0).sum(0), len(r), costs_for(r.device), gated=gated)
+    plan = choose_plan((r != 0).sum(0), len(r), costs_for(r.device), gated=gated)
+    return dataclasses.replace(plan, min_tokens=0)
 
 
 def sparse(inputs: cases.FFNInputs, plan: Plan, gated: bool = True) -> Tensor:
@@ -49,7 +51,7 @@ def test_workloads(workload: str, gated: bool) -> None:
 @pytest.mark.parametrize(("n_hot", "cap"), [(0, 1), (0, 32), (0, 5632), (512, 1), (512, 64), (5504, 16)])
 def test_forced_plans_change_nothing(n_hot: int, cap: int) -> None:
     inputs = cases.make("skew100", 2048, dtype=bf16, device="cuda")
-    plan = Plan(n_neurons=5632, hot=torch.randperm(5632)[:n_hot], cap=cap)
+    plan = Plan(n_neurons=5632, hot=torch.randperm(5632)[:n_hot], cap=cap, first=cap // 2)
     ffn.check(inputs.x, inputs, True, dense(inputs), sparse(inputs, plan))
 
 
@@ -94,12 +96,8 @@ def test_random_shapes_and_sparsities(seed: int) -> None:
     x = normal(M, D).to(dtype)
     hot = torch.randperm(F)[: min(F, 128 * rng.randint(0, 6))]
     activation = rng.choice(["relu", "relu2"])
-    encoded = Plan(n_neurons=F, hot=hot, cap=rng.choice([1, 16, 100, F])).encode()
-    minimum, gpu.MIN_TOKENS = gpu.MIN_TOKENS, 0
-    try:
-        y = gpu.forward(x, w, activation, encoded)
-    finally:
-        gpu.MIN_TOKENS = minimum
+    plan = Plan(n_neurons=F, hot=hot, cap=rng.choice([1, 16, 100, F]), first=rng.choice([0, 4, 64]), min_tokens=0)
+    y = gpu.forward(x, w, activation, plan.encode())
     truth = reference.forward(x.double(), w.to(torch.float64), activation, want_stats=False).y
     eager = reference.forward(x, w, activation, want_stats=False).y
     slack = {bf16: 1e-3, f16: 1e-4, f32: 1e-6}[dtype]

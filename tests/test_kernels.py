@@ -15,7 +15,7 @@ from twell.bench import ffn as ffn_bench
 from twell.bench import traced
 from twell.bench import tune as tuning
 from twell.kernels import gate, pack, split, tiles, up_down
-from twell.plan import Plan, dense_plan
+from twell.plan import Plan, costs_for, dense_plan
 from twell.reference import Weights
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -28,7 +28,8 @@ f16, f32 = torch.float16, torch.float32
 
 @pytest.fixture(autouse=True)
 def few_tokens_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "MIN_TOKENS", 0)
+    monkeypatch.setattr("twell.plan._MIN_TOKENS", 0)
+    monkeypatch.setattr("twell.plan._COSTS", {90: costs_for(torch.device("cpu"))._replace(batch=0)})
 
 
 def make_weights(D: int, F: int, dtype: torch.dtype, *, gated: bool = True, bias: bool = False) -> Weights:
@@ -48,7 +49,7 @@ def make_weights(D: int, F: int, dtype: torch.dtype, *, gated: bool = True, bias
 
 
 def make_plan(F: int, n_hot: int, cap: int) -> Plan:
-    return Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap)
+    return Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap, first=cap // 2, min_tokens=0)
 
 
 def run(x: Tensor, w: Weights, plan: Plan | None, activation: str = "relu") -> Tensor:
@@ -241,7 +242,7 @@ def test_operation_takes_plans_and_refuses_others() -> None:
     plan = make_plan(256, 128, 8).encode()
     assert_right(call(x, w, plan).flatten(0, 1), x.flatten(0, 1), w)
     for wrong in (plan[:-1], plan.long(), plan.to("meta")):
-        with pytest.raises(ValueError, match=r"plan must be int32 \[259\] on the CPU"):
+        with pytest.raises(ValueError, match=r"plan must be int32 \[260\] on the CPU"):
             call(x, w, wrong)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from twell.plan import Costs, Plan, choose_plan, costs_for, dense_plan
 
-COSTS = Costs(gather=200.0, heavy=1.5, token=0.0, down=1.0)
+COSTS = Costs(gate=1.0, down=1.0, gather=200.0, heavy=1.5, token=0.0, hot=0.0, batch=1e6)
 
 
 def counts_of(*groups: tuple[int, int]) -> torch.Tensor:
@@ -52,6 +52,22 @@ def test_what_does_not_pay_runs_densely(times: int) -> None:
     assert plan.predicted == 1
 
 
+def test_small_batches_do_not_pay() -> None:
+    counts = counts_of((256, 500), (1792, 2))
+    plan = choose_plan(counts, 1000, COSTS)
+    saved = 3 * 2048 - (3 * 256 + 1792 + 200 * 1792 * 0.002)
+    assert plan.min_tokens == 2048  # the least, since 1e6 / saved is less
+    costly = COSTS._replace(batch=1e7)
+    assert choose_plan(counts, 1000, costly).min_tokens == int(1e7 / saved)
+    assert choose_plan(counts, 1000, costly, width=1024).min_tokens == int(2e7 / saved)
+
+
+def test_hot_neurons_must_pay_for_their_second_pass_over_y() -> None:
+    counts = counts_of((256, 20), (1792, 0))
+    assert len(choose_plan(counts, 1000, COSTS).hot) == 256
+    assert len(choose_plan(counts, 1000, COSTS._replace(hot=1000.0)).hot) == 0
+
+
 def test_a_silent_layer_has_no_hot_neurons() -> None:
     plan = choose_plan(torch.zeros(512), 10, COSTS)
     assert len(plan.hot) == 0 and not plan.is_dense
@@ -65,19 +81,20 @@ def test_counts_of_nothing_are_refused() -> None:
 
 @pytest.mark.parametrize("n_hot", [0, 128, 512])
 def test_encoding(n_hot: int) -> None:
-    plan = Plan(n_neurons=512, hot=torch.randperm(512)[:n_hot], cap=77, first=5)
+    plan = Plan(n_neurons=512, hot=torch.randperm(512)[:n_hot], cap=77, first=5, min_tokens=9)
     encoded = plan.encode()
-    assert encoded.shape == (515,) and encoded.dtype == torch.int32
-    assert sorted(encoded[3:].tolist()) == list(range(512))
+    assert encoded.shape == (516,) and encoded.dtype == torch.int32
+    assert sorted(encoded[4:].tolist()) == list(range(512))
     again = Plan.decode(encoded)
     assert torch.equal(again.hot, plan.hot)
-    assert (again.n_neurons, again.cap, again.first, again.is_dense) == (512, 77, 5, n_hot == 512)
+    assert (again.cap, again.first, again.min_tokens) == (77, 5, 9)
+    assert again.n_neurons == 512 and again.is_dense == (n_hot == 512)
 
 
 def test_they_say_what_they_are() -> None:
     assert repr(dense_plan(16)) == "Plan(dense, 16 neurons)"
     plan = Plan(n_neurons=512, hot=torch.arange(128), cap=9, predicted=1.5)
-    assert repr(plan) == "Plan(128 of 512 neurons hot, tokens heavy above 9, predicted 1.50x)"
+    assert repr(plan) == "Plan(128 of 512 neurons hot, tokens heavy above 9, from 2048 tokens on, predicted 1.50x)"
 
 
 def test_gpus_that_were_not_measured_borrow_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +111,8 @@ def test_plans_that_would_change_a_result_are_refused(hot: list[int], cap: int) 
     with pytest.raises(ValueError, match="a plan needs different hot neurons of 0 to 15"):
         Plan(n_neurons=16, hot=torch.tensor(hot), cap=cap)
     right = Plan(n_neurons=16, hot=torch.tensor([0, 1]), cap=8).encode()
-    for wrong in ([2, 8, 4, 5, 5], [17, 8, 4, 0, 1], [-1, 8, 4, 0, 1]):
+    for wrong in ([2, 8, 4, 0, 5, 5], [17, 8, 4, 0, 0, 1], [-1, 8, 4, 0, 0, 1]):
         encoded = right.clone()
-        encoded[:5] = torch.tensor(wrong)
+        encoded[:6] = torch.tensor(wrong)
         with pytest.raises(ValueError, match="hot neurons"):
             Plan.decode(encoded)

@@ -140,6 +140,75 @@ def bench_ffn(
         _print_speed_table(rows)
 
 
+@bench_app.command("model")
+def bench_model(
+    preset: Annotated[str, typer.Option(help="Shape of the model: tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "1.5b",
+    workload: Annotated[
+        str, typer.Option("--workload", "-w", help="What every FFN computes: iid29 or skewN.")
+    ] = "skew29",
+    trace: Annotated[Path | None, typer.Option(help="Activations of this trace (twell trace) instead.")] = None,
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 32,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the layers of both models.")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu in Triton's interpreter.")] = "cuda",
+    seconds: Annotated[float, typer.Option(help="Timing budget, after 5 repeats.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON line on standard output.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also append the row to this .jsonl file.")] = None,
+) -> None:
+    """Time the forward pass of a whole model of random weights, dense against sparse.
+
+    Example: [bold]twell bench model --preset 1.5b -w skew29 --batch 32[/bold]
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from twell.bench import cases, model
+    from twell.trace import Trace
+    from twell.train import recipes
+
+    recipe, torch_device = recipes.preset(preset), _device(device)
+    cases.get_workload(workload)
+    if min(batch, length) < 1:
+        raise ValueError("--batch and --length must be at least 1")
+    patterns = None
+    if trace is not None:
+        recorded = Trace.load(trace)
+        F = recipe.intermediate_size if recorded.hidden_sizes is None else None
+        patterns = [recorded.pattern(i, F) for i in range(recorded.layers)]
+        workload = f"skew{max(1, round(sum(p.sum().item() / len(p) for p in patterns) / len(patterns)))}"
+    config = LlamaConfig(
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        vocab_size=recipe.vocab_size,
+        max_position_embeddings=max(length, recipe.context),
+        hidden_act="relu",
+    )
+    dtype = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
+    with torch_device:
+        dense: Any = LlamaForCausalLM(config)
+    row = model.measure(
+        dense.to(dtype).eval(),
+        workload,
+        batch=batch,
+        length=length,
+        patterns=patterns,
+        compiled=compiled,
+        seconds=seconds,
+    )
+    if out is not None:
+        with out.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+    if as_json:
+        print(json.dumps(row))
+        return
+    print(
+        f"{preset}, {batch} x {length} tokens, {row['workload']}{', compiled' if compiled else ''}: "
+        f"dense {row['dense_ms']['p50']:.1f} ms, sparse {row['sparse_ms']['p50']:.1f} ms, {row['speedup']:.2f}x"
+    )
+
+
 def _trace_rows(
     path: Path, sizes: list[int], width: int, hidden: int, **how: Any
 ) -> tuple[int, Iterator[dict[str, Any]]]:

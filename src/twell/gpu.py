@@ -1,6 +1,6 @@
 """The GPU path of an FFN: by its plan in three parts, or densely. Results do not depend on the plan.
 
-Small batches run densely whatever the plan: below ``MIN_TOKENS`` reading the weights is what takes time.
+Small batches run densely: below the plan's ``min_tokens`` the parts take longer to start than they save.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_fo
 from twell.plan import Plan
 from twell.reference import Weights
 
-MIN_TOKENS = 512
 _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
     gate=GateTile(32, 128, 32, 4, 2),
     heavy=GateTile(16, 32, 32, 4, 2),
@@ -30,9 +29,9 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
     if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):  # where Triton launches
             return forward(x, w, activation, plan)
-    if plan is not None and x.shape[0] >= MIN_TOKENS:
+    if plan is not None:
         decoded = weights.kept("plan", [plan], lambda: Plan.decode(plan))
-        if not decoded.is_dense:
+        if not decoded.is_dense and x.shape[0] >= decoded.min_tokens:
             return _in_parts(x, w, activation, plan, decoded)
     return _densely(x, w, activation)
 

@@ -21,6 +21,10 @@ _KNOWN_ACTIVATIONS = {
 }
 
 
+_LOOK_TOKENS = 4096  # what a layer sees before it plans by itself
+_LOOK_AT_LEAST = 256  # in a batch: to look costs another gate, which decoding should not pay
+
+
 class SparseFFNBase(nn.Module):
     """What the two modules share: backend, running counts, conversion from a dense block, repr."""
 
@@ -54,6 +58,8 @@ class SparseFFNBase(nn.Module):
         self.backend = backend
         self.track_counts = track_counts
         self.plan: Tensor | None = None  # encoded, on the CPU: no buffer, since those move with the module
+        self._first_batches: tuple[Tensor, int] | None = None  # counts and tokens, until there are enough to plan by
+        self._plans_itself = True
         for name, linear in zip(self.projections, linears, strict=True):
             setattr(self, name, linear)
         first = linears[0].weight
@@ -122,28 +128,54 @@ class SparseFFNBase(nn.Module):
     # -- plan ------------------------------------------------------------------------------------------
 
     def set_plan(self, plan: Plan | None) -> None:
-        """How the GPU kernels split this layer's work from now on; None: densely. Changes time, never a result."""
+        """How the GPU kernels split this layer's work from now on; None: densely. Changes time, never a result.
+
+        A layer for which this was never called plans by its first batches of at least 256 tokens, 4096 in all.
+        """
+        self._plans_itself, self._first_batches = False, None
         n_neurons = len(self.neuron_counts)
         if plan is not None and plan.n_neurons != n_neurons:
             raise ValueError(f"the plan is for {plan.n_neurons} neurons, the layer has {n_neurons}")
         with torch.inference_mode(False):  # what is made in inference mode cannot be kept
             self.plan = None if plan is None else plan.encode()
 
-    def plan_from_counts(self) -> Plan:
-        """Make a plan from the running counts, and set it. Reads the counts: waits for the device."""
+    def plan_from_counts(self, counts: Tensor | None = None, tokens: int | None = None) -> Plan:
+        """Set the plan that suits neurons which fired ``counts`` times in ``tokens`` tokens, and return it.
+
+        Without them the running counts are read: that waits for the device.
+        """
         plan = choose_plan(
-            self.neuron_counts,
-            int(self.tokens_seen),
+            self.neuron_counts if counts is None else counts,
+            int(self.tokens_seen) if tokens is None else tokens,
             costs_for(self.neuron_counts.device),
+            width=getattr(self, self.projections[0]).in_features,
             gated=len(self.projections) == 3,
         )
         self.set_plan(plan)
         return plan
 
+    def _look_at(self, x: Tensor) -> None:
+        """Count one of the first batches; once enough tokens were seen, plan, which waits for the device."""
+        x_MD = x.reshape(-1, x.shape[-1])
+        if len(x_MD) < _LOOK_AT_LEAST or ops.choose_backend(self.backend, x.device) != "triton":
+            return
+        if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        x_MD = x_MD[:_LOOK_TOKENS]
+        first = getattr(self, self.projections[0])
+        fired = (torch.relu(nn.functional.linear(x_MD, first.weight, first.bias)) != 0).sum(0)
+        counts, tokens = (0, 0) if self._first_batches is None else self._first_batches
+        counts, tokens = counts + fired, tokens + len(x_MD)
+        self._first_batches = counts, tokens
+        if tokens >= _LOOK_TOKENS:
+            self.plan_from_counts(counts, tokens)
+
     # -- forward and repr ------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
         """y [..., D] for x [..., D]; (y, Stats) with ``return_stats``."""
+        if self._plans_itself and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._look_at(x)
         want_stats = return_stats or self.track_counts
         result = self._ffn(x, token_mask, want_stats)
         if not want_stats:

@@ -25,7 +25,7 @@ from twell.plan import encoded_length
 from twell.reference import ACTIVATIONS, Weights, sum_dtype
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
-_AUTOMATIC = ("cpu", "reference")  # the Triton kernels are right but not tuned yet: ask for them by name
+_AUTOMATIC = ("cpu", "triton", "reference")  # the first that can run
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

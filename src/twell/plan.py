@@ -4,14 +4,14 @@ A plan follows from how often each neuron fires and from what things cost on a G
 element of a large GEMM: one token, one neuron, one projection. A gated FFN of F neurons costs 3 F a token densely. In
 the three-part split a token pays
 
-    hot neuron        2 + down               gate and up densely, and down, added to what is there
-    cold neuron       1 + p * gather         its gate, and two gathered rows whenever it fires (with frequency p)
+    hot neuron        2 + down               gate, up and down densely
+    cold neuron       gate + p * gather      its gate, and two gathered rows whenever it fires (with frequency p)
     heavy token       2 * heavy * C          up and down of the C cold neurons densely, by a GEMM over listed rows
-    any token         token                  its lists, x and y once more
+    any token         token                  its lists, x and y once more; + hot if any neuron is: y another time
 
-(A plain FFN has no up projection: 1 + down, 1 + p * gather / 2, heavy * C.) The hot set that costs least is chosen
-among those that leave whole tiles of cold neurons; a token is heavy where gathering would cost more than the GEMM.
-A plan changes time, never a result.
+and a batch pays ``batch`` once. (A plain FFN has no up projection: 1 + down, gate + p * gather / 2, heavy * C.) The hot
+set that costs least is chosen among those that leave whole tiles of cold neurons; a token is heavy where gathering
+would cost more than the GEMM. A plan changes time, never a result.
 """
 
 from __future__ import annotations
@@ -24,20 +24,26 @@ from torch import Tensor
 
 
 class Costs(NamedTuple):
-    """What a GPU takes, in elements of a large GEMM."""
+    """What a GPU takes, in elements of a large dense FFN: 5.8 ps on an H200 at D 2048, bf16."""
 
+    gate: float  # an element of the cold gate
+    down: float  # an element of the hot down projection
     gather: float  # the two gathered rows of one active (token, neuron) pair
     heavy: float  # an element of a GEMM over listed rows
-    token: float  # what a token costs the split besides
-    down: float  # an element of the hot down projection
+    token: float  # what a token costs besides
+    hot: float  # what it costs more once any neuron is hot
+    batch: float  # what a batch costs besides, at D 2048
 
 
-# Measured on an H200 (bf16, D 2048, M 16384): an element of a large GEMM takes 5.8 ps, a pair 0.85 ns.
-_COSTS: dict[int, Costs] = {90: Costs(gather=150.0, heavy=2.0, token=650.0, down=1.35)}
+# Fitted to an H200's times of 8 layers of a trained model and of synthetic workloads, 1024 to 131072 tokens.
+_COSTS: dict[int, Costs] = {
+    90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.4, token=650.0, hot=440.0, batch=1.2e7),
+}
 _TILE = 256  # cold neurons of one tile of the gate kernel
 _MIN_GAIN = 1.05  # the split must promise this much over dense
 _MIN_CAP = 16
-_HEADER = 3  # numbers before the neurons in the encoded form
+_MIN_TOKENS = 2048  # fewer leave parts of the GPU idle in every kernel
+_HEADER = 4  # numbers before the neurons in the encoded form
 
 
 def costs_for(device: torch.device) -> Costs:
@@ -56,16 +62,18 @@ class Plan:
     hot: Tensor
     cap: int  # a token with more active cold neurons is heavy, unless there are few of them
     first: int = 32  # the tail starts with tokens that have more than this
+    min_tokens: int = _MIN_TOKENS  # a smaller batch runs densely
     predicted: float | None = None  # speedup over dense; not part of the encoded form
 
     def __post_init__(self) -> None:
         """A neuron that is hot twice, or not there, would silently change what the layer computes."""
         hot = self.hot.unique()
         inside = len(hot) == 0 or (int(hot[0]) >= 0 and int(hot[-1]) < self.n_neurons)
-        if len(hot) != len(self.hot) or not inside or min(self.cap, self.first) < 0:
+        if len(hot) != len(self.hot) or not inside or min(self.cap, self.first, self.min_tokens) < 0:
             raise ValueError(
-                f"a plan needs different hot neurons of 0 to {self.n_neurons - 1} and a cap of at least 0, got "
-                f"{len(self.hot)} hot neurons, {len(hot)} of them different, cap {self.cap}, first {self.first}"
+                f"a plan needs different hot neurons of 0 to {self.n_neurons - 1} and numbers of at least 0, got "
+                f"{len(self.hot)} hot neurons, {len(hot)} of them different, cap {self.cap}, first {self.first}, "
+                f"min_tokens {self.min_tokens}"
             )
 
     @property
@@ -76,23 +84,27 @@ class Plan:
         if self.is_dense:
             return f"Plan(dense, {self.n_neurons} neurons)"
         predicted = "" if self.predicted is None else f", predicted {self.predicted:.2f}x"
-        return f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens heavy above {self.cap}{predicted})"
+        return (
+            f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens heavy above {self.cap}, "
+            f"from {self.min_tokens} tokens on{predicted})"
+        )
 
     def encode(self) -> Tensor:
-        """int32 [F + 3] on the CPU: H, cap, first, then the neurons, hot ones first. Operations take plans so: a
-        tensor whose shape does not depend on the plan, so that a new plan compiles nothing anew."""
+        """int32 [F + 4] on the CPU: H, cap, first, min_tokens, then the neurons, hot ones first. Operations take
+        plans so: a tensor whose shape does not depend on the plan, so that a new plan compiles nothing anew."""
         cold = torch.ones(self.n_neurons, dtype=torch.bool)
         cold[self.hot] = False
         order = torch.cat([self.hot.cpu(), cold.nonzero()[:, 0]])
-        return torch.cat([torch.tensor([len(self.hot), self.cap, self.first]), order]).int()
+        return torch.cat([torch.tensor([len(self.hot), self.cap, self.first, self.min_tokens]), order]).int()
 
     @classmethod
     def decode(cls, encoded: Tensor) -> Plan:
-        n_hot, cap, first = encoded[:_HEADER].tolist()
+        n_hot, cap, first, min_tokens = encoded[:_HEADER].tolist()
         F = len(encoded) - _HEADER
         if not 0 <= n_hot <= F:
             raise ValueError(f"the plan names {n_hot} hot neurons of {F}")
-        return cls(n_neurons=F, hot=encoded[_HEADER : _HEADER + n_hot].long(), cap=cap, first=first)
+        hot = encoded[_HEADER : _HEADER + n_hot].long()
+        return cls(n_neurons=F, hot=hot, cap=cap, first=first, min_tokens=min_tokens)
 
 
 def encoded_length(n_neurons: int) -> int:
@@ -103,13 +115,13 @@ def dense_plan(n_neurons: int) -> Plan:
     return Plan(n_neurons=n_neurons, hot=torch.arange(n_neurons), cap=0, predicted=1.0)
 
 
-def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, gated: bool = True) -> Plan:
-    """The plan for neurons that fired ``counts`` [F] times in ``tokens`` tokens.
+def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048, gated: bool = True) -> Plan:
+    """The plan for neurons that fired ``counts`` [F] times in ``tokens`` tokens; ``width``: D.
 
     >>> counts = torch.tensor([900] * 256 + [3] * 1792)  # of 1000 tokens: some neurons fire nearly always, most hardly
-    >>> costs = Costs(gather=150.0, heavy=2.0, token=0.0, down=1.3)
+    >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
     >>> choose_plan(counts, 1000, costs)
-    Plan(256 of 2048 neurons hot, tokens heavy above 47, predicted 1.78x)
+    Plan(256 of 2048 neurons hot, tokens heavy above 33, from 3734 tokens on, predicted 1.77x)
     >>> choose_plan(torch.full((2048,), 500), 1000, costs)
     Plan(dense, 2048 neurons)
     """
@@ -120,11 +132,17 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, gated: bool = True
     projections, gather, heavy = (3, costs.gather, 2 * costs.heavy) if gated else (2, costs.gather / 2, costs.heavy)
     tail = frequency.sum() - torch.cat([frequency.new_zeros(1), frequency.cumsum(0)])  # [H]: pairs a token left
     n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)])  # those that leave whole tiles
-    cost = (projections - 1 + costs.down) * n_hot + (F - n_hot) + gather * tail[n_hot] + costs.token
+    cost = (projections - 1 + costs.down) * n_hot + costs.hot * (n_hot > 0)
+    cost = cost + costs.gate * (F - n_hot) + gather * tail[n_hot] + costs.token
     best = int(cost.argmin())
     H, predicted = int(n_hot[best]), projections * F / float(cost[best])
     if predicted < _MIN_GAIN:
         return dense_plan(F)
-    cap = max(_MIN_CAP, int(heavy * (F - H) / gather))
-    first = 8 + 2 * int(tail[H])
-    return Plan(n_neurons=F, hot=order[:H], cap=cap, first=first, predicted=predicted)
+    return Plan(
+        n_neurons=F,
+        hot=order[:H],
+        cap=max(_MIN_CAP, int(heavy * (F - H) / gather)),
+        first=8 + 2 * int(tail[H]),
+        min_tokens=max(_MIN_TOKENS, int(costs.batch * 2048 / width / (projections * F - float(cost[best])))),
+        predicted=predicted,
+    )

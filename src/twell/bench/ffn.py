@@ -99,13 +99,14 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
-    return {"hot": len(plan.hot), "cap": plan.cap, "predicted": plan.predicted and round(plan.predicted, 3)}
+    predicted = plan.predicted and round(plan.predicted, 3)
+    return {"hot": len(plan.hot), "cap": plan.cap, "min_tokens": plan.min_tokens, "predicted": predicted}
 
 
 def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
     """From the counts of other tokens than are timed."""
     r = torch.relu(nnf.linear(inputs.x[-_PLAN_TOKENS:], inputs.w_gate))
-    return choose_plan((r != 0).sum(0), len(r), costs_for(r.device), gated=case.gated)
+    return choose_plan((r != 0).sum(0), len(r), costs_for(r.device), width=case.D, gated=case.gated)
 
 
 def alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None) -> dict[str, Callable[[], Tensor]]:
@@ -151,10 +152,9 @@ def _replayed(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def _parts(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan, seconds: float) -> dict[str, float]:
-    from twell import gpu  # needs triton, which a machine without a GPU may lack
-    from twell.bench.parts import Parts
+    from twell.bench.parts import Parts  # needs triton, which a machine without a GPU may lack
 
-    if plan.is_dense or gpu.MIN_TOKENS > case.M:
+    if plan.is_dense or plan.min_tokens > case.M:
         return {}
     w = reference.Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
     return parts_ms(Parts(x, w, plan), w, seconds)

@@ -59,6 +59,10 @@ class Parts:
     def cold_gate(self, tile: GateTile, use_tma: bool) -> Tensor:
         return self._gate(tile, use_tma)[0]
 
+    def gate_into_nothing(self) -> None:
+        """The cold gate, but for its counters in vain: ``after_gate`` may follow, without ``restore``."""
+        self._marks = self._gate(self.tiles.gate, self.tiles.use_tma)[2]
+
     def list_active(self) -> lists.Lists:
         """Needs ``restore`` before: its counters start at 0."""
         plan = self.plan

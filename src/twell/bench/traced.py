@@ -39,7 +39,7 @@ def measure(
     active = layer.active.to(device)
     seen, timed = active[: tokens // 2], active[tokens // 2 :]
     timed = timed.repeat(-(-M // len(timed)), 1)[:M]
-    plan = choose_plan(seen.sum(0), len(seen), costs_for(device))
+    plan = choose_plan(seen.sum(0), len(seen), costs_for(device), width=D)
     mean = max(1, round(timed.sum().item() / M))
     with torch.inference_mode(False):
         inputs = cases.make(f"skew{mean}", M, D, F, dtype=dtype, device=device)
@@ -53,7 +53,7 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
     runs = ffn.alternatives(case, inputs, x, plan)
     del runs["sparse"]
     parts_ms, error = {}, None
-    if plan.is_dense:
+    if plan.is_dense or plan.min_tokens > M:
         runs["sparse"] = lambda: gpu.forward(x, w, "relu", None)
         times = timing.compare(runs, seconds=seconds, device=x.device)
         sparse = times["sparse"].p50
@@ -81,7 +81,7 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
         "backend": "triton",
         "mean_active": round(active.sum().item() / M, 2),
         **{f"{n}_ms": spread._asdict() for n, spread in times.items()},
-        "sparse_ms": times["sparse"]._asdict() if plan.is_dense else _sum(times["gate"], times["after gate"]),
+        "sparse_ms": times["sparse"]._asdict() if "sparse" in times else _sum(times["gate"], times["after gate"]),
         "speedup": round(min(t.p50 for t in dense.values()) / sparse, 3),
         "error": {"sparse": error},
         "plan": ffn.plan_facts(plan),

@@ -30,7 +30,6 @@ from twell.hf.models import (
     Qwen2SparseReluModel,
 )
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, activation_of, find_activation
-from twell.plan import choose_plan, costs_for
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = ("up_proj", "down_proj")
@@ -102,11 +101,8 @@ def _with_plans(model: nn.Module, rows: list[Row], counts: NeuronCounts) -> list
     widths, counted = [len(f.neuron_counts) for f in ffns.values()], [len(c) for c in counts.fired]
     if widths != counted:
         raise ValueError(f"the counts are of {len(counted)} FFNs {counted}, the model has {len(widths)} {widths}")
-    plans = {}
-    for (name, ffn), fired in zip(ffns.items(), counts.fired, strict=True):
-        costs = costs_for(ffn.neuron_counts.device)
-        plans[name] = choose_plan(fired, counts.tokens, costs, gated=len(ffn.projections) == 3)
-        ffn.set_plan(plans[name])
+    fired = dict(zip(ffns, counts.fired, strict=True))
+    plans = {name: ffn.plan_from_counts(fired[name], counts.tokens) for name, ffn in ffns.items()}
     return [dataclasses.replace(row, plan=repr(plans[row.layer])) if row.layer in plans else row for row in rows]
 
 

@@ -28,7 +28,8 @@ from twell.kernels.launch import launch
 from twell.kernels.tiles import neuron_of_bit, popcount
 
 LONG = 256  # neurons
-N_LONG = 64  # tokens
+N_LONG = 256  # tokens
+_CHUNK = 64  # entries that get their values at once
 
 
 class Lists(NamedTuple):
@@ -78,6 +79,7 @@ def _list_kernel(
     HAS_ORDER: tl.constexpr,
     LONG: tl.constexpr,
     N_LONG: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     token = tl.program_id(0)
     word = tl.arange(0, BW)
@@ -103,20 +105,23 @@ def _list_kernel(
     tl.store(m_marks + 4 + token, tl.where(is_light, n, -1 - n))
     if has_room:
         while tl.max(bits, axis=0) != 0:
-            there = bits != 0
             neuron = neuron_of_bit(word, popcount(bits ^ (bits - 1)) - 1)  # of the lowest bit set
-            value = tl.load(i_gate + token.to(tl.int64) * C + neuron, mask=there, other=0.0)
-            tl.store(o_neurons + start + place, neuron, mask=there)
-            if HAS_ORDER:
-                row = tl.load(i_order + neuron, mask=there, other=0)
-                tl.store(o_neurons + size.to(tl.int64) + start + place, row, mask=there)
-            tl.store(o_values + start + place, value, mask=there)
+            tl.store(o_neurons + start + place, neuron, mask=bits != 0)
             place += 1
             bits = bits & (bits - 1)
+        tl.debug_barrier()  # the list was written by other lanes
+        for chunk in range(0, n, CHUNK):  # values all at once: in the loop above, every round would wait for memory
+            e = chunk + tl.arange(0, CHUNK)
+            neuron = tl.load(o_neurons + start + e, mask=e < n, other=0)
+            value = tl.load(i_gate + token.to(tl.int64) * C + neuron, mask=e < n, other=0.0)
+            if HAS_ORDER:
+                row = tl.load(i_order + neuron, mask=e < n, other=0)
+                tl.store(o_neurons + size.to(tl.int64) + start + e, row, mask=e < n)
+            tl.store(o_values + start + e, value, mask=e < n)
 
 
 def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | None, *, first: int, cap: int) -> Lists:
-    """Lists of a gate [M, C] with its bitmap. ``marks``: zeros first, see ``new_marks``; ``order`` [C]: neurons' rows."""
+    """Lists of a gate [M, C] with its bitmap. ``marks``: see ``new_marks``, zeros first; ``order``: [C] rows."""
     (M, C), words = gate.shape, bitmap.shape[1]
     first = min(first, cap)
     size = M * cap + N_LONG * LONG
@@ -133,6 +138,7 @@ def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | Non
                 "HAS_ORDER": order is not None,
                 "LONG": LONG,
                 "N_LONG": N_LONG,
+                "CHUNK": _CHUNK,
             },
             warps=1,
             stages=1,

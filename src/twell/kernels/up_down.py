@@ -4,8 +4,8 @@ One program a token, long and early ones first, so that none of them is what the
 its neurons' rows of Wu and Wd, a few at a time; u and h stay in registers, sums are fp32. Heavy tokens are left to
 ``heavy.py``.
 
-A dense FFN multiplies u with the 0 of every inactive neuron, which makes NaN of a token with inf or NaN in x. Where no
-hot neuron does that, the tail does: y += 0 * sum(x).
+A dense FFN multiplies u with the 0 of every inactive neuron, which makes NaN of a token with inf or NaN in x. For a
+token without any active or hot neuron the tail does it: y += 0 * sum(x).
 
 Weights: Wu [F, D] as the model has it, Wd of the cold neurons, neuron-major [C, D].
 Bytes: two rows of D a (token, neuron) pair; at 10 cold neurons a token, M 16384, D 2048, bf16: 1.3 GB, mostly from L2
@@ -79,7 +79,8 @@ def _tail_kernel(
         if HAS_DOWN_BIAS:
             acc += tl.load(i_down_bias + d, mask=in_d, other=0.0).to(tl.float32)
         if SPOIL:
-            acc += tl.sum(x * 0.0, axis=0)
+            if n == 0:  # else u is inf or NaN, too
+                acc += tl.sum(x * 0.0, axis=0)
         for first in tl.range(0, n, NEURONS, num_stages=STAGES):
             e = first + tl.arange(0, NEURONS)
             there = e < n
