@@ -92,13 +92,13 @@ def _list_kernel(
     is_light = n <= first
     if n > first:
         if n <= cap:
-            slot = tl.atomic_add(m_marks + 2, 1)
+            slot = tl.atomic_add(m_marks + 2, 1, sem="relaxed")
             is_light = slot >= n_early
             tl.store(m_marks + 4 + 2 * M + slot, token, mask=slot < n_early)
         elif n > LONG:
-            tl.store(m_marks + 4 + M + tl.atomic_add(m_marks, 1), token)
+            tl.store(m_marks + 4 + M + tl.atomic_add(m_marks, 1, sem="relaxed"), token)
         else:
-            slot = tl.atomic_add(m_marks + 1, 1)
+            slot = tl.atomic_add(m_marks + 1, 1, sem="relaxed")
             tl.store(m_marks + 4 + M + (M - 1 - slot), token)
             has_room = slot < N_LONG
             start = slot.to(tl.int64) * LONG + long_start

@@ -76,11 +76,6 @@ def _tail_kernel(
         in_d = (d < D) | WHOLE
         x = tl.load(i_x + token.to(tl.int64) * x_stride + d, mask=in_d, other=0.0).to(tl.float32)
         acc = tl.zeros((BD,), tl.float32)
-        if HAS_DOWN_BIAS:
-            acc += tl.load(i_down_bias + d, mask=in_d, other=0.0).to(tl.float32)
-        if SPOIL:
-            if n == 0:  # else u is inf or NaN, too
-                acc += tl.sum(x * 0.0, axis=0)
         for first in tl.range(0, n, NEURONS, num_stages=STAGES):
             e = first + tl.arange(0, NEURONS)
             there = e < n
@@ -99,7 +94,13 @@ def _tail_kernel(
                     u += tl.load(i_up_bias + row, mask=there, other=0.0).to(tl.float32)
                 a = a * u
             acc += tl.sum(a[:, None] * down.to(tl.float32), axis=0)
-        tl.store(o_y + token.to(tl.int64) * D + d, acc.to(o_y.dtype.element_ty), mask=in_d)
+        if HAS_DOWN_BIAS:
+            acc += tl.load(i_down_bias + d, mask=in_d, other=0.0).to(tl.float32)
+        y = o_y + token.to(tl.int64) * D + d
+        tl.store(y, acc.to(o_y.dtype.element_ty), mask=in_d)
+        if SPOIL:
+            if n == 0:  # else u is inf or NaN, too. A store of its own keeps the loop's registers few
+                tl.store(y, (acc + tl.sum(x * 0.0, axis=0)).to(o_y.dtype.element_ty), mask=in_d)
 
 
 def write_tail(
