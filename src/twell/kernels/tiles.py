@@ -53,11 +53,11 @@ class Tiles(NamedTuple):
 # Chosen by measurement where a GPU was at hand (sm_90: H200), by shared memory elsewhere: 99 KiB on 86, 89 and 120,
 # 163 on 80, 227 on 90 and 100.
 _BY_CAPABILITY: dict[int, Tiles] = {
-    80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 4, 3), RowTile(2, 4, 1), use_tma=False),
+    80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 8, 3), RowTile(2, 4, 1), use_tma=False),
     86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(2, 4, 1), use_tma=False),
     89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(2, 4, 1), use_tma=False),
     90: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 4), RowTile(2, 4, 1), use_tma=True),
-    100: Tiles(GateTile(128, 128, 64, 8, 4), GateTile(128, 128, 64, 8, 3), RowTile(2, 4, 1), use_tma=True),
+    100: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 3), RowTile(2, 4, 1), use_tma=True),
     120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(2, 4, 1), use_tma=False),
 }
 
