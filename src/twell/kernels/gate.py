@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import launch
+from twell.kernels.launch import ceil_div, launch
 from twell.kernels.lists import new_marks
 from twell.kernels.tiles import GateTile, bitmap_words, pack_bits, pack_pairs, relu, relu_pairs, tile_of
 
@@ -191,7 +191,7 @@ def _launch(
     some_bias = x if bias is None else bias
     launch(
         _gate_kernel,
-        min(programs, triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN)),
+        min(programs, ceil_div(M, tile.BM) * ceil_div(N, tile.BN)),
         (i_x, i_rows, some_bias, values, bitmap, marks, M, D, N, values.shape[1], bitmap.shape[1], x.stride(0)),
         options
         | {

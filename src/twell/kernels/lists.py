@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import launch
+from twell.kernels.launch import launch, power_of_2
 from twell.kernels.tiles import neuron_of_bit, popcount
 
 LONG = 256  # neurons
@@ -134,7 +134,7 @@ def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | Non
             M,
             (bitmap, gate, some_order, neurons, values, marks, M, C, words, first, cap, n_early(M), M * cap, size),
             {
-                "BW": max(1, triton.next_power_of_2(words)),
+                "BW": power_of_2(words),
                 "HAS_ORDER": order is not None,
                 "LONG": LONG,
                 "N_LONG": N_LONG,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twell.kernels.launch import ceil_div, power_of_2
 from twell.kernels.tiles import GROUP, WORDS_PER_GROUP, bitmap_words, neuron_of_bit
 
 _ROWS = 8
@@ -55,8 +56,8 @@ def twell_words(gate: Tensor, *, tile: int = 256, slots: int = 32) -> Tensor:
     n_tiles = -(-F // tile)
     words = torch.zeros(M, n_tiles * slots, dtype=torch.int32, device=gate.device)
     if words.numel():
-        _words_kernel[(triton.cdiv(M, _ROWS), n_tiles)](
-            gate, words, M, F, n_tiles, slots, TILE=tile, BT=triton.next_power_of_2(tile), ROWS=_ROWS
+        _words_kernel[(ceil_div(M, _ROWS), n_tiles)](
+            gate, words, M, F, n_tiles, slots, TILE=tile, BT=power_of_2(tile), ROWS=_ROWS
         )
     return words
 
@@ -75,7 +76,7 @@ def bitmap_of(active: Tensor) -> Tensor:
 def neuron_counts(bitmap: Tensor, n_neurons: int) -> Tensor:
     """int32 [C]: the tokens for which each of the bitmap's neurons was active."""
     M, words = bitmap.shape
-    parts = triton.cdiv(M, _COUNT_ROWS)
+    parts = ceil_div(M, _COUNT_ROWS)
     counts = torch.zeros(parts, n_neurons, dtype=torch.int32, device=bitmap.device)
     if counts.numel():
         _counts_kernel[(words, parts)](bitmap, counts, M, n_neurons, words, ROWS=_COUNT_ROWS, STEP=128)

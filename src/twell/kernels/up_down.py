@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import launch
+from twell.kernels.launch import launch, power_of_2
 from twell.kernels.lists import LONG, N_LONG, Lists, n_early
 from twell.kernels.tiles import RowTile
 
@@ -120,7 +120,7 @@ def write_tail(
     M, D = x.shape
     if M == 0:
         return
-    wide = triton.next_power_of_2(D)
+    wide = power_of_2(D)
     launch(
         _tail_kernel,
         N_LONG + n_early(M) + M,
