@@ -12,7 +12,7 @@ from twell import ops
 from twell.bench import cases, ffn, timing
 
 
-@pytest.mark.parametrize("name", ["iid29", "skew10", "skew100"])
+@pytest.mark.parametrize("name", ["iid29", "iid70", "skew10", "skew100"])
 def test_workload_has_its_mean_count(name: str) -> None:
     inputs = cases.make(name, 1024, D=256, F=1024, dtype=torch.float32)
     active = (inputs.x @ inputs.w_gate.T > 0).sum(1).float()
@@ -45,9 +45,16 @@ def test_more_than_the_calibration_tokens_keep_the_weights() -> None:
     assert torch.equal(few.w_up, many.w_up)
 
 
-@pytest.mark.parametrize("name", ["nonsense", "skew", "skew0", "skew-3"])
+def test_uniform_workload_fires_alike_at_any_count() -> None:
+    inputs = cases.make("iid150", 4096, D=256, F=1024, dtype=torch.float32)
+    fired = (inputs.x @ inputs.w_gate.T > 0).float().mean(0)
+    assert fired.min() > 0.5 * 150 / 1024
+    assert fired.max() < 1.5 * 150 / 1024
+
+
+@pytest.mark.parametrize("name", ["nonsense", "skew", "skew0", "skew-3", "iid", "iid0", "iid-3", "iid3.5"])
 def test_unknown_workload_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match="unknown workload"):
+    with pytest.raises(ValueError, match=r"unknown workload .*: expected iidN or skewN"):
         cases.get_workload(name)
 
 

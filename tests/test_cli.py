@@ -49,7 +49,19 @@ def test_runs_as_a_module() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["bench", "ffn"], ["train"], ["trace"], ["calibrate"], ["eval"], ["tune"], ["doctor"], ["demo"]]
+    "command",
+    [
+        [],
+        ["bench", "ffn"],
+        ["bench", "model"],
+        ["train"],
+        ["trace"],
+        ["calibrate"],
+        ["eval"],
+        ["tune"],
+        ["doctor"],
+        ["demo"],
+    ],
 )
 def test_help(twell: Twell, command: list[str]) -> None:
     result = twell(*command, "--help")
@@ -85,6 +97,9 @@ def test_bench_prints_a_table(twell: Twell) -> None:
         (["--device", "tpu0"], "unknown device 'tpu0'"),
         (["-m", "0"], "must be at least 1"),
         (["-w", "skew300", "--hidden", "64"], "mean_nnz 300 does not fit 64 neurons"),
+        (["--graph"], "--graph needs a GPU"),
+        (["--trace", "none.npz"], "backend 'triton' is not available"),
+        (["--trace", "none.npz", "--plain"], "--trace times gated FFNs as they were recorded"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -95,6 +110,33 @@ def test_bad_input_is_one_clear_line(
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--preset", "huge", "--device", "cpu"], "unknown preset 'huge'"),
+        (["-w", "none", "--device", "cpu"], "unknown workload 'none'"),
+        (["--batch", "0", "--device", "cpu"], "--batch and --length must be at least 1"),
+        (["--preset", "tiny", "--device", "cpu"], "backend 'triton' is not available"),
+    ],
+)
+def test_bench_model_says_what_is_wrong(
+    twell: Twell, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    result = twell("bench", "model", *args)
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_bench_model_writes_a_row(twell: Twell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    out = tmp_path / "rows.jsonl"
+    command = ("bench", "model", "--preset", "tiny", "-w", "skew10", "--batch", "1", "--length", "8", "--device", "cpu")
+    result = twell(*command, "--seconds", "0", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    assert "1 x 8 tokens, skew10: dense" in result.stdout
+    assert json.loads(out.read_text())["layers"] == 4
 
 
 def test_doctor_reports_and_passes_here(twell: Twell) -> None:

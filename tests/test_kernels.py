@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ pytest.importorskip("triton")
 
 from twell import GatedSparseFFN, SparseFFN, TwELL, gpu, ops, reference, weights
 from twell.bench import ffn as ffn_bench
+from twell.bench import model as model_bench
 from twell.bench import traced
 from twell.bench import tune as tuning
 from twell.kernels import gate, pack, split, tiles, up_down
@@ -417,3 +420,74 @@ def test_bench_of_a_trace() -> None:
     assert row["plan"]["hot"] == 2048 and row["parts_ms"] == {}
     with pytest.raises(ValueError, match="no two halves"):
         traced.measure(traced.Layer("short", dense[:1]), 32, 32, dtype=f32, device=torch.device("cpu"))
+
+
+def test_layers_plan_by_their_first_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twell.nn._LOOK_TOKENS", 40)
+    monkeypatch.setattr("twell.nn._LOOK_AT_LEAST", 10)
+    layer = GatedSparseFFN(32, 2048, bias=True, backend="triton")
+    with torch.no_grad():
+        layer.gate_proj.weight.mul_(0.1)
+        layer.gate_proj.bias.fill_(-4.0)
+        layer.gate_proj.bias[300:400] = 4.0
+        layer(torch.randn(9, 32))  # too small to be looked at
+        assert layer._first_batches is None
+        layer(torch.randn(2, 15, 32))
+        assert layer.plan is None and layer._first_batches is not None and layer._first_batches[1] == 30
+        x = torch.randn(30, 32)
+        planned = layer(x)
+    assert layer.plan is not None and layer._first_batches is None
+    plan = Plan.decode(layer.plan)
+    assert len(plan.hot) == 256 and set(range(300, 400)) <= set(plan.hot.tolist())
+    with torch.no_grad():
+        layer.set_plan(None)
+        assert torch.allclose(layer(x), planned, atol=1e-4)
+        assert layer.plan is None  # who was told not to plan does not
+
+
+def test_training_and_other_backends_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twell.nn._LOOK_AT_LEAST", 1)
+    layer = GatedSparseFFN(32, 256, backend="triton")
+    layer(torch.randn(9, 32))  # with gradients
+    assert layer._first_batches is None
+    layer.backend = "cpu"
+    with torch.no_grad():
+        layer(torch.randn(9, 32))
+    assert layer._first_batches is None
+
+
+def tiny_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=2048,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+        hidden_act="relu",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_bench_of_a_model() -> None:
+    row = model_bench.measure(tiny_llama(), "skew10", batch=2, length=8, seconds=0)
+    assert row["layers"] == 3 and row["difference"] < 1e-3 and len(row["plans"]) == 1
+    assert row["plans"][0]["hot"] < 2048  # the sparse model ran sparsely
+    assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], abs=1e-3)
+
+
+def test_bench_of_a_model_with_a_trace() -> None:
+    torch.manual_seed(0)
+    patterns = [torch.rand(20, 2048) < 0.004, torch.rand(20, 2048) < 0.6]
+    row = model_bench.measure(tiny_llama(), "skew10", batch=2, length=8, patterns=patterns, seconds=0)
+    assert row["workload"] == "trace" and row["difference"] is None
+    assert [plan["hot"] == 2048 for plan in row["plans"]] == [False, True]  # the second layer runs densely
+
+
+def test_a_model_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gpu.forward
+    monkeypatch.setattr(gpu, "forward", lambda *args: 1.5 * right(*args))
+    with pytest.raises(ffn_bench.WrongResult, match="logits differ"):
+        model_bench.measure(tiny_llama(), "skew10", batch=2, length=8, seconds=0)

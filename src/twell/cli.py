@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def _root(
 def bench_ffn(
     workload: Annotated[
         list[str] | None,
-        typer.Option("--workload", "-w", help="iid29, or skewN for a mean count of N; repeatable."),
+        typer.Option("--workload", "-w", help="iidN or skewN, for a mean count of N; repeatable."),
     ] = None,
     tokens: Annotated[list[int] | None, typer.Option("--tokens", "-m", help="Token count M; repeatable.")] = None,
     width: Annotated[int, typer.Option("--width", "-d", help="Model width D.")] = 2048,
@@ -144,7 +145,7 @@ def bench_ffn(
 def bench_model(
     preset: Annotated[str, typer.Option(help="Shape of the model: tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "1.5b",
     workload: Annotated[
-        str, typer.Option("--workload", "-w", help="What every FFN computes: iid29 or skewN.")
+        str, typer.Option("--workload", "-w", help="What every FFN computes: iidN or skewN.")
     ] = "skew29",
     trace: Annotated[Path | None, typer.Option(help="Activations of this trace (twell trace) instead.")] = None,
     batch: Annotated[int, typer.Option(help="Sequences.")] = 32,
@@ -162,6 +163,7 @@ def bench_model(
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from twell import ops
     from twell.bench import cases, model
     from twell.trace import Trace
     from twell.train import recipes
@@ -170,6 +172,7 @@ def bench_model(
     cases.get_workload(workload)
     if min(batch, length) < 1:
         raise ValueError("--batch and --length must be at least 1")
+    ops.choose_backend("triton", torch_device)
     patterns = None
     if trace is not None:
         recorded = Trace.load(trace)
@@ -207,6 +210,23 @@ def bench_model(
         f"{preset}, {batch} x {length} tokens, {row['workload']}{', compiled' if compiled else ''}: "
         f"dense {row['dense_ms']['p50']:.1f} ms, sparse {row['sparse_ms']['p50']:.1f} ms, {row['speedup']:.2f}x"
     )
+
+
+@bench_app.command("plot")
+def bench_plot(
+    rows: Annotated[
+        list[Path], typer.Argument(metavar="ROWS.jsonl", help="Rows of bench ffn, as --json or --out wrote them.")
+    ],
+    out: Annotated[Path, typer.Option(help="The .png or .svg file to write.")],
+) -> None:
+    """Plot speedup against mean active neurons, with the count at which sparse breaks even.
+
+    Draws gated FFNs of the shape with the most rows. Example:
+    [bold]twell bench plot rows.jsonl --out speedup.svg[/bold]
+    """
+    from twell.bench import plot
+
+    plot.speedup(plot.read_rows(rows), out)
 
 
 def _trace_rows(
@@ -316,9 +336,7 @@ def _bar() -> Any:
 
 @app.command()
 def tune(
-    workload: Annotated[
-        str, typer.Option("--workload", "-w", help="iid29, or skewN for a mean count of N.")
-    ] = "skew29",
+    workload: Annotated[str, typer.Option("--workload", "-w", help="iidN or skewN, for a mean count of N.")] = "skew29",
     tokens: Annotated[int, typer.Option("--tokens", "-m", help="Token count M.")] = 16384,
     width: Annotated[int, typer.Option("--width", "-d", help="Model width D.")] = 2048,
     hidden: Annotated[int, typer.Option("--hidden", "-f", help="Hidden width F.")] = 5632,
@@ -581,16 +599,24 @@ def _counted(what: str) -> Iterator[Any]:
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a causal language model: also show the plans of its layers.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
     """Show what would run here and why, and compare sparse with dense on this machine.
 
-    Exits with 1 if something is broken. Example: [bold]twell doctor[/bold]
+    With a model also how the GPU kernels would split the work of each layer, by the counts of twell calibrate. Exits
+    with 1 if something is broken. Example: [bold]twell doctor my-run/model[/bold]
     """
-    from twell.doctor import examine
+    from twell.doctor import examine, plans
 
+    layers = None if model is None else plans(model)
     report = examine()
     if as_json:
-        print(json.dumps({"healthy": report.healthy, **report.facts}))
+        of_model = {} if layers is None else {"plans": [layer._asdict() for layer in layers]}
+        print(json.dumps({"healthy": report.healthy, **report.facts, **of_model}))
     else:
         from rich.console import Console
         from rich.table import Table
@@ -599,8 +625,27 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object
         for name, fact in report.facts.items():
             table.add_row(f"[bold]{name}[/bold]", str(fact))
         Console().print(table)
+        if layers is not None:
+            _print_plans(layers)
     if not report.healthy:
         raise typer.Exit(1)
+
+
+def _print_plans(layers: list[Any]) -> None:
+    """Layers in a row whose plans read the same share a line."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not layers:
+        print("no feed-forward layers found")
+        return
+    table = Table("layer", "plan", "predicted")
+    for (plan, predicted), group in itertools.groupby(layers, key=lambda layer: (layer.plan, layer.predicted)):
+        first, *others = (layer.layer for layer in group)
+        names = f"{first} to {others[-1]}" if others else first
+        table.add_row(names, escape(plan), "" if predicted is None else f"{predicted:.2f}x")
+    Console().print(table)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,18 +1,23 @@
-"""What this machine has, which backend would run and why, and a self-test."""
+"""What this machine has, which backend and kernels would run and why, a self-test, and the plans of a model."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from twell import ops
+from twell import ops, plan
 from twell.bench import cases, ffn, timing
+from twell.nn import SparseFFNBase
 
 
 class Report(NamedTuple):
@@ -21,9 +26,14 @@ class Report(NamedTuple):
 
 
 def examine() -> Report:
-    """Collect the facts and run the self-test (about a second; two more where the CPU advertises AMX)."""
-    bf16 = bf16_problem()
-    self_test = _self_test()
+    """Collect the facts and run the self-test.
+
+    About a second; two more where the CPU advertises AMX, and a few where GPU kernels are compiled for the first time.
+    """
+    bf16, gpu = bf16_problem(), _gpu()
+    self_test, passed = _self_test(), "sparse equals dense"
+    if self_test is None and gpu is not None and ops.why_unavailable("triton", gpu) is None:
+        self_test, passed = kernel_problem(gpu), f"{passed}, on the GPU too"
     facts = {
         "twell": _version_of("twell"),
         "python": platform.python_version(),
@@ -31,13 +41,18 @@ def examine() -> Report:
         "triton": _version_of("triton"),
         "transformers": _version_of("transformers"),
         "cpu": f"{timing.cpu_name()}, {torch.get_num_threads()} threads",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "gpu": "none" if gpu is None else torch.cuda.get_device_name(gpu),
         "backend on cpu": _backend_and_why(torch.device("cpu")),
         "backend on cuda": _backend_and_why(torch.device("cuda")),
+        "kernels": _kernels(gpu),
         "bf16 on cpu": bf16 or "works",
-        "self-test": self_test or "sparse equals dense",
+        "self-test": self_test or passed,
     }
     return Report(bf16 is None and self_test is None, facts)
+
+
+def _gpu() -> torch.device | None:
+    return torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def _version_of(package: str) -> str:
@@ -52,7 +67,25 @@ def _backend_and_why(device: torch.device) -> str:
         return "none: torch sees no GPU"
     others = ((b, ops.why_unavailable(b, device)) for b in ops.BACKENDS[1:])
     reasons = "; ".join(f"not {b}: {why}" for b, why in others if why)
-    return f"{ops.choose_backend('auto', device)} ({reasons})"
+    chosen = ops.choose_backend("auto", device)
+    return f"{chosen} ({reasons})" if reasons else chosen
+
+
+def _kernels(gpu: torch.device | None) -> str:
+    """Which kernels would run on the GPU, and what its plans are made by."""
+    costs = plan.costs_for(gpu or torch.device("cpu"))
+    measured_on = next(capability for capability, known in plan._COSTS.items() if known is costs)
+    plans_by = f"plans: measured costs of sm_{measured_on}"
+    why_none = "torch sees no GPU" if gpu is None else ops.why_unavailable("triton", gpu)
+    if gpu is None or why_none:
+        return f"none: {why_none}; {plans_by}"
+    from twell.kernels import tiles  # needs triton
+
+    major, minor = torch.cuda.get_device_capability(gpu)
+    capability = 10 * major + minor
+    chosen = tiles.tiles_for(capability, torch.bfloat16)
+    made_for = next(c for c, known in tiles._BY_CAPABILITY.items() if known is chosen)
+    return f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; {plans_by}"
 
 
 def _self_test() -> str | None:
@@ -67,6 +100,88 @@ def _self_test() -> str | None:
         except ffn.WrongResult as error:
             return f"{name}: {error}"
     return None
+
+
+def kernel_problem(
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    tokens: int = 2048,
+    width: int = 512,
+    hidden: int = 1408,
+) -> str | None:
+    """What is wrong with the Triton kernels, or None: a plan under which every part of the split has work."""
+    try:
+        inputs = cases.make("skew29", tokens, width, hidden, dtype=dtype, device=device)
+        fired = (torch.relu(inputs.x @ inputs.w_gate.T) != 0).sum(0)
+        hot = fired.argsort(descending=True)[: hidden // 11].cpu()
+        split = plan.Plan(n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0)
+        w = (inputs.w_gate, inputs.w_up, inputs.w_down)
+        sparse = ops.gated_ffn(inputs.x, *w, backend="triton", plan=split.encode())
+        dense = ops.gated_ffn(inputs.x, *w, backend="reference")
+        ffn.check(inputs.x, inputs, True, dense, sparse)
+    except ffn.WrongResult as error:
+        return f"Triton kernels: {error}"
+    except Exception as error:  # whatever a driver or compiler may raise: that is what a doctor is asked for
+        return f"Triton kernels: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The plans of a model
+# ---------------------------------------------------------------------------------------------------------
+
+
+class LayerPlan(NamedTuple):
+    """One FFN: how it would run on a GPU. ``predicted``: speedup over dense, or None where nothing predicts it."""
+
+    layer: str
+    plan: str
+    predicted: float | None
+
+
+def plans(model: str) -> list[LayerPlan]:
+    """The plan ``sparsify_`` would choose on this machine for each FFN of the model in a folder; reads no weights.
+
+    Without a GPU: the plan for one whose costs were measured.
+    """
+    if not Path(model).is_dir():
+        raise ValueError(f"no such model folder: {model}")
+    if not (Path(model) / "config.json").is_file():
+        raise ValueError(f"{model} holds no model: it has no config.json")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from twell.hf.convert import sparsify_
+        from twell.hf.counts import find_counts
+    except ImportError as error:
+        raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        empty: Any = AutoModelForCausalLM.from_config(config)
+    counts = find_counts(model)
+    report = sparsify_(empty, counts)  # refuses counts of another shape
+    ffns = {name: m for name, m in empty.named_modules() if isinstance(m, SparseFFNBase)}
+    fired = {} if counts is None else dict(zip(ffns, counts.fired, strict=False))  # OPT has none of these modules
+    no_counts = f"plans by its first batches; `twell calibrate {shlex.quote(model)} --text FILE` counts beforehand"
+    rows = []
+    for row in report.rows:
+        if counts is not None and row.layer in fired:
+            rows.append(_layer_plan(row.layer, ffns[row.layer], fired[row.layer], counts.tokens))
+        elif row.layer in ffns:
+            rows.append(LayerPlan(row.layer, no_counts, None))
+        elif row.became is None:
+            rows.append(LayerPlan(row.layer, f"skipped: {row.why}", None))
+        else:
+            rows.append(LayerPlan(row.layer, "dense: it runs inside its decoder layer, without a plan", None))
+    return rows
+
+
+def _layer_plan(name: str, layer: SparseFFNBase, fired: Tensor, tokens: int) -> LayerPlan:
+    costs = plan.costs_for(_gpu() or torch.device("cpu"))
+    width, gated = getattr(layer, layer.projections[0]).in_features, len(layer.projections) == 3
+    chosen = plan.choose_plan(fired, tokens, costs, width=width, gated=gated)
+    text = repr(dataclasses.replace(chosen, predicted=None)).removeprefix("Plan(").removesuffix(")")
+    return LayerPlan(name, text, chosen.predicted)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import torch
 from torch import Tensor
@@ -40,11 +41,9 @@ class Workload:
     tok_sigma: float = 0.0
 
 
-_SKEW = Workload(mean_nnz=29, sigma=1.6, dead=0.3, rho=0.6, tok_sigma=0.12)
-
-WORKLOADS: dict[str, Workload] = {
-    "iid29": Workload(mean_nnz=29),
-    **{f"skew{n}": dataclasses.replace(_SKEW, mean_nnz=n) for n in (10, 29, 100, 300, 1000, 2800)},
+_FAMILIES: dict[str, Workload] = {
+    "iid": Workload(mean_nnz=29),
+    "skew": Workload(mean_nnz=29, sigma=1.6, dead=0.3, rho=0.6, tok_sigma=0.12),
 }
 
 
@@ -59,13 +58,12 @@ class FFNInputs:
 
 
 def get_workload(name: str) -> Workload:
-    """The workload called ``name``, or ``skewN`` for any mean count N."""
-    if name in WORKLOADS:
-        return WORKLOADS[name]
-    if name.startswith("skew") and name[4:].isdigit() and int(name[4:]) > 0:
-        return dataclasses.replace(_SKEW, mean_nnz=int(name[4:]))
-    known = ", ".join(WORKLOADS)
-    raise ValueError(f"unknown workload {name!r}: expected one of {known}, or skewN for a mean count N")
+    """``iidN``, whose neurons fire alike, or ``skewN``, uneven as a trained model, for any mean count N."""
+    named = re.fullmatch("([a-z]+)([0-9]+)", name)
+    if named is None or named[1] not in _FAMILIES or int(named[2]) == 0:
+        families = " or ".join(f"{family}N" for family in _FAMILIES)
+        raise ValueError(f"unknown workload {name!r}: expected {families} for a mean count N, as in skew29")
+    return dataclasses.replace(_FAMILIES[named[1]], mean_nnz=int(named[2]))
 
 
 def _firing_thresholds(w: Workload, n_neurons: int, gen: torch.Generator) -> Tensor:

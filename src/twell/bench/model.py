@@ -55,6 +55,7 @@ def measure(
     plans = []
     for i, layer in enumerate(sparse_model.model.layers):
         assert isinstance(layer.mlp, SparseFFNBase)
+        layer.mlp.backend = "triton"
         if patterns is None:
             plans.append(layer.mlp.plan_from_counts(fired, _PLAN_TOKENS))
         else:

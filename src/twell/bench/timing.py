@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import itertools
 import os
 import platform
@@ -126,6 +127,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
+        facts["versions"]["triton"] = importlib.metadata.version("triton")
     else:
         facts |= {"cpu": cpu_name(), "threads": torch.get_num_threads()}
     return facts

@@ -1,0 +1,292 @@
+"""The doctor: which kernels would run, whether they are right, and the plans of a model's layers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+
+from twell import cli, doctor, ops, plan
+from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from twell.hf.convert import sparsify_
+from twell.hf.counts import COUNTS_FILE, NeuronCounts
+
+F = 2048  # enough for a plan to pay
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": F,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+
+
+@pytest.fixture
+def relu_model(tmp_path: Path) -> Path:
+    return saved(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")), tmp_path / "model")
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def keep_counts(folder: Path, *fired: torch.Tensor) -> None:
+    NeuronCounts(fired=list(fired), tokens=1000).save(folder / COUNTS_FILE)
+
+
+def fired_by(busy: int, F: int = F) -> torch.Tensor:
+    """``busy`` neurons fire for 9 tokens in 10, the rest never."""
+    fired = torch.zeros(F, dtype=torch.int64)
+    fired[:busy] = 900
+    return fired
+
+
+THREE_LAYERS = fired_by(0), fired_by(200), fired_by(F)
+
+
+# -- plans ------------------------------------------------------------------------------------------------
+
+
+def test_plans_are_those_that_sparsify_chooses(relu_model: Path) -> None:
+    keep_counts(relu_model, *THREE_LAYERS)
+    plans = doctor.plans(str(relu_model))
+    rows = sparsify_(AutoModelForCausalLM.from_pretrained(relu_model)).rows
+    assert [p.layer for p in plans] == [row.layer for row in rows] == [f"model.layers.{i}.mlp" for i in range(3)]
+    for shown, row in zip(plans, rows, strict=True):
+        assert shown.plan in row.plan
+    assert plans[0].plan.startswith(f"0 of {F} neurons hot, tokens heavy above ")
+    assert plans[1].plan.startswith(f"256 of {F} neurons hot, ")
+    assert plans[2] == doctor.LayerPlan("model.layers.2.mlp", f"dense, {F} neurons", 1.0)
+    assert plans[0].predicted is not None and plans[1].predicted is not None
+    assert plans[0].predicted > plans[1].predicted > 1.05
+
+
+def test_no_weights_are_read(relu_model: Path) -> None:
+    keep_counts(relu_model, *THREE_LAYERS)
+    expected = doctor.plans(str(relu_model))
+    (relu_model / "model.safetensors").unlink()
+    assert doctor.plans(str(relu_model)) == expected
+
+
+def test_plans_follow_the_costs_of_the_gpu_that_is_there(relu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_counts(relu_model, *THREE_LAYERS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    measured = plan.costs_for(torch.device("cpu"))
+    monkeypatch.setattr(plan, "_COSTS", {90: measured, 100: measured._replace(token=3 * F)})
+    pays = [p.predicted is not None and p.predicted > 1 for p in doctor.plans(str(relu_model))]
+    assert pays == [True, True, False]
+    pretend_gpu(monkeypatch, (10, 0))
+    assert {p.plan for p in doctor.plans(str(relu_model))} == {f"dense, {F} neurons"}
+
+
+def test_plain_ffns_are_planned_as_such(tmp_path: Path) -> None:
+    def predicted(gated: bool) -> float | None:
+        config = LlamaSparseReluConfig(**SHAPE | {"num_hidden_layers": 1}, sparsity_gated_mlp=gated)
+        folder = saved(LlamaSparseReluForCausalLM(config), tmp_path / f"gated {gated}")
+        keep_counts(folder, fired_by(0))
+        return doctor.plans(str(folder))[0].predicted
+
+    costs = plan.costs_for(torch.device("cpu"))
+    for gated, projections in ((True, 3), (False, 2)):
+        assert predicted(gated) == pytest.approx(projections * F / (costs.gate * F + costs.token))
+
+
+def test_without_counts_the_command_that_makes_them_is_named(relu_model: Path) -> None:
+    plans = doctor.plans(str(relu_model))
+    assert len(plans) == 3
+    for p in plans:
+        assert p.plan.startswith("plans by its first batches; `twell calibrate ")
+        assert f"{relu_model} --text FILE" in p.plan and "\n" not in p.plan
+        assert p.predicted is None
+
+
+def test_layers_without_a_plan_say_why(tmp_path: Path) -> None:
+    silu = saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "silu")
+    assert {p.plan for p in doctor.plans(str(silu))} == {"skipped: silu: call relufy_ first"}
+    config = OPTConfig(
+        hidden_size=16, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=50, word_embed_proj_dim=16
+    )
+    opt = saved(OPTForCausalLM(config), tmp_path / "opt")
+    assert {p.plan for p in doctor.plans(str(opt))} == {"dense: it runs inside its decoder layer, without a plan"}
+
+
+@pytest.mark.parametrize("fired", [(fired_by(3), fired_by(3)), (fired_by(3, 256),) * 3])
+def test_counts_of_another_model_are_refused(relu_model: Path, fired: tuple[torch.Tensor, ...]) -> None:
+    keep_counts(relu_model, *fired)
+    with pytest.raises(ValueError, match=rf"the counts are of {len(fired)} FFNs .*, the model has 3"):
+        doctor.plans(str(relu_model))
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
+        doctor.plans(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        doctor.plans(str(tmp_path))
+
+
+# -- facts and self-test ----------------------------------------------------------------------------------
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(ops, "_HAS_TRITON", True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "tiles"),
+    [((8, 0), "sm_80 on an sm_80"), ((8, 7), "sm_86 on an sm_87"), ((9, 0), "sm_90 on an sm_90")],
+)
+def test_kernels_that_would_run(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], tiles: str) -> None:
+    pytest.importorskip("triton")
+    pretend_gpu(monkeypatch, capability)
+    expected = f"Triton, tiles of {tiles} GPU; plans: measured costs of sm_90"
+    assert doctor._kernels(torch.device("cuda")) == expected
+
+
+def test_why_no_kernels_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._kernels(None) == "none: torch sees no GPU; plans: measured costs of sm_90"
+    pretend_gpu(monkeypatch, (7, 5))
+    assert doctor._kernels(torch.device("cuda")).startswith("none: it needs compute capability 8.0")
+    monkeypatch.setattr(ops, "_HAS_TRITON", False)
+    assert doctor._kernels(torch.device("cuda")).startswith("none: triton is not installed")
+
+
+def test_a_gpu_is_part_of_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem: str | None = None
+    tested = []
+
+    def kernel_problem(device: torch.device) -> str | None:
+        tested.append(device.type)
+        return problem
+
+    pytest.importorskip("triton")
+    monkeypatch.setattr(doctor, "kernel_problem", kernel_problem)
+    monkeypatch.setattr(doctor, "_self_test", lambda: None)
+    pretend_gpu(monkeypatch, (9, 0))
+    healthy, facts = doctor.examine()
+    assert healthy and tested == ["cuda"]
+    assert facts["gpu"] == "a GPU"
+    assert facts["kernels"].startswith("Triton, tiles of sm_90")
+    assert facts["backend on cuda"].startswith("triton (not cpu: ")
+    assert facts["self-test"] == "sparse equals dense, on the GPU too"
+    problem = "Triton kernels: wrong"
+    healthy, facts = doctor.examine()
+    assert not healthy and facts["self-test"] == problem
+    pretend_gpu(monkeypatch, (7, 5))  # too old for the kernels, not broken
+    healthy, facts = doctor.examine()
+    assert healthy and facts["self-test"] == "sparse equals dense"
+    assert len(tested) == 2
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Arguments for a self-test in Triton's interpreter: tiny, and so that a few long tokens make heavy ones."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs where there is no GPU")
+    for module in ("lists", "heavy", "up_down"):
+        monkeypatch.setattr(f"twell.kernels.{module}.N_LONG", 4)
+    return {"device": torch.device("cpu"), "dtype": torch.float32, "tokens": 64, "width": 32, "hidden": 352}
+
+
+def test_the_kernels_pass(interpreted: dict[str, Any]) -> None:
+    assert doctor.kernel_problem(**interpreted) is None
+
+
+@pytest.mark.parametrize("part", ["hot_activations", "write_tail", "write_heavy_"])
+def test_a_broken_part_of_the_kernels_is_found(
+    interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    from twell.kernels import split
+
+    right, changed = getattr(split, part), []
+
+    def wrong(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Where the part writes, it writes 1 % too much."""
+        if part == "hot_activations":
+            return right(*args, **kwargs) * 1.01
+        y = args[0]
+        before = y.clone()
+        right(*args, **kwargs)
+        written = ~((y == before) | (y.isnan() & before.isnan()))
+        y[written] *= 1.01
+        changed.append(int(written.any(1).sum()))
+        return None
+
+    monkeypatch.setattr(split, part, wrong)
+    problem = doctor.kernel_problem(**interpreted)
+    assert problem is not None and problem.startswith("Triton kernels: sparse output is wrong")
+    assert all(8 < tokens < 64 for tokens in changed)  # some light, some heavy
+
+
+def test_kernels_that_cannot_be_built_are_a_finding(
+    interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise LookupError("no C compiler\nand much more")
+
+    monkeypatch.setattr("twell.gpu._in_parts", fail)
+    assert doctor.kernel_problem(**interpreted) == "Triton kernels: LookupError: no C compiler"
+
+
+@pytest.mark.gpu
+def test_the_kernels_pass_on_a_gpu() -> None:
+    assert doctor.kernel_problem(torch.device("cuda")) is None
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["twell", "doctor", *args])
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(doctor, "_self_test", lambda: None)  # tests/test_cli.py has it
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_command_with_a_model(
+    relu_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_counts(relu_model, fired_by(200), fired_by(200), fired_by(F))
+    assert run(monkeypatch, str(relu_model), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = doctor.plans(str(relu_model))
+    assert found["healthy"] is True and found["self-test"].startswith("sparse equals dense")
+    assert found["plans"] == [{"layer": p.layer, "plan": p.plan, "predicted": p.predicted} for p in expected]
+
+    assert run(monkeypatch, str(relu_model)) == 0
+    shown = capsys.readouterr().out
+    assert "self-test" in shown
+    assert shown.count("256 of 2048 neurons hot") == 1  # the first two layers on one line
+    assert "model.layers.0.mlp to model.layers.1.mlp" in shown
+    assert f"{expected[0].predicted:.2f}x" in shown
+    assert "dense, 2048 neurons" in shown and "1.00x" in shown
+
+
+def test_command_without_counts_or_model(
+    relu_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, str(relu_model)) == 0
+    assert capsys.readouterr().out.count("twell calibrate") == 1
+    assert run(monkeypatch, "--json") == 0
+    assert "plans" not in json.loads(capsys.readouterr().out)
+    assert run(monkeypatch, "nowhere") == 2
+    assert capsys.readouterr().err == "twell: error: no such model folder: nowhere\n"
