@@ -17,7 +17,8 @@ from twell.bench import ffn as ffn_bench
 from twell.bench import model as model_bench
 from twell.bench import traced
 from twell.bench import tune as tuning
-from twell.kernels import gate, pack, split, tiles, up_down
+from twell.bench.parts import Parts
+from twell.kernels import gate, heavy, lists, pack, split, tiles, up_down
 from twell.plan import Plan, costs_for, dense_plan
 from twell.reference import Weights
 
@@ -491,3 +492,100 @@ def test_a_model_that_computes_something_else_is_not_timed(monkeypatch: pytest.M
     monkeypatch.setattr(gpu, "forward", lambda *args: 1.5 * right(*args))
     with pytest.raises(ffn_bench.WrongResult, match="logits differ"):
         model_bench.measure(tiny_llama(), "skew10", batch=2, length=8, seconds=0)
+
+
+# -- classes of tokens ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long means 6 to 12 active neurons, and two tokens may be."""
+    for module, names in ((lists, ("LONG", "N_LONG")), (up_down, ("LONG", "N_LONG")), (heavy, ("N_LONG",))):
+        for name in names:
+            monkeypatch.setattr(module, name, {"LONG": 12, "N_LONG": 2}[name])
+
+
+def with_counts(counts: list[int], C: int) -> Tensor:
+    """bool [tokens, C] with as many active neurons a row."""
+    return torch.stack([torch.randperm(C) < n for n in counts])
+
+
+@pytest.mark.usefixtures("little_room")
+@pytest.mark.parametrize("n_hot", [0, 128])
+@pytest.mark.parametrize(
+    ("counts", "long", "heavy"),
+    [
+        ([0, 1, 2, 3, 5, 6, 12, 0, 4], {5, 6}, set()),  # both long ones have a place
+        ([6, 7, 0, 12, 5], set(), {0, 1, 3}),  # three have not
+        ([13, 6, 0, 128], {1}, {0, 3}),  # heavy by themselves
+        ([13, 6, 7, 8, 13, 0], set(), {0, 1, 2, 3, 4}),
+        ([3] * 40, set(), set()),  # more early tokens than there is room for
+        ([0] * 5, set(), set()),
+        ([128] * 3, set(), {0, 1, 2}),
+    ],
+)
+def test_every_token_is_in_one_class(counts: list[int], long: set[int], heavy: set[int], n_hot: int) -> None:
+    torch.manual_seed(0)
+    M, D, F = len(counts), 32, 128 + n_hot
+    w, x = make_weights(D, F, f32), torch.randn(M, D)
+    parts = Parts(x, w, Plan(n_neurons=F, hot=torch.arange(n_hot), cap=5, first=2, min_tokens=0))
+    active = with_counts(counts, 128)
+    parts.replace_gate(active)
+    marks = parts.lists.marks.tolist()
+    of_token = [n if n >= 0 else -1 - n for n in marks[4 : 4 + M]]
+    assert of_token == counts
+    in_turn = {i for i, n in enumerate(marks[4 : 4 + M]) if n >= 0}
+    early = set(marks[4 + 2 * M :][: min(marks[2], lists.n_early(M))])
+    over = set(marks[4 + 2 * M - marks[1] : 4 + 2 * M])
+    assert heavy == set(marks[4 + M : 4 + M + marks[0]]) | (over if marks[1] > 2 else set())
+    assert long == (over if marks[1] <= 2 else set())
+    classes = [in_turn, early, long, heavy]
+    assert sorted(i for c in classes for i in c) == list(range(M))
+
+    parts.y.fill_(torch.inf)
+    parts.tail(parts.tiles.tail)
+    assert {i for i in range(M) if parts.y[i].isinf().all()} == heavy  # and only heavy rows are left to others
+    parts.heavy(parts.tiles.heavy)
+    up = w.up if parts.layout.cold_rows is None else w.up[parts.layout.cold_rows.long()]  # type: ignore[index]
+    parts.restore()
+    h = parts.r.double() * (x.double() @ up.double().T)  # type: ignore[union-attr]
+    expected = h @ parts.layout.cold_down.double()
+    parts.tail(parts.tiles.tail)
+    parts.heavy(parts.tiles.heavy)
+    assert (parts.y.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.usefixtures("little_room")
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_counts_caps_and_firsts(data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(0, 144), min_size=1, max_size=12))
+    cap, first, n_hot = (
+        data.draw(st.integers(0, 20)),
+        data.draw(st.integers(0, 20)),
+        data.draw(st.sampled_from([0, 112])),
+    )
+    torch.manual_seed(len(counts))
+    F = 144 + n_hot
+    w, x = make_weights(16, F, f32), torch.randn(len(counts), 16)
+    parts = Parts(x, w, Plan(n_neurons=F, hot=torch.arange(n_hot), cap=cap, first=first, min_tokens=0))
+    parts.replace_gate(with_counts(counts, 144))
+    up = w.up if parts.layout.cold_rows is None else w.up[parts.layout.cold_rows.long()]  # type: ignore[index]
+    expected = (parts.r.double() * (x.double() @ up.double().T)) @ parts.layout.cold_down.double()  # type: ignore[union-attr]
+    parts.tail(parts.tiles.tail)
+    parts.heavy(parts.tiles.heavy)
+    assert (parts.y.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_tokens_that_turn_every_neuron_off_by_minus_infinity() -> None:
+    """Dense: 0 * u with u = inf or NaN is NaN, though no neuron is active."""
+    w, x = make_weights(32, 256, f32), torch.randn(4, 32).abs()
+    w = w._replace(gate=w.gate.abs())
+    x[2] = -x[2]
+    x[2, 5] = -torch.inf
+    for n_hot in (0, 128):
+        y = run(x, w, make_plan(256, n_hot, 300))
+        assert y.isfinite().all(1).tolist() == [True, True, False, True] == truth(x, w).isfinite().all(1).tolist()
+    plain = w._replace(up=None)
+    y = run(x, plain, make_plan(256, 0, 300))
+    assert y.isfinite().all() and truth(x, plain).isfinite().all()
