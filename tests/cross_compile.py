@@ -1,6 +1,6 @@
 """Compile every kernel for an architecture without having it; prints a JSON line a kernel. Run by test_cross_compile.
 
-Must run without TRITON_INTERPRET. Usage: python cross_compile.py CAPABILITY DTYPE
+Must run without TRITON_INTERPRET. Usage: python cross_compile.py CAPABILITY DTYPE D F
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from triton.compiler import ASTSource
 from twell.kernels import dense, gate, heavy, lists, pack, up_down
 from twell.kernels.tiles import few, tiles_for
 
-D, F, CAP = 2048, 5632, 64
-CAPABILITY, DTYPE = int(sys.argv[1]), sys.argv[2]
+CAPABILITY, DTYPE, D, F = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 TILES = tiles_for(CAPABILITY, getattr(torch, DTYPE))
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[DTYPE]
 VALUES, INTEGERS = f"*{ELEMENT}", "*i32"
@@ -114,7 +113,7 @@ compile_kernel(
     {"BD": D, "WHOLE": True, "NEURONS": TILES.tail.neurons, "GATED": True, "SQUARED": False, "SPOIL": True}
     | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
     | {"STAGES": TILES.tail.stages},
-    TILES.tail.warps,
+    max(TILES.tail.warps, D // 1024),
     TILES.tail.stages,
 )
 t, small = TILES.heavy, few(TILES.heavy)

@@ -13,14 +13,16 @@ import pytest
 pytest.importorskip("triton")
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-CASES = [(capability, "bfloat16") for capability in SHARED_KIB] + [(90, "float32"), (86, "float32"), (90, "float16")]
+SHAPE, LARGE_SHAPE = (2048, 5632), (8192, 28672)  # of a 1.5B and of a 70B model
+CASES = [(capability, "bfloat16", SHAPE) for capability in SHARED_KIB]
+CASES += [(90, "float32", SHAPE), (86, "float32", SHAPE), (90, "float16", SHAPE), (90, "bfloat16", LARGE_SHAPE)]
 
 
-@pytest.mark.parametrize(("capability", "dtype"), CASES)
-def test_kernels_compile(capability: int, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("capability", "dtype", "shape"), CASES)
+def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("cross_compile.py")), str(capability), dtype],
+        [sys.executable, str(Path(__file__).with_name("cross_compile.py")), str(capability), dtype, *map(str, shape)],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -153,3 +153,28 @@ def test_more_than_2_to_the_31_elements() -> None:
     for rows in (slice(0, 500), slice(M - 500, M)):
         truth = reference.forward(x[rows].double(), w.to(torch.float64), want_stats=False).y
         assert ffn.relative_error(y[rows], truth) < 1e-2
+
+
+def test_a_layer_plans_itself_and_stays_right() -> None:
+    inputs = cases.make("skew29", 8192, dtype=bf16, device="cuda")
+    layer = twell.GatedSparseFFN(2048, 5632, device="cuda", dtype=bf16)
+    with torch.no_grad():
+        for linear, weight in zip(
+            (layer.gate_proj, layer.up_proj, layer.down_proj),
+            (inputs.w_gate, inputs.w_up, inputs.w_down),
+            strict=True,
+        ):
+            linear.weight.copy_(weight)
+        first = layer(inputs.x[:3000])
+        assert layer.plan is None
+        y = layer(inputs.x)  # plans, then runs by the plan
+        assert layer.plan is not None and 0 < int(layer.plan[0]) < 5632
+        ffn.check(inputs.x, inputs, True, dense(inputs), y)
+        assert ffn.relative_error(layer(inputs.x[:3000]), first.double()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [bf16, f32])
+def test_wide_models(dtype: torch.dtype) -> None:
+    """The shape of a 70B model, with fewer neurons: a thread must not run out of registers."""
+    inputs = cases.make("skew29", 2048, 8192, 4096, dtype=dtype, device="cuda")
+    ffn.check(inputs.x, inputs, True, dense(inputs), sparse(inputs, plan_for(inputs)))

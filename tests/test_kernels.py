@@ -349,7 +349,9 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(tuning, "tail_candidates", lambda: [tiles.RowTile(2, 1, 1)])
     monkeypatch.setattr(tuning, "heavy_candidates", lambda: [tiles.GateTile(16, 16, 24, 4, 2)])  # no power of 2
     arguments = ("skew10", 8, 32, 2048, f32, torch.device("cpu"))
-    trials = list(tuning.tune(*arguments))
+    seen: list[tuple[int, int]] = []
+    trials = list(tuning.tune(*arguments, progress=lambda tried, total: seen.append((tried, total))))
+    assert seen[-1] == (6, 6)  # candidates, with the one that cannot run
     assert [t.kernel for t in trials] == ["tail", "tail", "gate", "gate", "gate", "hot", "hot", "hot", "heavy"]
     assert all(t.ms > 0 for t in trials)
     assert [t.kernel for t in tuning.tune(*arguments, only=["tail"])] == ["tail", "tail"]

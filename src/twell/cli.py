@@ -358,10 +358,17 @@ def tune(
         raise RuntimeError(f"the kernels need triton ({error})") from None
     trials: dict[str, list[Any]] = {}
     only = kernel or tuning.KERNELS
-    for trial in tuning.tune(workload, tokens, width, hidden, torch_dtype, device, only):
-        trials.setdefault(trial.kernel, []).append(trial)
-        if as_json:
-            print(json.dumps({**trial._asdict(), "tile": trial.tile._asdict()}), flush=True)
+    with _bar() as bar:
+        task = bar.add_task("tuning", total=None)
+
+        def progress(tried: int, total: int) -> None:
+            bar.update(task, completed=tried, total=total)
+
+        for trial in tuning.tune(workload, tokens, width, hidden, torch_dtype, device, only, progress):
+            trials.setdefault(trial.kernel, []).append(trial)
+            bar.update(task, description=trial.kernel)
+            if as_json:
+                print(json.dumps({**trial._asdict(), "tile": trial.tile._asdict()}), flush=True)
     for name, of_kernel in trials.items() if not as_json else ():
         print(f"{name}: now {of_kernel[0].ms:.4f} ms with {tuple(of_kernel[0].tile)}")
         for trial in sorted(of_kernel[1:], key=lambda t: t.ms)[:best]:

@@ -60,6 +60,7 @@ def tune(
     dtype: torch.dtype,
     device: torch.device,
     only: Sequence[str] = KERNELS,
+    progress: Callable[[int, int], None] = lambda tried, total: None,
 ) -> Iterator[Trial]:
     """Trials of the kernels named in ``only``, one after the other."""
     for name in only:
@@ -80,10 +81,13 @@ def tune(
         ("hot", parts.hot, tiles.gate, list(gate_candidates())),
         ("heavy", lambda tile, _: parts.heavy(tile), tiles.heavy, [(t, False) for t in heavy_candidates()]),
     ]
-    for name, run, usual, candidates in kernels:
-        if name not in only or (name == "hot" and not len(plan.hot)):
-            continue
-        yield from _try(name, run, usual, tiles.use_tma, candidates, parts.restore, device)
+    chosen = [k for k in kernels if k[0] in only and (k[0] != "hot" or len(plan.hot))]
+    tried, total = 0, sum(len(candidates) for *_, candidates in chosen)
+    for name, run, usual, candidates in chosen:
+        for trial in _try(name, run, usual, tiles.use_tma, candidates, parts.restore, device):
+            if trial is not None:
+                yield trial
+            progress(tried := min(tried + 1, total), total)
 
 
 def _try(
@@ -94,7 +98,8 @@ def _try(
     candidates: list[tuple[Any, bool]],
     restore: Callable[[], None],
     device: torch.device,
-) -> Iterator[Trial]:
+) -> Iterator[Trial | None]:
+    """The usual tile first; None for a candidate that cannot run."""
     restore()
     expected = run(usual, use_tma).clone()
     base = _time(run, usual, use_tma, restore, device)
@@ -106,6 +111,7 @@ def _try(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         except Exception:  # does not compile, or needs more than the GPU has: Triton has no one class for it
+            yield None
             continue
         if not torch.allclose(result.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max())):
             raise RuntimeError(f"the {name} kernel gives another result with {tile}")

@@ -155,6 +155,6 @@ def write_tail(
             "N_LONG": N_LONG,
             "STAGES": tile.stages,
         },
-        warps=tile.warps,
+        warps=max(tile.warps, wide // 1024),  # the table is for D 2048; beyond 4096 a thread's registers would not do
         stages=tile.stages,
     )
