@@ -133,9 +133,7 @@ def bench_ffn(
             rows.append(row)
             if as_json:
                 print(json.dumps(row), flush=True)
-            if out is not None:
-                with out.open("a", encoding="utf-8") as f:
-                    f.write(json.dumps(row) + "\n")
+            _append(row, out)
             advance(f"{row['workload']}, {row['M']} tokens: {row['speedup']:.2f}x")
     if not as_json:
         _print_speed_table(rows)
@@ -200,9 +198,7 @@ def bench_model(
         compiled=compiled,
         seconds=seconds,
     )
-    if out is not None:
-        with out.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
+    _append(row, out)
     if as_json:
         print(json.dumps(row))
         return
@@ -227,6 +223,12 @@ def bench_plot(
     from twell.bench import plot
 
     plot.speedup(plot.read_rows(rows), out)
+
+
+def _append(row: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        with out.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
 
 
 def _trace_rows(

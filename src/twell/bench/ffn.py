@@ -18,7 +18,7 @@ from twell import ops, reference
 from twell.bench import cases, timing
 from twell.plan import Plan, choose_plan, costs_for
 
-_PLAN_TOKENS = 4096  # whose counts make the plan; they are not timed
+PLAN_TOKENS = 4096  # whose counts make the plan; they are not timed
 _TRUTH_ROWS = 256  # rows compared with float64
 _SLACK = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 
@@ -53,7 +53,7 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
         if inputs is None or made_for != key:
             largest = max(c.M for c in cases_ if dataclasses.replace(c, M=0) == key)
             if ops.choose_backend(case.backend, torch.device(case.device)) == "triton":
-                largest += _PLAN_TOKENS
+                largest += PLAN_TOKENS
             with torch.inference_mode(False):  # weights as a model has them, with version counters
                 inputs = cases.make(
                     case.workload,
@@ -105,7 +105,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
     """From the counts of other tokens than are timed."""
-    r = torch.relu(nnf.linear(inputs.x[-_PLAN_TOKENS:], inputs.w_gate))
+    r = torch.relu(nnf.linear(inputs.x[-PLAN_TOKENS:], inputs.w_gate))
     return choose_plan((r != 0).sum(0), len(r), costs_for(r.device), width=case.D, gated=case.gated)
 
 

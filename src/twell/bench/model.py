@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from twell.bench import cases, ffn, timing
 from twell.hf.convert import sparsify_
 from twell.nn import SparseFFNBase
-from twell.plan import choose_plan, costs_for
 from twell.reference import Weights
-
-_PLAN_TOKENS = 4096
 
 
 @torch.inference_mode()
@@ -42,7 +39,7 @@ def measure(
     device, dtype, config = model.device, model.dtype, model.config
     D, F, tokens = config.hidden_size, config.intermediate_size, batch * length
     with torch.inference_mode(False), torch.no_grad():
-        inputs = cases.make(workload, tokens + _PLAN_TOKENS, D, F, dtype=dtype, device=device)
+        inputs = cases.make(workload, tokens + ffn.PLAN_TOKENS, D, F, dtype=dtype, device=device)
         blocks = [layer.mlp for layer in model.model.layers]
         for block in blocks:
             block.gate_proj.weight.copy_(inputs.w_gate)
@@ -57,7 +54,7 @@ def measure(
         assert isinstance(layer.mlp, SparseFFNBase)
         layer.mlp.backend = "triton"
         if patterns is None:
-            plans.append(layer.mlp.plan_from_counts(fired, _PLAN_TOKENS))
+            plans.append(layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS))
         else:
             layer.mlp = _TracedFFN.of(layer.mlp, x.flatten(0, 1), patterns, i)
             plans.append(layer.mlp.plan)
@@ -109,21 +106,16 @@ class _TracedFFN(nn.Module):
     """A layer that runs its gate on x and everything after it on recorded positions: for timing alone."""
 
     def __init__(self, weights: nn.ParameterList, x: Tensor, active: Tensor) -> None:
-        from twell.bench.parts import Parts
+        from twell.bench.parts import Parts  # needs triton
+        from twell.bench.traced import plan_and_rest
 
         super().__init__()
         self.weights = weights
-        tokens, F = active.shape
-        M = len(x)
-        seen, timed = active[: tokens // 2].to(x.device), active[tokens // 2 :].to(x.device)
-        self.plan = choose_plan(seen.sum(0), len(seen), costs_for(x.device), width=x.shape[1])
+        self.plan, timed = plan_and_rest(active.to(x.device), *x.shape)
         self.parts = None
-        if not self.plan.is_dense and self.plan.min_tokens <= M:
-            w = Weights(*weights)
-            is_cold = torch.ones(F, dtype=torch.bool, device=x.device)
-            is_cold[self.plan.hot.to(x.device)] = False
-            self.parts = Parts(x, w, self.plan)
-            self.parts.replace_gate(timed.repeat(-(-M // len(timed)), 1)[:M, is_cold])
+        if not self.plan.is_dense and self.plan.min_tokens <= len(x):
+            self.parts = Parts(x, Weights(*weights), self.plan)
+            self.parts.replay(timed)
 
     @classmethod
     def of(cls, layer: SparseFFNBase, x: Tensor, patterns: Sequence[Tensor], index: int) -> _TracedFFN:

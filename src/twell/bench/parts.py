@@ -32,6 +32,11 @@ class Parts:
         self.restore()
         self.h = self.hot(self.tiles.gate, self.tiles.use_tma) if self.has_hot else self.x[:, :0]
 
+    def replay(self, active: Tensor) -> None:
+        """As if the neurons ``active`` [M, F] (bool) had fired: of them the cold ones, since hot ones run densely."""
+        rows = self.layout.cold_rows
+        self.replace_gate(active if rows is None else active[:, rows.long()])
+
     def replace_gate(self, active: Tensor) -> None:
         """As if the cold gate were ``active`` [M, C] (bool), with random positive values there."""
         self.r.copy_((torch.rand_like(self.r) + 0.1) * active)

@@ -33,17 +33,21 @@ def measure(
     layer: Layer, M: int, D: int, *, dtype: torch.dtype, device: torch.device, seconds: float = 3.0
 ) -> dict[str, Any]:
     """A JSON-ready row for one layer, as a gated FFN on a GPU (or in Triton's interpreter)."""
-    tokens, F = layer.active.shape
-    if tokens < 2:
-        raise ValueError(f"a trace of {tokens} tokens has no two halves: one to plan by, one to time")
-    active = layer.active.to(device)
-    seen, timed = active[: tokens // 2], active[tokens // 2 :]
-    timed = timed.repeat(-(-M // len(timed)), 1)[:M]
-    plan = choose_plan(seen.sum(0), len(seen), costs_for(device), width=D)
+    plan, timed = plan_and_rest(layer.active.to(device), M, D)
     mean = max(1, round(timed.sum().item() / M))
     with torch.inference_mode(False):
-        inputs = cases.make(f"skew{mean}", M, D, F, dtype=dtype, device=device)
+        inputs = cases.make(f"skew{mean}", M, D, timed.shape[1], dtype=dtype, device=device)
     return _row(layer.name, inputs, timed, plan, seconds)
+
+
+def plan_and_rest(active: Tensor, M: int, D: int) -> tuple[Plan, Tensor]:
+    """A plan by the first half of ``active`` [tokens, F], and the second half repeated to M tokens: bool [M, F]."""
+    half = len(active) // 2
+    if half < 1:
+        raise ValueError(f"a trace of {len(active)} tokens has no two halves: one to plan by, one to time")
+    seen, rest = active[:half], active[half:]
+    plan = choose_plan(seen.sum(0), half, costs_for(active.device), width=D)
+    return plan, rest.repeat(-(-M // len(rest)), 1)[:M]
 
 
 def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds: float) -> dict[str, Any]:
@@ -58,10 +62,8 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
         times = timing.compare(runs, seconds=seconds, device=x.device)
         sparse = times["sparse"].p50
     else:
-        is_cold = torch.ones(F, dtype=torch.bool, device=x.device)
-        is_cold[plan.hot.to(x.device)] = False
         parts = Parts(x, w, plan)
-        parts.replace_gate(active[:, is_cold])
+        parts.replay(active)
         error = _check(parts, w)
         tiles = parts.tiles
         runs["gate"] = lambda: parts.cold_gate(tiles.gate, tiles.use_tma)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ceil_div
+from twell.kernels.launch import ceil_div, launch
 from twell.kernels.tiles import relu
 
 _BLOCK = 2048
@@ -30,8 +30,12 @@ def _activate_kernel(m_z, i_u, n, BLOCK: tl.constexpr, GATED: tl.constexpr, SQUA
 def activate_(z: Tensor, u: Tensor | None, *, squared: bool) -> Tensor:
     """relu(z), squared if asked, times u; in place of z. Both contiguous."""
     if z.numel():
-        grid = (ceil_div(z.numel(), _BLOCK),)
-        _activate_kernel[grid](
-            z, z if u is None else u, z.numel(), BLOCK=_BLOCK, GATED=u is not None, SQUARED=squared, num_warps=8
+        launch(
+            _activate_kernel,
+            ceil_div(z.numel(), _BLOCK),
+            (z, z if u is None else u, z.numel()),
+            {"BLOCK": _BLOCK, "GATED": u is not None, "SQUARED": squared},
+            warps=8,
+            stages=1,
         )
     return z
