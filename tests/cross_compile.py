@@ -25,6 +25,7 @@ CAPABILITY, DTYPE, D, F = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(s
 TILES = tiles_for(CAPABILITY, getattr(torch, DTYPE))
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[DTYPE]
 VALUES, INTEGERS = f"*{ELEMENT}", "*i32"
+OVERLAPS = {"OVERLAPS": CAPABILITY >= 90}
 
 
 def compile_kernel(
@@ -84,7 +85,8 @@ for hot in (False, True):
         | integers("M", "D", "N", "width", "words", "x_stride"),
         {"HOT": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": True, "WHOLE": False}
         | {"BM": t.BM, "BN": t.BN, "BK": t.BK}
-        | {"GROUP_M": gate.GROUP_M, "USE_TMA": TILES.use_tma, "PRECISION": precision},
+        | {"GROUP_M": gate.GROUP_M, "USE_TMA": TILES.use_tma, "PRECISION": precision}
+        | OVERLAPS,
         t.warps,
         t.stages,
         " hot" if hot else " cold",
@@ -98,24 +100,29 @@ compile_kernel(
     | pointers(INTEGERS, "m_marks")
     | integers("M", "C", "words", "first", "cap", "n_early", "long_start", "size"),
     {"BW": triton.next_power_of_2(F // 32), "HAS_ORDER": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
-    | {"CHUNK": lists._CHUNK},
+    | {"CHUNK": lists._CHUNK}
+    | OVERLAPS,
     1,
     1,
 )
-compile_kernel(
-    up_down._tail_kernel,
-    pointers(VALUES, "i_x")
-    | pointers(INTEGERS, "i_neurons")
-    | pointers(VALUES, "i_values")
-    | pointers(INTEGERS, "i_marks")
-    | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias", "o_y")
-    | integers("M", "D", "cap", "n_early", "long_start", "rows", "x_stride"),
-    {"BD": D, "WHOLE": True, "NEURONS": TILES.tail.neurons, "GATED": True, "SQUARED": False, "SPOIL": True}
-    | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
-    | {"STAGES": TILES.tail.stages},
-    max(TILES.tail.warps, D // 1024),
-    TILES.tail.stages,
-)
+ELEMENT_BYTES = 4 if DTYPE == "float32" else 2
+for tail in {TILES.tail, TILES.long_tail if D * ELEMENT_BYTES <= 8192 else TILES.tail}:
+    compile_kernel(
+        up_down._tail_kernel,
+        pointers(VALUES, "i_x")
+        | pointers(INTEGERS, "i_neurons")
+        | pointers(VALUES, "i_values")
+        | pointers(INTEGERS, "i_marks")
+        | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias", "o_y")
+        | integers("M", "D", "cap", "n_early", "long_start", "rows", "x_stride"),
+        {"BD": D, "WHOLE": True, "NEURONS": tail.neurons, "GATED": True, "SQUARED": False, "SPOIL": True}
+        | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
+        | {"STAGES": tail.stages}
+        | OVERLAPS,
+        max(tail.warps, D // 1024),
+        tail.stages,
+        f" {tail.neurons} {tail.warps} {tail.stages}",
+    )
 t, small = TILES.heavy, few(TILES.heavy)
 blocks = {"BM": t.BM, "BN": t.BN, "BK": t.BK, "FEW": 128, "FEW_BM": small.BM, "FEW_BN": small.BN, "FEW_BK": small.BK}
 blocks |= {"GROUP_M": 8, "N_LONG": lists.N_LONG, "SQUARED": False, "PRECISION": precision}
@@ -125,7 +132,7 @@ compile_kernel(
     | pointers(INTEGERS, "i_order", "i_marks")
     | pointers(VALUES, "m_gate")
     | integers("M", "D", "C", "x_stride"),
-    blocks | {"HAS_UP_BIAS": True, "HAS_ORDER": True},
+    blocks | {"HAS_UP_BIAS": True, "HAS_ORDER": True} | OVERLAPS,
     t.warps,
     t.stages,
 )
@@ -135,7 +142,7 @@ compile_kernel(
     | pointers(INTEGERS, "i_marks")
     | pointers(VALUES, "o_y")
     | integers("M", "D", "C"),
-    blocks | {"HAS_DOWN_BIAS": True},
+    blocks | {"HAS_DOWN_BIAS": True} | OVERLAPS,
     t.warps,
     t.stages,
 )

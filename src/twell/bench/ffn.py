@@ -167,7 +167,7 @@ def parts_ms(parts: Any, w: reference.Weights, seconds: float) -> dict[str, floa
         "dense gate": lambda: nnf.linear(x, w.gate),
         "cold gate": lambda: parts.cold_gate(tiles.gate, tiles.use_tma),
         "lists": parts.list_active,
-        "tail": lambda: parts.tail(tiles.tail),
+        "tail": lambda: parts.tail(parts.tail_tile),
         "heavy": lambda: parts.heavy(tiles.heavy),
     }
     if parts.has_hot:

@@ -19,6 +19,7 @@ class Parts:
         self.x, self.plan = x, plan
         self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
+        self.tail_tile = split.tail_tile(self.tiles, x, plan)
         self.layout = split.lay_out(w, plan.hot.to(x.device))
         self.y = torch.zeros_like(x)
         self.r, self.bitmap, self._marks = self._gate(self.tiles.gate, self.tiles.use_tma)
@@ -125,7 +126,7 @@ class Parts:
     def after_gate(self) -> Tensor:
         """Everything but the cold gate. Needs ``restore`` before."""
         kept, self.lists = self.lists, self.list_active()
-        self.tail(self.tiles.tail)
+        self.tail(self.tail_tile)
         self.heavy(self.tiles.heavy)
         self.lists = kept
         if self.has_hot:

@@ -76,7 +76,7 @@ def tune(
     parts.pretend_heavy(max(1, M // 32))  # as many as a trained model has
     tiles = parts.tiles
     kernels: list[tuple[str, Callable[[Any, bool], Tensor], Any, list[tuple[Any, bool]]]] = [
-        ("tail", lambda tile, _: parts.tail(tile), tiles.tail, [(t, False) for t in tail_candidates()]),
+        ("tail", lambda tile, _: parts.tail(tile), parts.tail_tile, [(t, False) for t in tail_candidates()]),
         ("gate", parts.cold_gate, tiles.gate, list(gate_candidates())),
         ("hot", parts.hot, tiles.gate, list(gate_candidates())),
         ("heavy", lambda tile, _: parts.heavy(tile), tiles.heavy, [(t, False) for t in heavy_candidates()]),

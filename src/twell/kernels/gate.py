@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ceil_div, launch
+from twell.kernels.launch import can_overlap, ceil_div, launch
 from twell.kernels.lists import new_marks
-from twell.kernels.tiles import GateTile, bitmap_words, pack_bits, pack_pairs, relu, relu_pairs, tile_of
+from twell.kernels.tiles import GateTile, bitmap_words, pack_bits, pack_pairs, relu, relu_pairs, start_after, tile_of
 
 GROUP_M = 8
 
@@ -109,7 +109,9 @@ def _gate_kernel(
     GROUP_M: tl.constexpr,
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    start_after(OVERLAPS)
     if not HOT:
         if tl.program_id(0) == 0:
             tl.store(o_marks + tl.arange(0, 4), tl.zeros((4,), tl.int32))
@@ -203,6 +205,7 @@ def _launch(
             "GROUP_M": GROUP_M,
             "USE_TMA": use_tma,
             "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "OVERLAPS": options["HOT"] and can_overlap(),  # the cold gate loses: what waits takes room beside it
         },
         warps=tile.warps,
         stages=tile.stages,

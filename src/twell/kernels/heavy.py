@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import launch
+from twell.kernels.launch import can_overlap, launch
 from twell.kernels.lists import N_LONG, Lists
-from twell.kernels.tiles import GateTile, few, tile_of
+from twell.kernels.tiles import GateTile, few, start_after, tile_of
 
 FEW = 128  # heavy tokens
 
@@ -103,7 +103,9 @@ def _heavy_up_kernel(
     SQUARED: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    start_after(OVERLAPS)
     n_first, n_heavy = _count_heavy(i_marks, N_LONG)
     if n_heavy <= FEW:
         _up_tiles(i_x, i_up, i_up_bias, i_order, i_marks, n_first, n_heavy, m_gate, M, D, C, x_stride,
@@ -168,7 +170,9 @@ def _heavy_down_kernel(
     PRECISION: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    start_after(OVERLAPS)
     n_first, n_heavy = _count_heavy(i_marks, N_LONG)
     if n_heavy <= FEW:
         _down_tiles(i_h, i_down, i_down_bias, i_marks, n_first, n_heavy, o_y, M, D, C,
@@ -217,7 +221,9 @@ def write_heavy_(
             _heavy_up_kernel,
             programs,
             (x, up, some_bias, some_order, marks, gate, M, D, C, x.stride(0)),
-            constants | {"SQUARED": squared, "HAS_UP_BIAS": up_bias is not None, "HAS_ORDER": order is not None},
+            constants
+            | {"SQUARED": squared, "HAS_UP_BIAS": up_bias is not None, "HAS_ORDER": order is not None}
+            | {"OVERLAPS": can_overlap()},
             warps=tile.warps,
             stages=tile.stages,
         )
@@ -225,7 +231,8 @@ def write_heavy_(
         _heavy_down_kernel,
         programs,
         (gate, down, x if down_bias is None else down_bias, marks, y, M, D, C),
-        constants | {"SQUARED": squared and up is None, "HAS_DOWN_BIAS": down_bias is not None},
+        constants
+        | {"SQUARED": squared and up is None, "HAS_DOWN_BIAS": down_bias is not None, "OVERLAPS": can_overlap()},
         warps=tile.warps,
         stages=tile.stages,
     )

@@ -3,6 +3,8 @@
 Triton's own launch works out a kernel's specialisation from every argument, each time: 35 to 60 us of host time for the
 kernels here, and an FFN is six of them. What was compiled is kept under a key that is cheaper to make (10 us), so that
 the GPU and not the host is what a batch of 4096 tokens waits for.
+
+Kernels that have a constexpr OVERLAPS may be set up while the one before them ends (``start_after`` in tiles.py).
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from twell.kernels.tiles import device_facts
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -29,7 +33,8 @@ def launch(
     if compiled is None:
         if kernel.arg_names[len(arguments) :] != list(constants):
             raise TypeError(f"{kernel.__name__} takes {kernel.arg_names}, got constants {list(constants)}")
-        _compiled[key] = kernel[(programs,)](*arguments, **constants, num_warps=warps, num_stages=stages)
+        options = {"num_warps": warps, "num_stages": stages, "launch_pdl": constants.get("OVERLAPS", False)}
+        _compiled[key] = kernel[(programs,)](*arguments, **constants, **options)
     else:
         compiled[programs, 1, 1](*arguments, *constants.values())
 
@@ -41,6 +46,11 @@ def _kind(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     return argument.base.dtype, *argument.block_shape  # a tensor descriptor
+
+
+def can_overlap() -> bool:
+    """Whether the current device lets a kernel start while the one before it ends: from Hopper on."""
+    return not _INTERPRETED and device_facts(torch.cuda.current_device())[0] >= 90
 
 
 def ceil_div(a: int, b: int) -> int:

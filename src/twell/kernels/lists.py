@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import launch, power_of_2
-from twell.kernels.tiles import neuron_of_bit, popcount
+from twell.kernels.launch import can_overlap, launch, power_of_2
+from twell.kernels.tiles import neuron_of_bit, popcount, start_after
 
 LONG = 256  # neurons
 N_LONG = 256  # tokens
@@ -80,7 +80,9 @@ def _list_kernel(
     LONG: tl.constexpr,
     N_LONG: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    start_after(OVERLAPS)
     token = tl.program_id(0)
     word = tl.arange(0, BW)
     bits = tl.load(i_bitmap + token.to(tl.int64) * words + word, mask=word < words, other=0).to(tl.uint32, bitcast=True)
@@ -139,6 +141,7 @@ def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | Non
                 "LONG": LONG,
                 "N_LONG": N_LONG,
                 "CHUNK": _CHUNK,
+                "OVERLAPS": can_overlap(),
             },
             warps=1,
             stages=1,

@@ -15,11 +15,14 @@ from torch import Tensor
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
 from twell.kernels.lists import list_active
-from twell.kernels.tiles import Tiles
+from twell.kernels.tiles import RowTile, Tiles
 from twell.kernels.up_down import write_tail
 from twell.plan import Plan
 from twell.reference import Weights
 from twell.weights import neuron_major
+
+
+_LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
 
 class Layout(NamedTuple):
@@ -75,6 +78,12 @@ def _aligned(t: Tensor) -> Tensor:
     return t.clone(memory_format=torch.contiguous_format)
 
 
+def tail_tile(tiles: Tiles, x: Tensor, plan: Plan) -> RowTile:
+    """One row at a time, fetched ahead, suits long tails; its buffers must leave room for several programs."""
+    is_long = plan.first > _LONG_TAIL and x.shape[1] * x.element_size() <= 8192
+    return tiles.long_tail if is_long else tiles.tail
+
+
 def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, tiles: Tiles, programs: int) -> Tensor:
     """y [M, D] for x [M, D]."""
     x = _aligned(x)
@@ -93,7 +102,7 @@ def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, 
         w.down_bias,
         squared=squared,
         has_hot=len(layout.hot_down) > 0,
-        tile=tiles.tail,
+        tile=tail_tile(tiles, x, plan),
     )
     write_heavy_(
         y,

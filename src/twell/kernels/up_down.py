@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import launch, power_of_2
+from twell.kernels.launch import can_overlap, launch, power_of_2
 from twell.kernels.lists import LONG, N_LONG, Lists, n_early
-from twell.kernels.tiles import RowTile
+from twell.kernels.tiles import RowTile, start_after
 
 
 @triton.jit
@@ -52,7 +52,9 @@ def _tail_kernel(
     LONG: tl.constexpr,
     N_LONG: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    start_after(OVERLAPS)
     program = tl.program_id(0)
     token = program - N_LONG - n_early
     if token >= 0:
@@ -154,6 +156,7 @@ def write_tail(
             "LONG": LONG,
             "N_LONG": N_LONG,
             "STAGES": tile.stages,
+            "OVERLAPS": can_overlap(),
         },
         warps=max(tile.warps, wide // 1024),  # the table is for D 2048; beyond 4096 a thread's registers would not do
         stages=tile.stages,
