@@ -21,6 +21,7 @@ _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
     heavy=GateTile(16, 32, 32, 4, 2),
     tail=RowTile(4, 4, 2),
     long_tail=RowTile(1, 4, 2),
+    tail_backward=RowTile(2, 4, 2),
     use_tma=False,
 )
 

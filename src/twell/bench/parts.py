@@ -71,10 +71,7 @@ class Parts:
 
     def list_active(self) -> lists.Lists:
         """Needs ``restore`` before: its counters start at 0."""
-        plan = self.plan
-        return lists.list_active(
-            self.r, self.bitmap, self._marks, self.layout.cold_rows, first=plan.first, cap=plan.cap
-        )
+        return lists.list_active(self.r, self.bitmap, self._marks, self.layout.cold_rows, self.plan)
 
     def hot(self, tile: GateTile, use_tma: bool) -> Tensor:
         return gate.hot_activations(

@@ -43,8 +43,15 @@ def _load_tile(source, row, col, n_rows, n_cols, stride, ROWS: tl.constexpr, COL
 
 
 @triton.jit
-def _store_hot(acc, o_h, row, n, M, H, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr):
+def _store_hot(
+    acc, o_h, o_sums, row, n, M, N, H,
+    BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
     dtype = o_h.dtype.element_ty
+    if SAVES:
+        col = n * BN + tl.arange(0, BN)
+        inside = (row[:, None] < M) & (col[None, :] < N)
+        tl.store(o_sums + row[:, None].to(tl.int64) * N + col[None, :], acc.to(dtype), mask=inside)
     if GATED:
         z, u = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
         a = relu(z).to(dtype).to(tl.float32)
@@ -92,6 +99,7 @@ def _gate_kernel(
     o_values,  # HOT: h [M, width], else r [M, width]
     o_bitmap,  # [M, words], unused if HOT
     o_marks,  # int32, the first four set to 0; unused if HOT
+    o_sums,  # SAVES: x rows^T + bias [M, N], else unused
     M,
     D,
     N,
@@ -99,6 +107,7 @@ def _gate_kernel(
     words,
     x_stride,
     HOT: tl.constexpr,
+    SAVES: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -129,7 +138,7 @@ def _gate_kernel(
             col = n * BN + tl.arange(0, BN)
             acc += tl.load(i_bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
         if HOT:
-            _store_hot(acc, o_values, row, n, M, width, BM, BN, GATED, SQUARED)
+            _store_hot(acc, o_values, o_sums, row, n, M, N, width, BM, BN, GATED, SQUARED, SAVES)
         else:
             _store_cold(acc, o_values, o_bitmap, row, n, M, width, words, BM, BN, WHOLE)
 
@@ -145,8 +154,8 @@ def gate_and_bitmap(
     gate = x.new_empty(M, C)
     bitmap = torch.empty(M, bitmap_words(C), dtype=torch.int32, device=x.device)
     marks = new_marks(M, x.device)
-    options = {"HOT": False, "GATED": False, "SQUARED": False}
-    _launch(x, rows, bias, gate, bitmap, marks, tile, programs, use_tma, options)
+    options = {"HOT": False, "SAVES": False, "GATED": False, "SQUARED": False}
+    _launch(x, rows, bias, (gate, bitmap, marks, gate), tile, programs, use_tma, options)
     return gate, bitmap, marks
 
 
@@ -160,11 +169,15 @@ def hot_activations(
     tile: GateTile,
     programs: int,
     use_tma: bool,
+    sums: Tensor | None = None,
 ) -> Tensor:
-    """h [M, H] for x [M, D] and rows [2 H, D], gate and up interleaved (plain FFN: [H, D])."""
+    """h [M, H] for x [M, D] and rows [2 H, D], gate and up interleaved (plain FFN: [H, D]).
+
+    What h is made of, x rows^T + bias, goes into ``sums`` [M, 2 H] for a backward that wants it.
+    """
     h = x.new_empty(x.shape[0], rows.shape[0] // 2 if gated else rows.shape[0])
-    options = {"HOT": True, "GATED": gated, "SQUARED": squared}
-    _launch(x, rows, bias, h, h, h, tile, programs, use_tma, options)
+    options = {"HOT": True, "SAVES": sums is not None, "GATED": gated, "SQUARED": squared}
+    _launch(x, rows, bias, (h, h, h, h if sums is None else sums), tile, programs, use_tma, options)
     return h
 
 
@@ -172,15 +185,14 @@ def _launch(
     x: Tensor,
     rows: Tensor,
     bias: Tensor | None,
-    values: Tensor,
-    bitmap: Tensor,
-    marks: Tensor,
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
     tile: GateTile,
     programs: int,
     use_tma: bool,
     options: dict[str, bool],
 ) -> None:
     (M, D), N = x.shape, rows.shape[0]
+    values, bitmap, *_ = outputs
     if M == 0 or N == 0:
         return
     i_x: Any = x
@@ -194,7 +206,7 @@ def _launch(
     launch(
         _gate_kernel,
         min(programs, ceil_div(M, tile.BM) * ceil_div(N, tile.BN)),
-        (i_x, i_rows, some_bias, values, bitmap, marks, M, D, N, values.shape[1], bitmap.shape[1], x.stride(0)),
+        (i_x, i_rows, some_bias, *outputs, M, D, N, values.shape[1], bitmap.shape[1], x.stride(0)),
         options
         | {
             "HAS_BIAS": bias is not None,

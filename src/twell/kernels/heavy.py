@@ -182,6 +182,32 @@ def _heavy_down_kernel(
                     BM, BN, BK, GROUP_M, SQUARED, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
 
 
+@triton.jit
+def _heavy_l1_kernel(
+    i_h,  # [M, C]
+    i_marks,  # int32, see Lists
+    o_l1,  # [M]
+    M,
+    C,
+    N_LONG: tl.constexpr,
+    BC: tl.constexpr,
+    SQUARED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    start_after(OVERLAPS)
+    n_first, n_heavy = _count_heavy(i_marks, N_LONG)
+    for r in range(tl.program_id(0), n_heavy, tl.num_programs(0)):
+        token = _heavy_tokens(i_marks, r, n_first, n_heavy, M)
+        total = tl.zeros((BC,), tl.float32)
+        for first in range(0, C, BC):
+            cold = first + tl.arange(0, BC)
+            h = tl.load(i_h + token * C + cold, mask=cold < C, other=0.0).to(tl.float32)
+            if SQUARED:  # a plain FFN: what is stored is r
+                h = h * h
+            total += tl.abs(h)
+        tl.store(o_l1 + token, tl.sum(total, axis=0))
+
+
 def write_heavy_(
     y: Tensor,
     x: Tensor,
@@ -196,8 +222,12 @@ def write_heavy_(
     squared: bool,
     tile: GateTile,
     programs: int,
+    l1: Tensor | None = None,
 ) -> None:
-    """Write the rows of y [M, D] that belong to heavy tokens. Overwrites their rows of ``gate``."""
+    """Write the rows of y [M, D] that belong to heavy tokens, and their sums of abs(h) into ``l1`` [M].
+
+    Overwrites their rows of ``gate``.
+    """
     (M, D), C = x.shape, gate.shape[1]
     if M == 0:
         return
@@ -236,3 +266,12 @@ def write_heavy_(
         warps=tile.warps,
         stages=tile.stages,
     )
+    if l1 is not None:
+        launch(
+            _heavy_l1_kernel,
+            programs,
+            (gate, marks, l1, M, C),
+            {"N_LONG": N_LONG, "BC": 1024, "SQUARED": squared and up is None, "OVERLAPS": can_overlap()},
+            warps=4,
+            stages=1,
+        )

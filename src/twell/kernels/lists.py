@@ -26,6 +26,7 @@ from torch import Tensor
 
 from twell.kernels.launch import can_overlap, launch, power_of_2
 from twell.kernels.tiles import neuron_of_bit, popcount, start_after
+from twell.plan import Plan
 
 LONG = 256  # neurons
 N_LONG = 256  # tokens
@@ -44,10 +45,38 @@ class Lists(NamedTuple):
         [4 + 2 M + i]   the early tokens
     """
 
-    neurons: Tensor  # int32 [2, M cap + N_LONG LONG]: numbers among the cold neurons; rows in the model's weights
+    neurons: Tensor  # int16 [2, M cap + N_LONG LONG]: numbers among the cold neurons; rows in the model's weights
     values: Tensor  # [M cap + N_LONG LONG]: of the gate
     marks: Tensor
     cap: int
+
+
+@triton.jit
+def token_of_program(program, i_marks, M, cap, n_early, long_start, LONG: tl.constexpr, N_LONG: tl.constexpr):
+    """(token, n, start of its entries) of one of N_LONG + n_early + M programs; n is -1 if there is nothing to do."""
+    token = program - N_LONG - n_early
+    if token >= 0:
+        n = tl.load(i_marks + 4 + token)
+        start = token.to(tl.int64) * cap
+    else:
+        n = tl.full((), -1, tl.int32)
+        start = tl.full((), 0, tl.int64)
+        if program < N_LONG:
+            n_long = tl.load(i_marks + 1)
+            if (n_long <= N_LONG) & (program < n_long):
+                token = tl.load(i_marks + 4 + M + (M - 1 - program))
+                n = -1 - tl.load(i_marks + 4 + token)
+                start = program.to(tl.int64) * LONG + long_start
+        elif program - N_LONG < tl.load(i_marks + 2):
+            token = tl.load(i_marks + 4 + 2 * M + (program - N_LONG))
+            n = -1 - tl.load(i_marks + 4 + token)
+            start = token.to(tl.int64) * cap
+    return token, n, start
+
+
+def n_programs(tokens: int) -> int:
+    """See ``token_of_program``."""
+    return N_LONG + n_early(tokens) + tokens
 
 
 def n_early(tokens: int) -> int:
@@ -122,12 +151,13 @@ def _list_kernel(
             tl.store(o_values + start + e, value, mask=e < n)
 
 
-def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | None, *, first: int, cap: int) -> Lists:
+def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | None, plan: Plan) -> Lists:
     """Lists of a gate [M, C] with its bitmap. ``marks``: see ``new_marks``, zeros first; ``order``: [C] rows."""
     (M, C), words = gate.shape, bitmap.shape[1]
-    first = min(first, cap)
+    cap, first = plan.cap, min(plan.first, plan.cap)
     size = M * cap + N_LONG * LONG
-    neurons = torch.empty(1 if order is None else 2, size, dtype=torch.int32, device=bitmap.device)
+    narrow = torch.int16 if plan.n_neurons <= 1 << 15 else torch.int32
+    neurons = torch.empty(1 if order is None else 2, size, dtype=narrow, device=bitmap.device)
     values = gate.new_empty(size)
     if M:
         some_order = marks if order is None else order

@@ -21,7 +21,6 @@ from twell.plan import Plan
 from twell.reference import Weights
 from twell.weights import neuron_major
 
-
 _LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
 
@@ -36,15 +35,16 @@ class Layout(NamedTuple):
     cold_down: Tensor  # [C, D] neuron-major
     cold_rows: Tensor | None  # [C] int32: their rows in ``up``; None where no neuron is hot
     up: Tensor | None  # [F, D] as the model has it
+    order: Tensor | None  # [F] int64: hot neurons, then cold ones; None where no neuron is hot
 
 
 def lay_out(w: Weights, hot: Tensor) -> Layout:
     """Copies of what the kernels read in another order. ``hot``: int64 [H]."""
-    gate, up = _aligned(w.gate.contiguous()), None if w.up is None else w.up.contiguous()
+    gate, up = aligned(w.gate.contiguous()), None if w.up is None else w.up.contiguous()
     if len(hot) == 0:
         down = neuron_major(w.down)
         down = w.down.t().contiguous() if down is None else down
-        return Layout(gate[:0], None, down[:0], gate, w.gate_bias, down, None, up)
+        return Layout(gate[:0], None, down[:0], gate, w.gate_bias, down, None, up, None)
     is_cold = torch.ones(gate.shape[0], dtype=torch.bool, device=gate.device)
     is_cold[hot] = False
     cold = is_cold.nonzero()[:, 0]
@@ -57,7 +57,8 @@ def lay_out(w: Weights, hot: Tensor) -> Layout:
         zeros = gate.new_zeros(gate.shape[0])
         up_bias = None if w.up is None else (zeros if w.up_bias is None else w.up_bias)
         hot_bias = interleaved(zeros if w.gate_bias is None else w.gate_bias, up_bias)
-    down = w.down.t()[torch.cat([hot, cold])]
+    order = torch.cat([hot, cold])
+    down = w.down.t()[order]
     return Layout(
         hot=interleaved(gate, w.up),
         hot_bias=hot_bias,
@@ -67,10 +68,11 @@ def lay_out(w: Weights, hot: Tensor) -> Layout:
         cold_down=down[len(hot) :],
         cold_rows=cold.int(),
         up=up,
+        order=order,
     )
 
 
-def _aligned(t: Tensor) -> Tensor:
+def aligned(t: Tensor) -> Tensor:
     """``t`` [n, D], or a copy where the copy engine could not read it: rows lie apart, at multiples of 16 bytes."""
     row = t.stride(0) * t.element_size()
     if t.stride(1) == 1 and t.stride(0) >= t.shape[1] and row % 16 == 0 and t.data_ptr() % 16 == 0:
@@ -86,11 +88,11 @@ def tail_tile(tiles: Tiles, x: Tensor, plan: Plan) -> RowTile:
 
 def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, tiles: Tiles, programs: int) -> Tensor:
     """y [M, D] for x [M, D]."""
-    x = _aligned(x)
+    x = aligned(x)
     squared = activation == "relu2"
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     gate, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, **common)
-    lists = list_active(gate, bitmap, marks, layout.cold_rows, first=plan.first, cap=plan.cap)
+    lists = list_active(gate, bitmap, marks, layout.cold_rows, plan)
     y = x.new_empty(x.shape)
     write_tail(
         y,

@@ -46,20 +46,21 @@ class Tiles(NamedTuple):
 
     gate: GateTile
     heavy: GateTile
-    tail: RowTile
-    long_tail: RowTile  # from about 20 neurons a token on
     use_tma: bool
+    tail: RowTile = RowTile(2, 4, 1)
+    long_tail: RowTile = RowTile(2, 4, 1)  # from about 20 neurons a token on
+    tail_backward: RowTile = RowTile(1, 2, 1)
 
 
 # Chosen by measurement where a GPU was at hand (sm_90: H200), by shared memory elsewhere: 99 KiB on 86, 89 and 120,
 # 163 on 80, 227 on 90 and 100.
 _BY_CAPABILITY: dict[int, Tiles] = {
-    80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 8, 3), RowTile(2, 4, 1), RowTile(2, 4, 1), use_tma=False),
-    86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(2, 4, 1), RowTile(2, 4, 1), use_tma=False),
-    89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(2, 4, 1), RowTile(2, 4, 1), use_tma=False),
-    90: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 4), RowTile(2, 4, 1), RowTile(1, 2, 4), use_tma=True),
-    100: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 3), RowTile(2, 4, 1), RowTile(1, 2, 4), use_tma=True),
-    120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), RowTile(2, 4, 1), RowTile(2, 4, 1), use_tma=False),
+    80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 8, 3), use_tma=False),
+    86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), use_tma=False),
+    89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), use_tma=False),
+    90: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 4), use_tma=True, long_tail=RowTile(1, 2, 4)),
+    100: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 3), use_tma=True, long_tail=RowTile(1, 2, 4)),
+    120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), use_tma=False),
 }
 
 
@@ -100,8 +101,10 @@ def bitmap_words(n_neurons: int) -> int:
 
 @triton.jit
 def start_after(OVERLAPS: tl.constexpr):
-    """Let the next kernel be set up, then wait for all that the one before this wrote. First in a kernel, or not at all:
-    a program that went on without waiting would let the next kernel start too early."""
+    """Let the next kernel be set up, then wait for all that the one before this wrote.
+
+    First in a kernel, or not at all: one that went on without waiting would let the next start too early.
+    """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -168,6 +171,12 @@ def pack_bits(active, BM: tl.constexpr, BN: tl.constexpr):
 def neuron_of_bit(word, bit):
     """Column of bit ``bit`` of word ``word``: see the module."""
     return 128 * (word // 4) + 8 * (bit % 16) + 2 * (word % 4) + bit // 16
+
+
+@triton.jit
+def bit_of_neuron(neuron):
+    """32 * word + bit of a column: ``neuron_of_bit`` the other way round."""
+    return 32 * (4 * (neuron // 128) + neuron % 8 // 2) + neuron % 128 // 8 + 16 * (neuron % 2)
 
 
 @triton.jit

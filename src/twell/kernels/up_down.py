@@ -19,14 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.launch import can_overlap, launch, power_of_2
-from twell.kernels.lists import LONG, N_LONG, Lists, n_early
+from twell.kernels.lists import LONG, N_LONG, Lists, n_early, n_programs, token_of_program
 from twell.kernels.tiles import RowTile, start_after
 
 
 @triton.jit
 def _tail_kernel(
     i_x,  # [M, D]
-    i_neurons,  # [2, size] int32: rows of Wd, rows of Wu
+    i_neurons,  # [2, size]: rows of Wd, rows of Wu
     i_values,  # [size]
     i_marks,  # int32, see Lists
     i_up,  # [F, D] or unused
@@ -34,6 +34,8 @@ def _tail_kernel(
     i_down,  # [C, D]
     i_down_bias,  # [D] or unused
     o_y,  # [M, D]
+    o_up,  # SAVES, gated: [size], u of every entry
+    o_l1,  # SAVES: [M], sum of |h|
     M,
     D,
     cap,
@@ -47,6 +49,7 @@ def _tail_kernel(
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     SPOIL: tl.constexpr,  # add 0 * sum(x)
+    SAVES: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
     LONG: tl.constexpr,
@@ -55,29 +58,13 @@ def _tail_kernel(
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    program = tl.program_id(0)
-    token = program - N_LONG - n_early
-    if token >= 0:
-        n = tl.load(i_marks + 4 + token)
-        start = token.to(tl.int64) * cap
-    else:
-        n = tl.full((), -1, tl.int32)
-        start = tl.full((), 0, tl.int64)
-        if program < N_LONG:
-            n_long = tl.load(i_marks + 1)
-            if (n_long <= N_LONG) & (program < n_long):
-                token = tl.load(i_marks + 4 + M + (M - 1 - program))
-                n = -1 - tl.load(i_marks + 4 + token)
-                start = program.to(tl.int64) * LONG + long_start
-        elif program - N_LONG < tl.load(i_marks + 2):
-            token = tl.load(i_marks + 4 + 2 * M + (program - N_LONG))
-            n = -1 - tl.load(i_marks + 4 + token)
-            start = token.to(tl.int64) * cap
+    token, n, start = token_of_program(tl.program_id(0), i_marks, M, cap, n_early, long_start, LONG, N_LONG)
     if n >= 0:
         d = tl.arange(0, BD)
         in_d = (d < D) | WHOLE
         x = tl.load(i_x + token.to(tl.int64) * x_stride + d, mask=in_d, other=0.0).to(tl.float32)
         acc = tl.zeros((BD,), tl.float32)
+        l1 = tl.zeros((NEURONS,), tl.float32)
         for first in tl.range(0, n, NEURONS, num_stages=STAGES):
             e = first + tl.arange(0, NEURONS)
             there = e < n
@@ -95,11 +82,17 @@ def _tail_kernel(
                 if HAS_UP_BIAS:
                     u += tl.load(i_up_bias + row, mask=there, other=0.0).to(tl.float32)
                 a = a * u
+                if SAVES:
+                    tl.store(o_up + start + e, u.to(o_up.dtype.element_ty), mask=there)
+            if SAVES:
+                l1 += tl.abs(a)
             acc += tl.sum(a[:, None] * down.to(tl.float32), axis=0)
         if HAS_DOWN_BIAS:
             acc += tl.load(i_down_bias + d, mask=in_d, other=0.0).to(tl.float32)
         y = o_y + token.to(tl.int64) * D + d
         tl.store(y, acc.to(o_y.dtype.element_ty), mask=in_d)
+        if SAVES:
+            tl.store(o_l1 + token, tl.sum(l1, axis=0))
         if SPOIL:
             if n == 0:  # else u is inf or NaN, too. A store of its own keeps the loop's registers few
                 tl.store(y, (acc + tl.sum(x * 0.0, axis=0)).to(o_y.dtype.element_ty), mask=in_d)
@@ -117,15 +110,20 @@ def write_tail(
     squared: bool,
     has_hot: bool,
     tile: RowTile,
+    saved_up: Tensor | None = None,
+    l1: Tensor | None = None,
 ) -> None:
-    """Write the rows of y [M, D] that belong to tokens that are not heavy."""
+    """Write the rows of y [M, D] that belong to tokens that are not heavy.
+
+    Where ``l1`` [M] is given, write their sums of abs(h) there, and u of every entry into ``saved_up``.
+    """
     M, D = x.shape
     if M == 0:
         return
     wide = power_of_2(D)
     launch(
         _tail_kernel,
-        N_LONG + n_early(M) + M,
+        n_programs(M),
         (
             x,
             lists.neurons,
@@ -136,6 +134,8 @@ def write_tail(
             down,
             x if down_bias is None else down_bias,
             y,
+            x if saved_up is None else saved_up,
+            x if l1 is None else l1,
             M,
             D,
             lists.cap,
@@ -151,6 +151,7 @@ def write_tail(
             "GATED": up is not None,
             "SQUARED": squared,
             "SPOIL": up is not None and not has_hot,
+            "SAVES": l1 is not None,
             "HAS_UP_BIAS": up_bias is not None,
             "HAS_DOWN_BIAS": down_bias is not None,
             "LONG": LONG,

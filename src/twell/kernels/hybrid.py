@@ -1,0 +1,286 @@
+"""Training in three parts: the forward of ``split.py`` that keeps what a backward needs, and that backward.
+
+What is kept, besides x and the weights, per token: z and u of the H hot neurons; for the cold tail a narrow list of
+16-bit neurons, r and u (``lists.py``), and the bitmap by neurons (C / 8 bytes). At H 512 and lists of 97 this is 3.6 kB,
+where a dense FFN keeps r, u and h of all neurons: 34 kB.
+
+A heavy token keeps nothing: its cold neurons are computed again from x. Only their number is needed on the host, and
+it is asked for once all other work of the backward is queued: the GPU does not wait for the host to hear it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell import reference
+from twell.kernels import split
+from twell.kernels.gate import gate_and_bitmap, hot_activations
+from twell.kernels.heavy import write_heavy_
+from twell.kernels.hot_backward import activation_gradients_, hot_counts
+from twell.kernels.lists import N_LONG, Lists, list_active
+from twell.kernels.split import Layout
+from twell.kernels.tail_backward import NeuronGradients, turned, write_tail_gradients, write_weight_gradients
+from twell.kernels.tiles import Tiles
+from twell.kernels.transpose import Columns, transpose
+from twell.kernels.up_down import write_tail
+from twell.plan import Plan
+from twell.reference import Gradients, Weights
+
+_HEAVY_TOKENS = 4096  # computed again at once
+
+
+class Saved(NamedTuple):
+    """What the backward needs of the forward."""
+
+    sums: Tensor  # [M, 2 H]: z and u of the hot neurons, interleaved; plain FFN: z, [M, H]
+    bits: Tensor  # see Columns
+    offsets: Tensor
+    neurons: Tensor  # see Lists
+    values: Tensor
+    up: Tensor  # u of every entry; plain FFN: empty
+    marks: Tensor
+
+
+def forward(
+    x: Tensor,
+    w: Weights,
+    layout: Layout,
+    activation: str,
+    plan: Plan,
+    token_mask: Tensor | None,
+    tiles: Tiles,
+    programs: int,
+    *,
+    want_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor, Saved]:
+    """(y [M, D], l1_sum, counts [F], what to keep) for x [M, D]."""
+    x = split.aligned(x)
+    gate = gate_and_bitmap(x, layout.cold, layout.cold_bias, tile=tiles.gate, programs=programs, use_tma=tiles.use_tma)
+    return after_gate(x, w, layout, activation, plan, token_mask, tiles, programs, *gate, want_stats=want_stats)
+
+
+def after_gate(
+    x: Tensor,
+    w: Weights,
+    layout: Layout,
+    activation: str,
+    plan: Plan,
+    token_mask: Tensor | None,
+    tiles: Tiles,
+    programs: int,
+    gate: Tensor,
+    bitmap: Tensor,
+    marks: Tensor,
+    *,
+    want_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor, Saved]:
+    """``forward`` once the cold gate is there (see ``gate_and_bitmap``), which is overwritten."""
+    M, gated, squared = len(x), w.up is not None, activation == "relu2"
+    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
+    lists = list_active(gate, bitmap, marks, layout.cold_rows, plan)
+    y, l1 = x.new_empty(x.shape), x.new_empty(M, dtype=torch.float32)
+    up = lists.values.new_empty(lists.values.shape if gated else (0,))
+    has_hot = len(layout.hot_down) > 0
+    rows = (y, x, lists, layout.up, w.up_bias, layout.cold_down, w.down_bias)
+    tail_tile = split.tail_tile(tiles, x, plan)
+    write_tail(*rows, squared=squared, has_hot=has_hot, tile=tail_tile, saved_up=up if gated else None, l1=l1)
+    write_heavy_(
+        y,
+        x,
+        gate,
+        lists,
+        layout.up,
+        w.up_bias,
+        layout.cold_down,
+        w.down_bias,
+        layout.cold_rows,
+        squared=squared,
+        tile=tiles.heavy,
+        programs=programs,
+        l1=l1 if want_stats else None,
+    )
+    sums = x.new_empty(M, len(layout.hot))
+    if has_hot:
+        h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, sums=sums, **common)
+        y.addmm_(h, layout.hot_down)
+    l1_sum, counts = reference.no_statistics(x)
+    columns, cold = transpose(bitmap, lists, len(layout.cold), token_mask, want_statistics=want_stats)
+    if want_stats:
+        if has_hot:
+            l1 += torch.linalg.vector_norm(h, 1, dim=1, dtype=torch.float32)
+        l1_sum = (l1 if token_mask is None else l1.where(token_mask, 0)).sum()
+        assert cold is not None
+        counts = cold
+        if layout.order is not None:
+            both = torch.cat([hot_counts(sums, token_mask, gated=gated), cold])
+            counts = torch.empty_like(both).index_copy_(0, layout.order, both)
+    return y, l1_sum, counts, Saved(sums, *columns, lists.neurons, lists.values, up, marks)
+
+
+def backward(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w: Weights,
+    layout: Layout,
+    saved: Saved,
+    activation: str,
+    plan: Plan,
+    token_mask: Tensor | None,
+    tiles: Tiles,
+    needs: tuple[bool, ...],
+) -> Gradients:
+    """As ``reference.backward``. Gradients that are not needed come back empty."""
+    x, dy = split.aligned(x), dy.contiguous()
+    gated, squared = w.up is not None, activation == "relu2"
+    needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needs
+    lists = Lists(saved.neurons, saved.values, saved.marks, plan.cap)
+    numbers = _to_host(saved.marks[:2])
+    F = w.gate.shape[0]
+    out = NeuronGradients(
+        gate=torch.empty_like(w.gate, memory_format=torch.contiguous_format) if needs_gate else None,
+        up=x.new_empty(F, x.shape[1]) if gated and needs_up else None,
+        down=x.new_empty(F, x.shape[1]) if needs_down else None,
+        gate_bias=x.new_empty(F) if needs_gate_bias else None,
+        up_bias=x.new_empty(F) if gated and needs_up_bias else None,
+    )
+    wants_weights = any(g is not None for g in out)
+    columns = Columns(saved.bits, saved.offsets) if wants_weights else None
+    dx = torch.empty_like(dy) if needs_x else None
+    pairs = write_tail_gradients(
+        dx,
+        dy,
+        dl1,
+        token_mask,
+        lists,
+        saved.up if gated else None,
+        layout.cold,
+        layout.up,
+        layout.cold_down,
+        columns,
+        squared=squared,
+        tile=tiles.tail_backward,
+    )
+    if pairs is not None and columns is not None:
+        write_weight_gradients(out, x, dy, pairs, columns, layout.cold_rows, len(layout.cold))
+    if layout.order is not None:
+        _add_hot(dx, out, dy, dl1, x, layout, saved.sums, token_mask, gated=gated, squared=squared)
+    for tokens in _heavy_tokens(saved.marks, numbers, len(x)).split(_HEAVY_TOKENS):
+        _add_heavy(dx, out, dy, dl1, x, w, layout, activation, token_mask, tokens)
+
+    def given(gradient: Tensor | None) -> Tensor:
+        return x.new_empty(0) if gradient is None else gradient
+
+    return Gradients(
+        given(dx),
+        Weights(
+            gate=given(out.gate),
+            up=given(out.up) if gated else None,
+            down=given(None if out.down is None else turned(out.down)),
+            gate_bias=given(out.gate_bias),
+            up_bias=given(out.up_bias) if gated else None,
+            down_bias=given(dy.sum(0) if needs_down_bias else None),
+        ),
+    )
+
+
+def _add_hot(
+    dx: Tensor | None,
+    out: NeuronGradients,
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    layout: Layout,
+    sums: Tensor,
+    token_mask: Tensor | None,
+    *,
+    gated: bool,
+    squared: bool,
+) -> None:
+    """dx += the hot neurons' part; their rows of the weights' gradients."""
+    assert layout.order is not None
+    dh = dy @ layout.hot_down.t()
+    gradients, h = activation_gradients_(sums, dh, dl1, token_mask, gated=gated, squared=squared)
+    if dx is not None:
+        dx.addmm_(gradients, layout.hot)
+    hot = layout.order[: len(layout.hot_down)]
+    if out.gate is not None or out.up is not None:
+        rows = gradients.t() @ x  # gate and up interleaved
+        _copy_rows((out.gate, out.up), hot, rows, gated)
+    if out.down is not None:
+        out.down.index_copy_(0, hot, h.t() @ dy)
+    if out.gate_bias is not None or out.up_bias is not None:
+        _copy_rows((out.gate_bias, out.up_bias), hot, gradients.sum(0), gated)
+
+
+def _copy_rows(out: tuple[Tensor | None, Tensor | None], hot: Tensor, rows: Tensor, gated: bool) -> None:
+    parts = rows.unflatten(0, (-1, 2)).unbind(1) if gated else (rows,)
+    for gradient, part in zip(out, parts, strict=False):
+        if gradient is not None:
+            gradient.index_copy_(0, hot, part)
+
+
+def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy that is there once the event has passed."""
+    if numbers.device.type == "cpu":
+        return numbers, None
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
+
+
+def _heavy_tokens(marks: Tensor, numbers: tuple[Tensor, torch.cuda.Event | None], M: int) -> Tensor:
+    """int64, ascending: what is summed over them must not depend on how they came into the list."""
+    host, event = numbers
+    if event is not None:
+        event.synchronize()
+    n_first, n_over = host.tolist()
+    listed = marks[4 + M : 4 + 2 * M]
+    parts = [listed[:n_first], listed[M - n_over :] if n_over > N_LONG else listed[:0]]
+    return torch.cat(parts).long().sort().values
+
+
+def _add_heavy(
+    dx: Tensor | None,
+    out: NeuronGradients,
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w: Weights,
+    layout: Layout,
+    activation: str,
+    token_mask: Tensor | None,
+    tokens: Tensor,
+) -> None:
+    """Add what the cold neurons of heavy tokens give, densely and from x."""
+    if len(tokens) == 0:
+        return
+    rows = None if layout.order is None else layout.order[len(layout.hot_down) :]
+    cold = Weights(
+        layout.cold,
+        w.up if w.up is None or rows is None else w.up[rows],
+        layout.cold_down.t(),
+        layout.cold_bias,
+        w.up_bias if w.up_bias is None or rows is None else w.up_bias[rows],
+    )
+    mask = None if token_mask is None else token_mask[tokens]
+    x, dy = x[tokens], dy[tokens]
+    again = reference.forward(x, cold, activation, want_stats=False)
+    needs = (dx is not None, *(out[i] is not None for i in range(5)), False)
+    gradient = reference.backward(dy, dl1, x, cold, again.gate, again.up, activation, mask, needs)
+    if dx is not None:
+        dx.index_add_(0, tokens, gradient.x)
+    more = gradient.weights
+    for target, part in zip(
+        out, (more.gate, more.up, more.down.t(), more.gate_bias, more.up_bias), strict=True
+    ):  # fmt: skip
+        if target is not None and part is not None:
+            if rows is None:
+                target.add_(part)
+            else:
+                target.index_copy_(0, rows, target[rows] + part)

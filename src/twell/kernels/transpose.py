@@ -1,0 +1,159 @@
+"""From a bitmap by tokens to lists by neurons: which tokens each cold neuron fired for, in the tokens' order.
+
+Two steps, both deterministic: no atomics, and what a place is follows from counts alone.
+
+1. ``transpose``: the bitmap turned over, a word for 32 tokens of one neuron, and how often each neuron fired in every
+   chunk of CHUNK tokens. Summed up, neuron by neuron and chunk by chunk, these counts are offsets. (The same pass
+   counts for the statistics: those of other tokens, with the heavy ones and without the ones that do not count.)
+2. ``place_of`` (called by the kernel that has something to put there): the place of the pair (token, neuron) is its
+   chunk's offset plus the bits below the token in at most CHUNK / 32 words.
+
+Neurons are in the order of the bitmap's bits ("key": 32 * word + bit). Heavy tokens are left out: they have no lists.
+Bytes, M 16384, C 5632: the bitmap in and out, 12 MB each, and a word of offsets a chunk and neuron (1.4 MB).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twell.kernels.launch import can_overlap, ceil_div, launch
+from twell.kernels.lists import LONG, N_LONG, Lists
+from twell.kernels.tiles import bit_of_neuron, neuron_of_bit, popcount, start_after
+
+CHUNK = 256  # tokens
+
+
+class Columns(NamedTuple):
+    """K = 32 * words keys, P = ceil(M / CHUNK) chunks."""
+
+    bits: Tensor  # int32 [ceil(M / 32), K]: bit t of row b: token 32 b + t
+    offsets: Tensor  # int32 [K P + 1]: the pairs before those of a key and chunk; the last: all
+
+
+@triton.jit
+def is_listed(n, i_marks, cap, LONG: tl.constexpr, N_LONG: tl.constexpr):
+    """Whether tokens with n active neurons have a list, which all but heavy ones have."""
+    longest = tl.where(tl.load(i_marks + 1) <= N_LONG, max(cap, LONG), cap)
+    return n <= longest
+
+
+@triton.jit
+def _transpose_kernel(
+    i_bitmap,  # [M, words]
+    i_marks,  # int32, see Lists
+    o_bits,  # [ceil(M / 32), 32 words]
+    o_counts,  # [32 words, P]
+    i_counted,  # [M] bool or unused: tokens for the statistics
+    o_statistics,  # [P, C] or unused
+    o_zero,  # set to 0
+    M,
+    C,
+    words,
+    cap,
+    P,
+    LONG: tl.constexpr,
+    N_LONG: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    start_after(OVERLAPS)
+    if tl.program_id(0) == 0:
+        tl.store(o_zero, 0)
+    word = tl.program_id(0) % words
+    chunk = tl.program_id(0) // words
+    bit = tl.arange(0, 32)
+    key = 32 * word + bit
+    t = tl.arange(0, 32)
+    place = tl.full((32,), 1, tl.uint32) << t.to(tl.uint32)
+    total = tl.zeros((32,), tl.int32)
+    statistics = tl.zeros((32,), tl.int32)
+    for block in range(chunk * (CHUNK // 32), min((chunk + 1) * (CHUNK // 32), tl.cdiv(M, 32))):
+        token = block * 32 + t
+        n = tl.load(i_marks + 4 + token, mask=token < M, other=0)
+        listed = is_listed(tl.where(n < 0, -1 - n, n), i_marks, cap, LONG, N_LONG)
+        row = tl.load(i_bitmap + token.to(tl.int64) * words + word, mask=token < M, other=0).to(tl.uint32, bitcast=True)
+        one = (row[:, None] >> bit[None, :].to(tl.uint32)) & 1
+        column = tl.sum(one * place[:, None], axis=0)
+        if HAS_STATISTICS:
+            counted = column
+            if HAS_MASK:
+                counts = tl.load(i_counted + token, mask=token < M, other=0)
+                counted = column & tl.sum(tl.where(counts != 0, place, 0), axis=0)
+            statistics += popcount(counted)
+        column = column & tl.sum(tl.where(listed, place, 0), axis=0)
+        total += popcount(column)
+        tl.store(o_bits + (tl.zeros((32,), tl.int64) + block) * (32 * words) + key, column.to(tl.int32, bitcast=True))
+    tl.store(o_counts + key * P + chunk, total)
+    if HAS_STATISTICS:
+        neuron = neuron_of_bit(word, bit)
+        tl.store(o_statistics + chunk * C + neuron, statistics, mask=neuron < C)
+
+
+@triton.jit
+def place_of(i_bits, i_offsets, token, neuron, there, keys, P, CHUNK: tl.constexpr):
+    """Places of the pairs (token, neuron[:]) in the lists by neurons."""
+    key = bit_of_neuron(neuron.to(tl.int32))
+    chunk = token // CHUNK
+    block = token // 32
+    b = chunk * (CHUNK // 32) + tl.arange(0, CHUNK // 32)
+    before = there[:, None] & (b <= block)[None, :]
+    bits = tl.load(i_bits + b[None, :].to(tl.int64) * keys + key[:, None], mask=before, other=0)
+    bits = bits.to(tl.uint32, bitcast=True)
+    below = (tl.full((), 1, tl.uint32) << (token % 32).to(tl.uint32)) - 1
+    bits = tl.where((b == block)[None, :], bits & below, bits)
+    return tl.load(i_offsets + key * P + chunk, mask=there, other=0) + tl.sum(popcount(bits), axis=1)
+
+
+def transpose(
+    bitmap: Tensor, lists: Lists, n_neurons: int, token_mask: Tensor | None = None, *, want_statistics: bool = False
+) -> tuple[Columns, Tensor | None]:
+    """The bitmap [M, words] of C neurons by neurons, less its heavy tokens.
+
+    And for how many of the tokens in ``token_mask`` each neuron was active, int32 [C], heavy or not, if wanted.
+    """
+    M, words = bitmap.shape
+    P = ceil_div(M, CHUNK)
+    bits = torch.empty(ceil_div(M, 32), 32 * words, dtype=torch.int32, device=bitmap.device)
+    offsets = torch.empty(32 * words * P + 1, dtype=torch.int32, device=bitmap.device)
+    statistics = offsets.new_empty(P, n_neurons) if want_statistics else None
+    if M:
+        counts = torch.empty(32 * words, P, dtype=torch.int32, device=bitmap.device)
+        launch(
+            _transpose_kernel,
+            words * P,
+            (
+                bitmap,
+                lists.marks,
+                bits,
+                counts,
+                bitmap if token_mask is None else token_mask,
+                counts if statistics is None else statistics,
+                offsets,
+                M,
+                n_neurons,
+                words,
+                lists.cap,
+                P,
+            ),
+            {
+                "LONG": LONG,
+                "N_LONG": N_LONG,
+                "CHUNK": CHUNK,
+                "HAS_STATISTICS": want_statistics,
+                "HAS_MASK": token_mask is not None,
+                "OVERLAPS": can_overlap(),
+            },
+            warps=1,
+            stages=1,
+        )
+        torch.cumsum(counts.view(-1), 0, dtype=torch.int32, out=offsets[1:])
+    else:
+        offsets.zero_()
+    return Columns(bits, offsets), None if statistics is None else statistics.sum(0, dtype=torch.int32)
