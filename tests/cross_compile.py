@@ -18,13 +18,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from twell.kernels import dense, gate, heavy, lists, pack, up_down
+from twell.kernels import (
+    dense,
+    gate,
+    heavy,
+    hot_backward,
+    lists,
+    pack,
+    tail_backward,
+    transpose,
+    turn,
+    up_down,
+)
 from twell.kernels.tiles import few, tiles_for
 
 CAPABILITY, DTYPE, D, F = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 TILES = tiles_for(CAPABILITY, getattr(torch, DTYPE))
 ELEMENT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[DTYPE]
-VALUES, INTEGERS = f"*{ELEMENT}", "*i32"
+VALUES, INTEGERS, NEURONS = f"*{ELEMENT}", "*i32", "*i16"
 OVERLAPS = {"OVERLAPS": CAPABILITY >= 90}
 
 
@@ -81,9 +92,9 @@ for hot in (False, True):
     compile_kernel(
         gate._gate_kernel,
         {"i_x": x, "i_rows": rows, "i_bias": VALUES, "o_values": VALUES, "o_bitmap": VALUES if hot else INTEGERS}
-        | {"o_marks": VALUES if hot else INTEGERS}
+        | {"o_marks": VALUES if hot else INTEGERS, "o_sums": VALUES}
         | integers("M", "D", "N", "width", "words", "x_stride"),
-        {"HOT": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": True, "WHOLE": False}
+        {"HOT": hot, "SAVES": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": True, "WHOLE": False}
         | {"BM": t.BM, "BN": t.BN, "BK": t.BK}
         | {"GROUP_M": gate.GROUP_M, "USE_TMA": TILES.use_tma, "PRECISION": precision}
         | OVERLAPS,
@@ -95,7 +106,8 @@ compile_kernel(
     lists._list_kernel,
     pointers(INTEGERS, "i_bitmap")
     | pointers(VALUES, "i_gate")
-    | pointers(INTEGERS, "i_order", "o_neurons")
+    | pointers(INTEGERS, "i_order")
+    | pointers(NEURONS, "o_neurons")
     | pointers(VALUES, "o_values")
     | pointers(INTEGERS, "m_marks")
     | integers("M", "C", "words", "first", "cap", "n_early", "long_start", "size"),
@@ -106,16 +118,17 @@ compile_kernel(
     1,
 )
 ELEMENT_BYTES = 4 if DTYPE == "float32" else 2
-for tail in {TILES.tail, TILES.long_tail if D * ELEMENT_BYTES <= 8192 else TILES.tail}:
+for tail, saves in ((TILES.tail, False), (TILES.long_tail if D * ELEMENT_BYTES <= 8192 else TILES.tail, True)):
     compile_kernel(
         up_down._tail_kernel,
         pointers(VALUES, "i_x")
-        | pointers(INTEGERS, "i_neurons")
+        | pointers(NEURONS, "i_neurons")
         | pointers(VALUES, "i_values")
         | pointers(INTEGERS, "i_marks")
-        | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias", "o_y")
+        | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias", "o_y", "o_up")
+        | pointers("*fp32", "o_l1")
         | integers("M", "D", "cap", "n_early", "long_start", "rows", "x_stride"),
-        {"BD": D, "WHOLE": True, "NEURONS": tail.neurons, "GATED": True, "SQUARED": False, "SPOIL": True}
+        {"BD": D, "WHOLE": True, "NEURONS": tail.neurons, "GATED": True, "SQUARED": False, "SPOIL": True, "SAVES": saves}
         | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
         | {"STAGES": tail.stages}
         | OVERLAPS,
@@ -145,6 +158,85 @@ compile_kernel(
     blocks | {"HAS_DOWN_BIAS": True} | OVERLAPS,
     t.warps,
     t.stages,
+)
+compile_kernel(
+    heavy._heavy_l1_kernel,
+    pointers(VALUES, "i_h") | pointers(INTEGERS, "i_marks") | pointers("*fp32", "o_l1") | integers("M", "C"),
+    {"N_LONG": lists.N_LONG, "BC": 1024, "SQUARED": False} | OVERLAPS,
+    4,
+    1,
+)
+compile_kernel(
+    transpose._transpose_kernel,
+    pointers(INTEGERS, "i_bitmap", "i_marks", "o_bits", "o_counts")
+    | pointers("*i1", "i_counted")
+    | pointers(INTEGERS, "o_statistics", "o_zero")
+    | integers("M", "C", "words", "cap", "P"),
+    {"LONG": lists.LONG, "N_LONG": lists.N_LONG, "CHUNK": transpose.CHUNK, "HAS_STATISTICS": True, "HAS_MASK": True}
+    | OVERLAPS,
+    1,
+    1,
+)
+tail = TILES.tail_backward
+compile_kernel(
+    tail_backward._tail_backward_kernel,
+    pointers(VALUES, "i_dy")
+    | pointers(NEURONS, "i_neurons")
+    | pointers(VALUES, "i_values", "i_saved_up")
+    | pointers(INTEGERS, "i_marks")
+    | pointers("*fp32", "i_l1")
+    | pointers("*i1", "i_counted")
+    | pointers(VALUES, "i_gate", "i_up", "i_down")
+    | pointers(INTEGERS, "i_bits", "i_offsets")
+    | pointers(VALUES, "o_dx")
+    | pointers(INTEGERS, "o_tokens")
+    | pointers(VALUES, "o_factors")
+    | integers("M", "D", "cap", "n_early", "long_start", "size", "keys", "P"),
+    {"BD": D, "WHOLE": True, "NEURONS": tail.neurons, "GATED": True, "SQUARED": True, "HAS_ORDER": True}
+    | {"HAS_L1": True, "HAS_MASK": True, "WANTS_DX": True, "WANTS_PAIRS": True, "LONG": lists.LONG}
+    | {"N_LONG": lists.N_LONG, "CHUNK": transpose.CHUNK, "STAGES": tail.stages}
+    | OVERLAPS,
+    tail_backward.warps_for(tail, D),
+    tail.stages,
+)
+compile_kernel(
+    tail_backward._weight_gradient_kernel,
+    pointers(VALUES, "i_x", "i_dy")
+    | pointers(INTEGERS, "i_tokens")
+    | pointers(VALUES, "i_factors")
+    | pointers(INTEGERS, "i_offsets", "i_order")
+    | pointers(VALUES, "o_gate", "o_up", "o_down", "o_gate_bias", "o_up_bias")
+    | integers("D", "C", "size", "keys", "P", "x_stride"),
+    {"BD": tail_backward._BLOCK_D, "TOKENS": tail_backward._TOKENS, "HAS_ORDER": True, "WANTS_GATE": True}
+    | {"WANTS_UP": True, "WANTS_DOWN": True, "WANTS_GATE_BIAS": True, "WANTS_UP_BIAS": True, "STAGES": 1}
+    | OVERLAPS,
+    tail_backward._WARPS,
+    1,
+)
+compile_kernel(
+    turn._turn_kernel,
+    pointers(VALUES, "i_t", "o_t") | integers("rows", "columns"),
+    {"BLOCK": 64} | OVERLAPS,
+    4,
+    1,
+)
+compile_kernel(
+    hot_backward._hot_backward_kernel,
+    pointers(VALUES, "i_sums", "m_dh")
+    | pointers("*fp32", "i_l1")
+    | pointers("*i1", "i_counted")
+    | pointers(VALUES, "o_gradients")
+    | {"n": "i64", "H": "i32"},
+    {"GATED": True, "SQUARED": True, "HAS_L1": True, "HAS_MASK": True, "BLOCK": hot_backward._BLOCK} | OVERLAPS,
+    4,
+    1,
+)
+compile_kernel(
+    hot_backward._positive_kernel,
+    pointers(VALUES, "i_sums") | pointers("*i1", "i_counted") | pointers(INTEGERS, "o_counts") | integers("M", "width"),
+    {"HAS_MASK": True, "ROWS": hot_backward._COUNT_ROWS, "STEP": 16, "BW": hot_backward._COUNT_COLUMNS},
+    1,
+    1,
 )
 compile_kernel(
     dense._activate_kernel,

@@ -113,8 +113,9 @@ def test_gate_and_bitmap(M: int, D: int, F: int, dtype: torch.dtype, bias: bool,
 @pytest.mark.parametrize("gated", [False, True])
 def test_hot_activations(gated: bool, squared: bool) -> None:
     w, x = make_weights(48, 256, f32, gated=gated, bias=True), torch.randn(37, 48)
-    hot = torch.randperm(256)[:128]
-    layout = split.lay_out(w, hot)
+    order = torch.randperm(256)
+    hot = order[:128]
+    layout = split.lay_out(w, order, 128)
     h = gate.hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **LAUNCH)
     out = reference.forward(x.double(), w.to(torch.float64))
     a = out.gate**2 if squared else out.gate

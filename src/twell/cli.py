@@ -208,6 +208,205 @@ def bench_model(
     )
 
 
+@bench_app.command("train")
+def bench_train(
+    workload: Annotated[
+        list[str] | None,
+        typer.Option("--workload", "-w", help="iidN or skewN, for a mean count of N; repeatable."),
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option("--tokens", "-m", help="Token count M; repeatable.")] = None,
+    width: Annotated[int, typer.Option("--width", "-d", help="Model width D.")] = 2048,
+    hidden: Annotated[int, typer.Option("--hidden", "-f", help="Hidden width F.")] = 5632,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32, on a GPU bfloat16.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain FFN instead of the gated one.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")
+    ] = None,
+    whole_model: Annotated[
+        bool, typer.Option("--model", help="Steps of a whole model, AdamW included, instead of one FFN.")
+    ] = False,
+    preset: Annotated[str, typer.Option(help="With --model, its shape: tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "1.5b",
+    batch: Annotated[int, typer.Option(help="With --model: sequences of a step.")] = 8,
+    length: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 2048,
+    variant: Annotated[str, typer.Option(help="With --model: dense, sparse or both.")] = "both",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    seconds: Annotated[float, typer.Option(help="Timing budget per row, after 5 repeats.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
+) -> None:
+    """Time training, dense against sparse: forward and backward of one FFN with L1, or whole steps of a model.
+
+    Example: [bold]twell bench train -w skew29 -w skew100 -m 16384[/bold] or
+    [bold]twell bench train --model --preset 1.5b --batch 8 -w skew29[/bold]
+    """
+    import torch
+
+    from twell import ops
+    from twell.bench import cases
+    from twell.doctor import bf16_problem
+
+    torch_device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_dtype = _dtype(dtype or ("bfloat16" if torch_device.type == "cuda" else "float32"))
+    ops.choose_backend(backend, torch_device)
+    if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
+        raise RuntimeError(problem)
+    for name in workload or []:
+        cases.get_workload(name)
+    sizes = tokens or [16384 if torch_device.type == "cuda" else 2048]
+    if min(*sizes, width, hidden, batch, length) < 1:
+        raise ValueError("--tokens, --width, --hidden, --batch and --length must be at least 1")
+    if variant not in ("both", "dense", "sparse"):
+        raise ValueError(f"unknown variant {variant!r}: expected both, dense or sparse")
+    if whole_model and (tokens or plain or trace is not None):
+        raise ValueError("--model has gated FFNs on --batch times --length tokens: no --tokens, --plain or --trace")
+    if variant != "both" and not whole_model:
+        raise ValueError("--variant goes with --model: one FFN is always measured both ways")
+    if trace is not None and (workload or plain):
+        raise ValueError("--trace times gated FFNs as they were recorded: it takes no --workload or --plain")
+    if trace is not None:
+        ops.choose_backend("triton", torch_device)
+    how: dict[str, Any] = {"dtype": torch_dtype, "device": torch_device, "seconds": seconds}
+    names = workload or ["skew29"]
+    if whole_model:
+        variants = ("dense", "sparse") if variant == "both" else (variant,)
+        of_model: dict[str, Any] = {
+            "preset": preset,
+            "batch": batch,
+            "length": length,
+            "variants": variants,
+            "backend": backend,
+        }
+        n_rows, measured = len(names), _model_steps(names, **of_model, **how)
+    elif trace is not None:
+        n_rows, measured = _trace_steps(trace, sizes, width, hidden, **how)
+    else:
+        n_rows = len(names) * len(sizes)
+        measured = _ffn_steps(names, sizes, width, hidden, gated=not plain, backend=backend, **how)
+    rows = []
+    with _progress("measuring", n_rows) as advance:
+        for row in measured:
+            rows.append(row)
+            if as_json:
+                print(json.dumps(row), flush=True)
+            _append(row, out)
+            advance(f"{row['workload']}: {row['speedup']:.2f}x" if "speedup" in row else row["workload"])
+    if not as_json:
+        (_print_model_steps if whole_model else _print_ffn_steps)(rows)
+
+
+def _ffn_steps(
+    names: list[str], sizes: list[int], width: int, hidden: int, *, device: Any, seconds: float, **how: Any
+) -> Iterator[dict[str, Any]]:
+    from twell.bench import ffn, train
+
+    todo = [ffn.Case(workload=name, M=m, D=width, F=hidden, device=str(device), **how) for name in names for m in sizes]
+    return train.run(todo, seconds=seconds)
+
+
+def _trace_steps(
+    path: Path, sizes: list[int], width: int, hidden: int, **how: Any
+) -> tuple[int, Iterator[dict[str, Any]]]:
+    """How many rows a trace gives, and the rows."""
+    from twell.bench import traced, train
+    from twell.trace import Trace
+
+    trace = Trace.load(path)
+    names = trace.names or [f"layer {i}" for i in range(trace.layers)]
+    width_of = hidden if trace.hidden_sizes is None else None
+    rows = (
+        train.measure_trace(traced.Layer(name, trace.pattern(i, width_of)), m, width, **how)
+        for m in sizes
+        for i, name in enumerate(names)
+    )
+    return len(sizes) * len(names), rows
+
+
+def _model_steps(names: list[str], *, preset: str, length: int, **how: Any) -> Iterator[dict[str, Any]]:
+    try:
+        from transformers import LlamaConfig
+
+        from twell.train import recipes
+    except ImportError as error:
+        raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
+    from twell.bench import train
+
+    recipe = recipes.preset(preset)
+    config = LlamaConfig(
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        vocab_size=recipe.vocab_size,
+        max_position_embeddings=max(length, recipe.context),
+        hidden_act="relu",
+    )
+    return (
+        {**train.measure_model(config, name, length=length, l1=recipe.l1, **how), "preset": preset} for name in names
+    )
+
+
+def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = rows[0]
+    machine = first["gpu"] if "gpu" in first else f"{first['cpu']}, {first['threads']} threads"
+    table = Table(
+        title=f"training a {first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine}",
+        caption="ms: median of forward and backward; speedup: over the faster dense one; memory, joules: sparse over "
+        "dense, of one forward and backward; error: largest of y and gradients, relative, against float64",
+    )
+    timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
+    columns = (
+        "workload",
+        "tokens",
+        "active",
+        *(f"{name} ms" for name in timed),
+        "speedup",
+        "memory",
+        "joules",
+        "error",
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
+    for row in rows:
+        memory, joules, error = row["memory"], row["joules"], row["error"]
+        table.add_row(
+            row["workload"],
+            str(row["M"]),
+            f"{row['mean_active']:.0f}",
+            *(f"{row[f'{name}_ms']['p50']:.2f}" for name in timed),
+            f"[bold]{row['speedup']:.2f}x[/bold]",
+            "" if memory is None else f"{memory['ratio']:.2f}x",
+            "" if joules is None else f"{joules['sparse'] / joules['dense']:.2f}x",
+            "" if error is None else f"{max(error['sparse'].values()):.1e}",
+        )
+    Console().print(table)
+
+
+def _print_model_steps(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        print(f"{row['preset']}, {row['batch']} x {row['length']} tokens, {row['workload']}, {row['dtype']}:")
+        for name in ("dense", "sparse"):
+            if isinstance(of := row.get(name), str):
+                print(f"    {name}: {of}")
+            elif of is not None:
+                peak, activations = (of["memory"][key] / 1e9 for key in ("peak", "activations"))
+                energy = "" if of["joules"] is None else f", {of['joules']:.0f} J"
+                print(
+                    f"    {name}: {of['step_ms']['p50']:.1f} ms a step, {of['tokens_per_ms']:.1f} tokens/ms, "
+                    f"peak {peak:.2f} GB, activations {activations:.2f} GB{energy}"
+                )
+        if "speedup" in row:
+            print(
+                f"    sparse over dense: {row['speedup']:.2f}x as fast, peak memory {row['peak_ratio']:.2f}x, "
+                f"activations {row['activations_ratio']:.2f}x"
+            )
+
+
 @bench_app.command("plot")
 def bench_plot(
     rows: Annotated[

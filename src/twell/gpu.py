@@ -5,16 +5,19 @@ Small batches run densely: below the plan's ``min_tokens`` the parts take longer
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell import weights
-from twell.kernels import split
+from twell.kernels import hybrid, split
 from twell.kernels.dense import activate_
 from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
 from twell.plan import Plan
-from twell.reference import Weights
+from twell.reference import Gradients, Weights
 
 _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
     gate=GateTile(32, 128, 32, 4, 2),
@@ -31,11 +34,54 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
     if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):  # where Triton launches
             return forward(x, w, activation, plan)
-    if plan is not None:
-        decoded = weights.kept("plan", [plan], lambda: Plan.decode(plan))
-        if not decoded.is_dense and x.shape[0] >= decoded.min_tokens:
-            return _in_parts(x, w, activation, plan, decoded)
+    if plan is not None and (decoded := plan_for(plan, len(x))) is not None:
+        tiles, programs = launch_facts(x)
+        return split.forward(x, w, _layout(w, plan, decoded), activation, decoded, tiles, programs)
     return _densely(x, w, activation)
+
+
+def plan_for(encoded: Tensor, tokens: int) -> Plan | None:
+    """The plan, or None where it has so many tokens run densely."""
+    plan = _decoded(encoded)
+    return None if plan.is_dense or tokens < plan.min_tokens else plan
+
+
+def _decoded(encoded: Tensor) -> Plan:
+    return weights.kept("plan", [encoded], lambda: Plan.decode(encoded), survives_steps=True)
+
+
+def forward_to_train(
+    x: Tensor, w: Weights, activation: str, encoded: Tensor, token_mask: Tensor | None, want_stats: bool
+) -> tuple[Tensor, Tensor, Tensor, hybrid.Saved]:
+    """(y, l1_sum, counts, what the backward needs) by a plan that is not dense."""
+    with _on(x):
+        plan = _decoded(encoded)
+        tiles, programs = launch_facts(x)
+        layout = _layout(w, encoded, plan)
+        return hybrid.forward(x, w, layout, activation, plan, token_mask, tiles, programs, want_stats=want_stats)
+
+
+def backward(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w: Weights,
+    saved: hybrid.Saved,
+    activation: str,
+    encoded: Tensor,
+    token_mask: Tensor | None,
+    needs: tuple[bool, ...],
+) -> Gradients:
+    with _on(x):
+        plan = _decoded(encoded)
+        tiles, _ = launch_facts(x)
+        layout = _layout(w, encoded, plan)
+        return hybrid.backward(dy, dl1, x, w, layout, saved, activation, plan, token_mask, tiles, needs)
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
 def _densely(x: Tensor, w: Weights, activation: str) -> Tensor:
@@ -44,11 +90,11 @@ def _densely(x: Tensor, w: Weights, activation: str) -> Tensor:
     return nnf.linear(activate_(z, u, squared=activation == "relu2"), w.down, w.down_bias)
 
 
-def _in_parts(x: Tensor, w: Weights, activation: str, encoded: Tensor, plan: Plan) -> Tensor:
+def _layout(w: Weights, encoded: Tensor, plan: Plan) -> split.Layout:
+    device = w.gate.device
+    order = weights.kept(("order", device), [encoded], lambda: plan.order().to(device), survives_steps=True)
     sources = [encoded, *(t for t in w if t is not None)]
-    layout = weights.kept("split", sources, lambda: split.lay_out(w, plan.hot.to(x.device)))
-    tiles, programs = launch_facts(x)
-    return split.forward(x, w, layout, activation, plan, tiles, programs)
+    return weights.kept("split", sources, lambda: split.lay_out(w, order, len(plan.hot)))
 
 
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:

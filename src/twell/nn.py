@@ -139,15 +139,18 @@ class SparseFFNBase(nn.Module):
         with torch.inference_mode(False):  # what is made in inference mode cannot be kept
             self.plan = None if plan is None else plan.encode()
 
-    def plan_from_counts(self, counts: Tensor | None = None, tokens: int | None = None) -> Plan:
+    def plan_from_counts(
+        self, counts: Tensor | None = None, tokens: int | None = None, *, training: bool = False
+    ) -> Plan:
         """Set the plan that suits neurons which fired ``counts`` times in ``tokens`` tokens, and return it.
 
-        Without them the running counts are read: that waits for the device.
+        Without them the running counts are read: that waits for the device. ``training``: what suits forward and
+        backward together.
         """
         plan = choose_plan(
             self.neuron_counts if counts is None else counts,
             int(self.tokens_seen) if tokens is None else tokens,
-            costs_for(self.neuron_counts.device),
+            costs_for(self.neuron_counts.device, training=training),
             width=getattr(self, self.projections[0]).in_features,
             gated=len(self.projections) == 3,
         )

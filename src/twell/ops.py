@@ -234,6 +234,97 @@ def _(dy, dl1, x, w_up, w_down, b_up, b_down, token_mask, gate, activation, back
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Custom ops: training by the GPU kernels, gated and plain
+# ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("twell::split_ffn", mutates_args=())
+def _split_ffn_op(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    token_mask: Tensor | None,
+    plan: Tensor,
+    n_hot: int,
+    cap: int,
+    activation: str,
+    want_stats: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y, l1_sum, counts, then what the backward needs: ``hybrid.Saved``. ``n_hot`` and ``cap`` are the plan's."""
+    from twell import gpu
+
+    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
+    y, l1_sum, counts, saved = gpu.forward_to_train(x, w, activation, plan, token_mask, want_stats)
+    return y, l1_sum, counts, *saved
+
+
+@_split_ffn_op.register_fake
+def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, plan, n_hot, cap, activation, want_stats):
+    from twell.kernels import hybrid
+
+    y, l1_sum, counts, _ = _fake_forward(x, w_gate, w_down, want_stats, False)
+    return y, l1_sum, counts, *hybrid.empty_saved(x, w_gate.shape[0], n_hot, cap, gated=w_up is not None)
+
+
+@torch.library.custom_op("twell::split_ffn_backward", mutates_args=())
+def _split_ffn_backward_op(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    token_mask: Tensor | None,
+    plan: Tensor,
+    saved: Sequence[Tensor],
+    activation: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from twell import gpu
+    from twell.kernels import hybrid
+
+    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
+    kept = hybrid.Saved(*saved)
+    dx, dw = gpu.backward(dy, dl1, x, w, kept, activation, plan, token_mask, tuple(needs))
+    up, up_bias = (x.new_empty(0) if g is None else g for g in (dw.up, dw.up_bias))
+    assert dw.gate_bias is not None and dw.down_bias is not None
+    return dx, dw.gate, up, dw.down, dw.gate_bias, up_bias, dw.down_bias
+
+
+@_split_ffn_backward_op.register_fake
+def _(dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, plan, saved, activation, needs):
+    (M, D), F = x.shape, w_gate.shape[0]
+    return _fake_gradients(x, ((M, D), (F, D), (F, D), (D, F), (F,), (F,), (D,)), needs)
+
+
+def _setup_split_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, _, _, ctx.activation, _ = inputs
+    _, _, *rest = output
+    ctx.save_for_backward(*tensors, *rest[1:])
+    ctx.mark_non_differentiable(*rest)
+    ctx.set_materialize_grads(False)
+
+
+def _split_backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> tuple:
+    everything = ctx.saved_tensors  # once: under checkpointing a second look would compute it all again
+    tensors, saved = everything[:9], everything[9:]
+    needs = list(ctx.needs_input_grad[:7])
+    dy = torch.zeros_like(tensors[0]) if dy is None else dy
+    grads = torch.ops.twell.split_ffn_backward(dy, dl1, *tensors, list(saved), ctx.activation, needs)
+    return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *[None] * 6)
+
+
+torch.library.register_autograd("twell::split_ffn", _split_backward, setup_context=_setup_split_context)
+
+
+# ---------------------------------------------------------------------------------------------------------
 # What the registrations share
 # ---------------------------------------------------------------------------------------------------------
 
@@ -324,7 +415,7 @@ torch.library.register_fake("twell::planned_ffn", lambda x, w_gate, w_up, w_down
 
 for _name, _n_differentiable in (("gated_ffn", 7), ("ffn", 5)):
     _register_autograd(_name, _n_differentiable)
-for _name in ("gated_ffn", "ffn", "planned_ffn"):
+for _name in ("gated_ffn", "ffn", "planned_ffn", "split_ffn"):
     _register_autocast(_name, "cpu", "AutocastCPU")
     _register_autocast(_name, "cuda", "AutocastCUDA")
 
@@ -405,7 +496,12 @@ def _call(
     if chosen == "triton" and not return_stats and not save and _fits_triton(x, weights):
         return torch.ops.twell.planned_ffn(x_MD, *_weights(**weights), activation, plan).reshape(x.shape)
     mask_M = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
-    if chosen != "cpu" and torch.compiler.is_compiling():
+    split = None
+    if chosen == "triton" and save and plan is not None and _fits_triton(x, weights):
+        split = _train_in_parts(x_MD, _weights(**weights), mask_M, activation, plan, return_stats)
+    if split is not None:
+        y, l1_sum, counts = split
+    elif chosen != "cpu" and torch.compiler.is_compiling():
         # Plain torch code all the way: the compiler may look inside, and fuses what an opaque op would not let it.
         y, l1_sum, counts, *_ = reference.forward(
             x_MD, _weights(**weights), activation, mask_M, want_stats=return_stats
@@ -417,6 +513,25 @@ def _call(
         return y
     tokens = x_MD.new_full((), x_MD.shape[0], dtype=torch.int64) if mask_M is None else mask_M.sum()
     return y, Stats(l1_sum, counts, tokens)
+
+
+@torch.compiler.disable(reason="its buffers have the plan's sizes, which change between steps")
+def _train_in_parts(
+    x: Tensor, w: Weights, token_mask: Tensor | None, activation: str, plan: Tensor, want_stats: bool
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """(y, l1_sum, counts) that keep little for the backward; None where so many tokens run densely.
+
+    Also None while a CUDA graph is captured: the backward asks the device how many tokens are heavy.
+    """
+    from twell import gpu
+
+    decoded = gpu.plan_for(plan, len(x))
+    if decoded is None or (x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return None
+    y, l1_sum, counts, *_ = torch.ops.twell.split_ffn(
+        x, *w, token_mask, plan, len(decoded.hot), decoded.cap, activation, want_stats
+    )
+    return y, l1_sum, counts
 
 
 def _fits_triton(x: Tensor, weights: dict[str, Any]) -> bool:

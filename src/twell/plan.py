@@ -12,6 +12,9 @@ the three-part split a token pays
 and a batch pays ``batch`` once. (A plain FFN has no up projection: 1 + down, gate + p * gather / 2, heavy * C.) The hot
 set that costs least is chosen among those that leave whole tiles of cold neurons; a token is heavy where gathering
 would cost more than the GEMM. A plan changes time, never a result.
+
+Training counts forward and backward: densely 3 * dense * F a token, a hot neuron 3 * dense - 1 + down; the cold gate
+has no dense backward, a pair gathers seven rows instead of two.
 """
 
 from __future__ import annotations
@@ -33,25 +36,30 @@ class Costs(NamedTuple):
     token: float  # what a token costs besides
     hot: float  # what it costs more once any neuron is hot
     batch: float  # what a batch costs besides, at D 2048
+    dense: float = 1.0  # an element of a projection run densely; in training with its backward
 
 
 # Fitted to an H200's times of 8 layers of a trained model and of synthetic workloads, 1024 to 131072 tokens.
 _COSTS: dict[int, Costs] = {
     90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.4, token=650.0, hot=440.0, batch=1.2e7),
 }
+# Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100 and iid29; dense: compiled.
+_TRAINING_COSTS: dict[int, Costs] = {
+    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=5.9, token=2300.0, hot=1000.0, batch=3.6e7, dense=2.95),
+}
 _TILE = 256  # cold neurons of one tile of the gate kernel
 _MIN_GAIN = 1.05  # the split must promise this much over dense
-_MIN_CAP = 16
+_STEP = 16  # of cap and first: kernels are compiled anew where a number stops being a multiple of it
 _MIN_TOKENS = 2048  # fewer leave parts of the GPU idle in every kernel
 _HEADER = 4  # numbers before the neurons in the encoded form
 
 
-def costs_for(device: torch.device) -> Costs:
+def costs_for(device: torch.device, *, training: bool = False) -> Costs:
     """Of the nearest older GPU that was measured, or else of the oldest."""
+    known = _TRAINING_COSTS if training else _COSTS
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    capability = 10 * major + minor
-    older = [c for c in _COSTS if c <= capability]
-    return _COSTS[max(older) if older else min(_COSTS)]
+    older = [c for c in known if c <= 10 * major + minor]
+    return known[max(older) if older else min(known)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,10 +100,13 @@ class Plan:
     def encode(self) -> Tensor:
         """int32 [F + 4] on the CPU: H, cap, first, min_tokens, then the neurons, hot ones first. Operations take
         plans so: a tensor whose shape does not depend on the plan, so that a new plan compiles nothing anew."""
+        return torch.cat([torch.tensor([len(self.hot), self.cap, self.first, self.min_tokens]), self.order()]).int()
+
+    def order(self) -> Tensor:
+        """int64 [F] on the CPU: the hot neurons, then the cold ones."""
         cold = torch.ones(self.n_neurons, dtype=torch.bool)
         cold[self.hot] = False
-        order = torch.cat([self.hot.cpu(), cold.nonzero()[:, 0]])
-        return torch.cat([torch.tensor([len(self.hot), self.cap, self.first, self.min_tokens]), order]).int()
+        return torch.cat([self.hot.cpu(), cold.nonzero()[:, 0]])
 
     @classmethod
     def decode(cls, encoded: Tensor) -> Plan:
@@ -121,7 +132,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     >>> counts = torch.tensor([900] * 256 + [3] * 1792)  # of 1000 tokens: some neurons fire nearly always, most hardly
     >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
     >>> choose_plan(counts, 1000, costs)
-    Plan(256 of 2048 neurons hot, tokens heavy above 33, from 3734 tokens on, predicted 1.77x)
+    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 3734 tokens on, predicted 1.77x)
     >>> choose_plan(torch.full((2048,), 500), 1000, costs)
     Plan(dense, 2048 neurons)
     """
@@ -132,17 +143,22 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     projections, gather, heavy = (3, costs.gather, 2 * costs.heavy) if gated else (2, costs.gather / 2, costs.heavy)
     tail = frequency.sum() - torch.cat([frequency.new_zeros(1), frequency.cumsum(0)])  # [H]: pairs a token left
     n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)])  # those that leave whole tiles
-    cost = (projections - 1 + costs.down) * n_hot + costs.hot * (n_hot > 0)
+    cost = (projections * costs.dense - 1 + costs.down) * n_hot + costs.hot * (n_hot > 0)
     cost = cost + costs.gate * (F - n_hot) + gather * tail[n_hot] + costs.token
     best = int(cost.argmin())
-    H, predicted = int(n_hot[best]), projections * F / float(cost[best])
+    dense = projections * costs.dense * F
+    H, predicted = int(n_hot[best]), dense / float(cost[best])
     if predicted < _MIN_GAIN:
         return dense_plan(F)
     return Plan(
         n_neurons=F,
         hot=order[:H],
-        cap=max(_MIN_CAP, int(heavy * (F - H) / gather)),
-        first=8 + 2 * int(tail[H]),
-        min_tokens=max(_MIN_TOKENS, int(costs.batch * 2048 / width / (projections * F - float(cost[best])))),
+        cap=max(_STEP, _rounded(heavy * (F - H) / gather)),
+        first=_rounded(8 + 2 * float(tail[H])),
+        min_tokens=max(_MIN_TOKENS, int(costs.batch * 2048 / width / (dense - float(cost[best])))),
         predicted=predicted,
     )
+
+
+def _rounded(n: float) -> int:
+    return _STEP * round(n / _STEP)

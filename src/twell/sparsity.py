@@ -1,4 +1,4 @@
-"""What training does about sparsity: firing clocks, dead neurons, fresh starts for them, and the L1 warm-up."""
+"""What training does about sparsity: firing clocks, dead neurons, fresh starts for them, plans, and the L1 warm-up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from twell.nn import SparseFFNBase
-from twell.ops import Stats
+from twell.ops import Stats, choose_backend
+from twell.plan import Plan
 
 
 def l1_warmup(step: int, start: int | None, end: int | None) -> float:
@@ -82,6 +83,96 @@ class FiringClock:
                 f"FiringClock: the saved clock has {len(clock)} neurons, the layer {len(self.tokens_since_fired)}"
             )
         self.tokens_since_fired = clock.to(self.tokens_since_fired.device, torch.int64)
+
+
+class Planner:
+    """Moves layers between the dense path and the sparse kernels while they train, by how often their neurons fired.
+
+    After every optimiser step call ``advance`` with the step's statistics (of all processes). Every ``every`` steps the
+    counts since the last time go to the host; the plans that suit them are set one step later. So which step runs by
+    which plan does not depend on timing, and the host waits only for what was queued a whole step before.
+
+    Layers start densely. Where the kernels cannot run, nothing happens. ``state_dict()`` belongs into the checkpoint.
+
+    >>> from twell import GatedSparseFFN
+    >>> planner = Planner([GatedSparseFFN(64, 256)], every=10)
+    >>> planner.advance([Stats(torch.tensor(0.0), torch.zeros(256, dtype=torch.int32), torch.tensor(100))])
+    >>> planner.hot_neurons()
+    [None]
+    """
+
+    def __init__(self, ffns: Sequence[SparseFFNBase], every: int = 50) -> None:
+        if every < 1:
+            raise ValueError(f"Planner: every must be at least 1, got {every}")
+        self.ffns, self.every = list(ffns), every
+        self._sums: Tensor | None = None  # [layers, F + 1]: counts and tokens since they were last sent
+        self._steps = 0
+        self._sent: tuple[Tensor, Any] | None = None
+        for ffn in self.ffns:
+            ffn.set_plan(None)
+
+    @torch.no_grad()
+    def advance(self, stats: Sequence[Stats]) -> None:
+        """Take in one step's statistics; set plans if it is time."""
+        if not self.ffns or not all(_has_kernels(ffn) for ffn in self.ffns):
+            return
+        if self._sent is not None:
+            self._set_plans()
+        sums = torch.stack([torch.cat([s.counts.long(), s.tokens.long().reshape(1)]) for s in stats])
+        self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
+        self._steps += 1
+        if self._steps % self.every == 0:
+            self._sent, self._sums = _send(self._sums), None
+
+    def _set_plans(self) -> None:
+        assert self._sent is not None
+        sums, event = self._sent
+        if event is not None:
+            event.synchronize()
+        for ffn, row in zip(self.ffns, sums, strict=True):
+            tokens = int(row[-1])
+            if tokens:
+                plan = ffn.plan_from_counts(row[:-1], tokens, training=True)
+                if plan.is_dense:
+                    ffn.set_plan(None)
+        self._sent = None
+
+    def hot_neurons(self) -> list[int | None]:
+        """Per layer: how many neurons its plan calls hot; None while it runs densely."""
+        return [None if ffn.plan is None else int(ffn.plan[0]) for ffn in self.ffns]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._sent is not None and self._sent[1] is not None:
+            self._sent[1].synchronize()
+        return {
+            "plans": [ffn.plan for ffn in self.ffns],
+            "sums": None if self._sums is None else self._sums.cpu(),
+            "steps": self._steps,
+            "sent": None if self._sent is None else self._sent[0].clone(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if len(state["plans"]) != len(self.ffns):
+            raise ValueError(f"Planner: the saved plans are of {len(state['plans'])} layers, not {len(self.ffns)}")
+        for ffn, plan in zip(self.ffns, state["plans"], strict=True):
+            ffn.set_plan(None if plan is None else Plan.decode(plan))
+        self._sums, self._steps = state["sums"], state["steps"]
+        self._sent = None if state["sent"] is None else (state["sent"], None)
+
+
+def _has_kernels(ffn: SparseFFNBase) -> bool:
+    return choose_backend(ffn.backend, ffn.neuron_counts.device) == "triton"
+
+
+def _send(sums: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host, and the event after which it is there."""
+    if sums.device.type == "cpu":
+        return sums, None
+    host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+    host.copy_(sums, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ class _Copy(NamedTuple):
     weights: tuple[weakref.ref[Tensor], ...]
     state: tuple[tuple[int, int], ...]  # version and address of each weight
     value: Any
+    survives_steps: bool
 
 
 _copies: dict[tuple[Hashable, ...], _Copy] = {}  # by kind and ids of the weights; an entry goes when a weight does
@@ -31,12 +32,17 @@ _copies: dict[tuple[Hashable, ...], _Copy] = {}  # by kind and ids of the weight
 
 @functools.cache
 def _drop_copies_after_optimizer_steps() -> None:
-    register_optimizer_step_post_hook(lambda *_: _copies.clear())
+    def drop(*_: Any) -> None:
+        for key in [key for key, copy in _copies.items() if not copy.survives_steps]:
+            del _copies[key]
+
+    register_optimizer_step_post_hook(drop)
 
 
-def kept(kind: Hashable, weights: Sequence[Tensor], make: Callable[[], Any]) -> Any:
+def kept(kind: Hashable, weights: Sequence[Tensor], make: Callable[[], Any], *, survives_steps: bool = False) -> Any:
     """``make()``, or what it returned the last time for this kind and these weights if none of them has changed since.
 
+    ``survives_steps``: they are nothing that an optimiser changes.
     Weights made under ``torch.inference_mode`` count no versions, so nothing made of them can be trusted or kept.
     """
     if any(w.is_inference() for w in weights):
@@ -49,7 +55,7 @@ def kept(kind: Hashable, weights: Sequence[Tensor], make: Callable[[], Any]) -> 
     _drop_copies_after_optimizer_steps()
     value = make()
     references = tuple(weakref.ref(w, lambda _: _copies.pop(key, None)) for w in weights)
-    _copies[key] = _Copy(references, state, value)
+    _copies[key] = _Copy(references, state, value, survives_steps)
     return value
 
 

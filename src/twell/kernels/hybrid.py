@@ -1,8 +1,8 @@
 """Training in three parts: the forward of ``split.py`` that keeps what a backward needs, and that backward.
 
 What is kept, besides x and the weights, per token: z and u of the H hot neurons; for the cold tail a narrow list of
-16-bit neurons, r and u (``lists.py``), and the bitmap by neurons (C / 8 bytes). At H 512 and lists of 97 this is 3.6 kB,
-where a dense FFN keeps r, u and h of all neurons: 34 kB.
+16-bit neurons, r and u (``lists.py``), and the bitmap by neurons (C / 8 bytes). At H 512 and lists of 96 this is
+3.5 kB, where a dense FFN keeps r, u and h of all neurons: 34 kB.
 
 A heavy token keeps nothing: its cold neurons are computed again from x. Only their number is needed on the host, and
 it is asked for once all other work of the backward is queued: the GPU does not wait for the host to hear it.
@@ -20,11 +20,12 @@ from twell.kernels import split
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
 from twell.kernels.hot_backward import activation_gradients_, hot_counts
-from twell.kernels.lists import N_LONG, Lists, list_active
+from twell.kernels.lists import LONG, N_LONG, Lists, index_dtype, list_active, new_marks
 from twell.kernels.split import Layout
-from twell.kernels.tail_backward import NeuronGradients, turned, write_tail_gradients, write_weight_gradients
-from twell.kernels.tiles import Tiles
-from twell.kernels.transpose import Columns, transpose
+from twell.kernels.tail_backward import NeuronGradients, write_tail_gradients, write_weight_gradients
+from twell.kernels.tiles import Tiles, bitmap_words
+from twell.kernels.transpose import CHUNK, Columns, transpose
+from twell.kernels.turn import turned
 from twell.kernels.up_down import write_tail
 from twell.plan import Plan
 from twell.reference import Gradients, Weights
@@ -42,6 +43,23 @@ class Saved(NamedTuple):
     values: Tensor
     up: Tensor  # u of every entry; plain FFN: empty
     marks: Tensor
+
+
+def empty_saved(x: Tensor, n_neurons: int, n_hot: int, cap: int, *, gated: bool) -> Saved:
+    """Tensors of the right shapes."""
+    M, n_cold = len(x), n_neurons - n_hot
+    size = M * cap + N_LONG * LONG
+    narrow = index_dtype(n_neurons)
+    words, chunks = bitmap_words(n_cold), -(-M // CHUNK)
+    return Saved(
+        sums=x.new_empty(M, 2 * n_hot if gated else n_hot),
+        bits=x.new_empty(-(-M // 32), 32 * words, dtype=torch.int32),
+        offsets=x.new_empty(32 * words * chunks + 1, dtype=torch.int32),
+        neurons=x.new_empty(2 if n_hot else 1, size, dtype=narrow),
+        values=x.new_empty(size),
+        up=x.new_empty(size if gated else 0),
+        marks=new_marks(M, x.device),
+    )
 
 
 def forward(

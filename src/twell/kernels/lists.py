@@ -51,6 +51,11 @@ class Lists(NamedTuple):
     cap: int
 
 
+def index_dtype(n_neurons: int) -> torch.dtype:
+    """Of neurons in lists."""
+    return torch.int16 if n_neurons <= 1 << 15 else torch.int32
+
+
 @triton.jit
 def token_of_program(program, i_marks, M, cap, n_early, long_start, LONG: tl.constexpr, N_LONG: tl.constexpr):
     """(token, n, start of its entries) of one of N_LONG + n_early + M programs; n is -1 if there is nothing to do."""
@@ -156,8 +161,8 @@ def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | Non
     (M, C), words = gate.shape, bitmap.shape[1]
     cap, first = plan.cap, min(plan.first, plan.cap)
     size = M * cap + N_LONG * LONG
-    narrow = torch.int16 if plan.n_neurons <= 1 << 15 else torch.int32
-    neurons = torch.empty(1 if order is None else 2, size, dtype=narrow, device=bitmap.device)
+    rows = 1 if order is None else 2
+    neurons = torch.empty(rows, size, dtype=index_dtype(plan.n_neurons), device=bitmap.device)
     values = gate.new_empty(size)
     if M:
         some_order = marks if order is None else order

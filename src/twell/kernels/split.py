@@ -16,10 +16,10 @@ from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
 from twell.kernels.lists import list_active
 from twell.kernels.tiles import RowTile, Tiles
+from twell.kernels.turn import turned
 from twell.kernels.up_down import write_tail
 from twell.plan import Plan
 from twell.reference import Weights
-from twell.weights import neuron_major
 
 _LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
@@ -38,16 +38,17 @@ class Layout(NamedTuple):
     order: Tensor | None  # [F] int64: hot neurons, then cold ones; None where no neuron is hot
 
 
-def lay_out(w: Weights, hot: Tensor) -> Layout:
-    """Copies of what the kernels read in another order. ``hot``: int64 [H]."""
+def lay_out(w: Weights, order: Tensor, n_hot: int) -> Layout:
+    """Copies of what the kernels read in another order. ``order``: int64 [F], the hot neurons first.
+
+    What is not copied is another tensor than the weight all the same: a layout must not keep a weight alive.
+    """
+    w = Weights._make(None if t is None else t.detach() for t in w)
     gate, up = aligned(w.gate.contiguous()), None if w.up is None else w.up.contiguous()
-    if len(hot) == 0:
-        down = neuron_major(w.down)
-        down = w.down.t().contiguous() if down is None else down
+    down = w.down.t() if w.down.t().is_contiguous() else turned(w.down.contiguous())
+    if n_hot == 0:
         return Layout(gate[:0], None, down[:0], gate, w.gate_bias, down, None, up, None)
-    is_cold = torch.ones(gate.shape[0], dtype=torch.bool, device=gate.device)
-    is_cold[hot] = False
-    cold = is_cold.nonzero()[:, 0]
+    hot, cold = order[:n_hot], order[n_hot:]
 
     def interleaved(of_gate: Tensor, of_up: Tensor | None) -> Tensor:
         return of_gate[hot] if of_up is None else torch.stack([of_gate[hot], of_up[hot]], 1).flatten(0, 1)
@@ -57,8 +58,7 @@ def lay_out(w: Weights, hot: Tensor) -> Layout:
         zeros = gate.new_zeros(gate.shape[0])
         up_bias = None if w.up is None else (zeros if w.up_bias is None else w.up_bias)
         hot_bias = interleaved(zeros if w.gate_bias is None else w.gate_bias, up_bias)
-    order = torch.cat([hot, cold])
-    down = w.down.t()[order]
+    down = down[order]
     return Layout(
         hot=interleaved(gate, w.up),
         hot_bias=hot_bias,

@@ -229,6 +229,8 @@ def _numbers(state: LiveState, width: int) -> list[Text]:
         cells.append(_named("L1 term", coefficient * logs["l1_loss"], ".4g").append(factors))
     if "dead_share" in logs:
         cells.append(_named("Dead neurons", logs["dead_share"], ".1%"))
+    if logs.get("sparse_layers"):
+        cells.append(_named("Sparse path", logs["sparse_layers"], ".0f").append(f" of {recipe.layers} layers"))
     others = []
     if "learning_rate" in logs:
         others.append(_named("Learning rate", logs["learning_rate"], ".3g"))

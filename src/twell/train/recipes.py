@@ -33,6 +33,7 @@ class Recipe:
     dead_after_tokens: int = 10_000_000
     restart_every: int = 0  # steps between fresh starts for dead neurons; 0: never
     restart_until: int = 0  # no fresh start after this step; 0: to the end
+    plan_every: int = 50  # steps between plans for the sparse kernels, on a GPU; 0: every layer trains densely
 
     # optimisation
     steps: int = 30_000
@@ -58,6 +59,8 @@ class Recipe:
             raise ValueError(f"hidden_size {self.hidden_size} is no multiple of heads {self.heads}")
         if self.context < 2:
             raise ValueError(f"context must be at least 2, got {self.context}")
+        if self.plan_every < 0:
+            raise ValueError(f"plan_every must not be negative, got {self.plan_every}")
         if self.l1 < 0:
             raise ValueError(f"l1 must not be negative, got {self.l1}")
         if self.activation not in ("relu", "silu"):

@@ -267,6 +267,8 @@ class _Talk(TrainerCallback):
                 share = logs["active_mean"] / self.recipe.intermediate_size
                 line += f"  L1 {logs['l1_loss']:.2f}  active {logs['active_mean']:.1f} ({share:.1%})"
                 line += f"  dead {logs['dead_share']:.1%}"
+                if logs["sparse_layers"]:
+                    line += f"  sparse {logs['sparse_layers']}/{self.recipe.layers}"
             if "tokens_per_second" in logs:
                 line += f"  {logs['tokens_per_second']:,.0f} tokens/s"
             self.say(line)

@@ -2,7 +2,8 @@
 
 - both parts of the loss and the active neurons of every layer in the log, and in ``metrics.jsonl``;
 - the L1 warm-up, firing clocks reduced over processes, fresh starts for dead neurons on a schedule;
-- clocks and counts saved in the checkpoint folder, beside the state dict, and taken up again on resume.
+- layers moved between the dense path and the sparse kernels, by their counts;
+- clocks, counts and plans saved in the checkpoint folder, beside the state dict, and taken up again on resume.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.models import IGNORED_LABEL
 from twell.nn import SparseFFNBase
 from twell.ops import Stats
-from twell.sparsity import FiringClock, l1_warmup, restart_neurons_, sum_over_processes
+from twell.sparsity import FiringClock, Planner, l1_warmup, restart_neurons_, sum_over_processes
 from twell.train.data import Blocks, Corpus
 from twell.train.recipes import Recipe
 
@@ -172,6 +173,7 @@ class SparseTrainer(Trainer):
         blocks = [layer.mlp for layer in model.model.layers]
         self.ffns: list[SparseFFNBase] = [b for b in blocks if isinstance(b, SparseFFNBase)]  # none in a SiLU model
         self.clocks = [FiringClock(len(ffn.neuron_counts)) for ffn in self.ffns]
+        self.planner = Planner(self.ffns, recipe.plan_every or 1)
         self.recent: list[Stats] = []  # per layer, over the steps since the last log; the log commits it to the FFNs
         self.eval_stats: list[Stats] = []  # per layer, over the last evaluation
         self._eval_sums = torch.zeros(2, dtype=torch.float64)  # cross-entropy and tokens, of this process
@@ -211,10 +213,18 @@ class SparseTrainer(Trainer):
         step = sum_over_processes(self._step) if self._step else []
         for clock, stats in zip(self.clocks, step, strict=True):
             clock.advance(stats)
+        if step and self.recipe.plan_every:
+            self.planner.advance(step)
         self.recent, self._step = _add(self.recent, step), []
         every, until, now = self.recipe.restart_every, self.recipe.restart_until, self.state.global_step
         if every and now % every == 0 and now <= (until or now):
             self._restart_dead_neurons(now)
+
+    def _plans(self) -> dict[str, float]:
+        """How many layers train by the sparse kernels, and how many neurons each of them calls hot."""
+        hot = self.planner.hot_neurons()
+        sparse: dict[str, float] = {f"hot/{i}": n for i, n in enumerate(hot) if n is not None}
+        return {"sparse_layers": len(sparse), **sparse}
 
     def _restart_dead_neurons(self, step: int) -> None:
         model: Any = self.model
@@ -237,7 +247,7 @@ class SparseTrainer(Trainer):
             logs["ce_loss"], logs["l1_loss"] = losses.tolist()
             if self.recent:
                 logs["dead_share"] = self.dead_share()
-                logs |= _active(self.recent, "")
+                logs |= _active(self.recent, "") | self._plans()
                 for ffn, stats in zip(self.ffns, self.recent, strict=True):
                     ffn.reset_counts()
                     ffn.commit(stats)
@@ -333,6 +343,7 @@ class _SparsityCallback(TrainerCallback):
             saved = {
                 "clocks": [clock.state_dict() for clock in self.trainer.clocks],
                 "counts": [(ffn.neuron_counts.cpu(), ffn.tokens_seen.cpu()) for ffn in self.trainer.ffns],
+                "plans": self.trainer.planner.state_dict(),
             }
             torch.save(saved, folder / f"{SPARSITY_FILE}.part")
             (folder / f"{SPARSITY_FILE}.part").replace(folder / SPARSITY_FILE)
@@ -353,6 +364,7 @@ def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
     for ffn, (counts, tokens) in zip(trainer.ffns, saved["counts"], strict=True):
         ffn.neuron_counts.copy_(counts)
         ffn.tokens_seen.copy_(tokens)
+    trainer.planner.load_state_dict(saved["plans"])
     step = int(checkpoint.name.removeprefix("checkpoint-"))
     if trainer.is_world_process_zero():
         _forget_metrics_after(trainer.args.output_dir, step)

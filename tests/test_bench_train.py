@@ -1,0 +1,397 @@
+"""Benchmarks of training: rows hold what they promise, and wrong gradients are refused before anything is timed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from twell import cli, cpu, ops, reference
+from twell.bench import cases, energy, ffn, timing, train
+from twell.reference import Weights
+from twell.trace import Trace
+
+CPU = torch.device("cpu")
+SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0", "--device", "cpu"]
+GRADIENTS = ["dx", "dw_gate", "dw_up", "dw_down"]
+
+in_the_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available() or not ops._HAS_TRITON, reason="the interpreter runs where there is no GPU"
+)
+
+
+@pytest.fixture
+def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens go through the kernels, with few programs, and are timed once: the interpreter's times say nothing."""
+    from twell.kernels import heavy, hybrid, lists, tail_backward, transpose, up_down
+    from twell.plan import costs_for
+
+    cheap = costs_for(CPU, training=True)._replace(gather=150.0, heavy=1.4, token=0, hot=0, batch=0)
+    monkeypatch.setattr("twell.plan._TRAINING_COSTS", {90: cheap})
+    monkeypatch.setattr("twell.plan._MIN_TOKENS", 0)
+    monkeypatch.setattr(ffn, "PLAN_TOKENS", 256)
+    for module in (lists, up_down, heavy, transpose, tail_backward, hybrid):
+        monkeypatch.setattr(module, "N_LONG", 2)
+    monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
+
+
+def case(**changes: Any) -> ffn.Case:
+    return ffn.Case(**{"workload": "skew10", "M": 70, "D": 64, "F": 256, **changes})
+
+
+# -- one FFN ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_row_holds_what_a_reader_needs(gated: bool) -> None:
+    rows = list(train.run([case(M=m, gated=gated) for m in (1, 70)], seconds=0))
+    assert [row["M"] for row in rows] == [1, 70]
+    for row in rows:
+        assert json.loads(json.dumps(row)) == row
+        assert (row["bench"], row["level"], row["backend"]) == ("train", "ffn", "cpu")
+        assert row["kind"] == ("gated" if gated else "plain")
+        assert set(row["dense_ms"]) == set(row["sparse_ms"]) == set(row["after_step_ms"]) == {"p20", "p50", "p80"}
+        assert row["speedup"] == row["speedup_eager"]
+        assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], rel=1e-2)
+        checked = ["y", "l1", *(name for name in GRADIENTS if gated or name != "dw_up")]
+        assert list(row["error"]["dense"]) == list(row["error"]["sparse"]) == checked
+        assert max(row["error"]["sparse"].values()) < 2e-6
+        assert {"commit", "versions", "cpu", "threads", "device", "time"} <= set(row)
+    memory = rows[1]["memory"]
+    bytes_of_gradients = 4 * 64 * (70 + 256 * (3 if gated else 2))
+    assert min(memory["dense"], memory["sparse"]) >= bytes_of_gradients
+    assert memory["ratio"] == pytest.approx(memory["sparse"] / memory["dense"], rel=1e-3)
+    assert rows[1]["mean_active"] == pytest.approx(10, rel=0.3)
+
+
+@pytest.mark.parametrize("wrong", ["gate", "up", "down", "x"])
+def test_wrong_gradients_are_not_timed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cpu.backward
+
+    def backward(*args: Any) -> reference.Gradients:
+        gradients = right(*args)
+        if wrong == "x":
+            return gradients._replace(x=1.01 * gradients.x)
+        gradient = 1.01 * getattr(gradients.weights, wrong)
+        return gradients._replace(weights=gradients.weights._replace(**{wrong: gradient}))
+
+    monkeypatch.setattr(cpu, "backward", backward)
+    monkeypatch.setattr(timing, "compare", lambda *a, **k: pytest.fail("timed a wrong result"))
+    name = "dx" if wrong == "x" else f"dw_{wrong}"
+    with pytest.raises(ffn.WrongResult, match=f"sparse {name} is wrong.*no speedup is reported"):
+        list(train.run([case()]))
+
+
+def test_a_missing_l1_gradient_shows_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cpu.backward
+    monkeypatch.setattr(cpu, "backward", lambda dy, dl1, *args: right(dy, None, *args))
+    with pytest.raises(ffn.WrongResult):
+        list(train.run([case(dtype=torch.bfloat16)], seconds=0))
+
+
+def test_one_wrong_token_of_many_is_found() -> None:
+    inputs = cases.make("skew10", 3000, 64, 256, dtype=torch.bfloat16)
+    p = train.Problem.of(inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down))
+    truth, _ = train._truth(p)
+    right = p.results(train._dense_gated)
+    train.check(truth, right, right)
+    wrong = right | {"y": right["y"].clone()}
+    wrong["y"][1234] += 0.2 / 8 * right["y"].norm(dim=1).median()  # a fifth of a row's norm
+    with pytest.raises(ffn.WrongResult, match="token 1234"):
+        train.check(truth, right, wrong)
+
+
+def test_float64_in_chunks_equals_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_TRUTH_TOKENS", 32)
+    inputs = cases.make("skew10", 70, 64, 256, dtype=torch.float64)
+    p = train.Problem.of(inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down))
+    truth, counts = train._truth(p)
+    by_autograd = p.results(train._dense_gated)
+    assert truth.keys() == by_autograd.keys()
+    for name, expected in by_autograd.items():
+        torch.testing.assert_close(truth[name], expected, rtol=1e-10, atol=1e-10)
+    assert torch.equal(counts, (p.x @ p.w.gate.T > 0).sum(0))
+
+
+def test_tokens_at_a_kink_are_replaced() -> None:
+    x, w_gate = torch.randn(6, 4), torch.eye(4)
+    x[2, 1] = 1e-8
+    cleared = train._clear_of_zero(x, w_gate)
+    assert torch.equal(cleared[2], x[0])
+    assert torch.equal(cleared[[0, 1, 3, 4, 5]], x[[0, 1, 3, 4, 5]])
+    assert torch.equal(train._clear_of_zero(x[2:3], w_gate), x[2:3])  # nothing to replace it by
+
+
+@in_the_interpreter
+@pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("gated", [True, False])
+def test_ffn_by_the_kernels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from twell.kernels import hybrid
+
+    (row,) = train.run([case(M=24, D=32, F=512, gated=gated, backend="triton")], seconds=0)
+    assert row["backend"] == "triton" and row["plan"]["hot"] < 512
+    assert max(row["error"]["sparse"].values()) < 2e-6
+    right = hybrid.backward
+    monkeypatch.setattr(hybrid, "backward", lambda *args: right(*args)._replace(x=torch.zeros_like(args[0])))
+    with pytest.raises(ffn.WrongResult, match="sparse dx is wrong"):  # so it were the kernels that ran
+        list(train.run([case(M=24, D=32, F=512, gated=gated, backend="triton")]))
+
+
+# -- traces -----------------------------------------------------------------------------------------------
+
+
+@in_the_interpreter
+@pytest.mark.usefixtures("small_splits")
+def test_layers_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that splits, with hot neurons, long and heavy tokens, and one that runs densely."""
+    from twell.bench import traced
+    from twell.kernels import hybrid
+
+    active = torch.rand(40, 512) < 0.004
+    active[:, :200], active[25, :480], active[33, 250:350] = torch.rand(40, 200) < 0.9, True, True
+    measure = functools.partial(train.measure_trace, M=20, D=32, dtype=torch.float32, device=CPU, seconds=0)
+    row = measure(traced.Layer("first", active))
+    assert row["plan"]["hot"] == 256 and row["workload"] == "first"
+    assert max(row["error"]["sparse"].values()) < 2e-6 and list(row["error"]["sparse"]) == ["y", "l1", *GRADIENTS]
+    assert row["sparse_ms"]["p50"] == pytest.approx(row["gate_ms"]["p50"] + row["rest_ms"]["p50"], abs=1e-3)
+    assert row["mean_active"] == pytest.approx(active[20:].sum().item() / 20, abs=0.01)
+    assert json.loads(json.dumps(row)) == row
+    row = measure(traced.Layer("last", torch.rand(40, 512) < 0.9))
+    assert row["plan"]["hot"] == 512 and row["error"] is None and "rest_ms" not in row
+    right = hybrid.backward
+    monkeypatch.setattr(hybrid, "backward", lambda *args: right(*args)._replace(x=torch.zeros_like(args[0])))
+    with pytest.raises(ffn.WrongResult, match="sparse dx is wrong"):
+        measure(traced.Layer("first", active))
+
+
+# -- models -----------------------------------------------------------------------------------------------
+
+
+def tiny_config() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=32,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=64,
+        max_position_embeddings=64,
+        hidden_act="relu",
+    )
+
+
+measure_model = functools.partial(
+    train.measure_model, workload="skew10", batch=2, length=8, l1=1e-3, dtype=torch.float32, device=CPU, seconds=0
+)
+
+
+def test_steps_of_a_model() -> None:
+    row = measure_model(tiny_config())
+    assert json.loads(json.dumps(row)) == row
+    assert (row["bench"], row["level"], row["layers"], row["backend"]) == ("train", "model", 2, "cpu")
+    parameters = sum(p.numel() for p in LlamaForCausalLM(tiny_config()).parameters())
+    for name in ("dense", "sparse"):
+        of = row[name]
+        assert of["tokens_per_ms"] == pytest.approx(16 / of["step_ms"]["p50"], rel=0.01, abs=0.01)
+        assert of["memory"]["weights"] == 4 * parameters
+        assert of["memory"]["optimizer"] >= 8 * parameters
+        assert (
+            of["memory"]["peak"]
+            == of["memory"]["activations"] + 2 * of["memory"]["weights"] + (of["memory"]["optimizer"])
+        )
+        assert of["joules"] is None
+    assert row["speedup"] == pytest.approx(row["dense"]["step_ms"]["p50"] / row["sparse"]["step_ms"]["p50"], abs=1e-3)
+    assert {"peak_ratio", "activations_ratio"} <= set(row)
+
+
+def test_one_variant_alone_has_no_ratios() -> None:
+    row = measure_model(tiny_config(), variants=("sparse",))
+    assert "sparse" in row and not {"dense", "speedup", "peak_ratio"} & set(row)
+
+
+def test_out_of_memory_is_part_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*args: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train, "_dense_gated", no_room)
+    row = measure_model(tiny_config())
+    assert row["dense"] == "out of memory" and row["sparse"]["step_ms"]["p50"] > 0 and "speedup" not in row
+
+
+def test_a_model_that_computes_something_else_has_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ops.gated_ffn
+
+    def wrong(*args: Any, return_stats: bool = False, **options: Any) -> Any:
+        y, stats = right(*args, return_stats=True, **options)
+        return (y, stats._replace(l1_sum=1.1 * stats.l1_sum)) if return_stats else y
+
+    monkeypatch.setattr(ops, "gated_ffn", wrong)
+    with pytest.raises(ffn.WrongResult, match="first l1 is"):
+        measure_model(tiny_config())
+
+
+def test_gradients_pass_through_ffns_and_weights_are_as_sparse_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense and sparse models have the same gradients, below the FFNs too."""
+    gradients: list[dict[str, torch.Tensor]] = []
+    right = train._Training.learn_from
+
+    def learn_from(self: Any, *losses: torch.Tensor) -> None:
+        (losses[0] + self.l1 * losses[1]).backward(retain_graph=True)
+        named = self.model.named_parameters()
+        gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+        self.optimizer.zero_grad(set_to_none=True)
+        right(self, *losses)
+
+    monkeypatch.setattr(train._Training, "learn_from", learn_from)
+    measure_model(tiny_config())
+    dense, sparse = gradients[0], gradients[len(gradients) // 2]
+    assert dense.keys() == sparse.keys()
+    for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):
+        assert dense[name].norm() > 0
+    for name, gradient in dense.items():
+        torch.testing.assert_close(sparse[name], gradient, rtol=1e-3, atol=1e-6)
+
+
+@in_the_interpreter
+@pytest.mark.usefixtures("small_splits")
+def test_steps_of_a_model_by_the_kernels() -> None:
+    row = measure_model(tiny_config(), batch=1, backend="triton")
+    assert row["backend"] == "triton" and row["sparse"]["plan"]["hot"] < 256
+
+
+# -- energy -----------------------------------------------------------------------------------------------
+
+
+class FakeNVML:
+    """Counts 3 J a call."""
+
+    class NVMLError(Exception):
+        pass
+
+    calls = 0
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> None:
+        raise self.NVMLError
+
+    def nvmlDeviceGetHandleByPciBusId(self, address: str) -> str:
+        return address
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
+        assert handle == "00000000:1b:00.0"
+        return 3000 * self.calls
+
+
+def test_no_energy_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    assert energy.joules(lambda: calls.append(1), CPU) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it fails
+    assert energy.joules(lambda: calls.append(1), torch.device("cuda")) is None
+    assert not calls
+
+
+def test_energy_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Facts:
+        uuid, pci_domain_id, pci_bus_id, pci_device_id = "abc", 0, 0x1B, 0
+
+    nvml = FakeNVML()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Facts)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+
+    def run() -> None:
+        nvml.calls += 1
+
+    assert energy.joules(run, torch.device("cuda", 0), seconds=0.01) == 3.0
+    assert nvml.calls > 1
+    monkeypatch.setattr(nvml, "nvmlInit", lambda: (_ for _ in ()).throw(FakeNVML.NVMLError()))
+    assert energy.joules(run, torch.device("cuda", 0), seconds=0) is None
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command in this process; returns exit code, standard output and standard error."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["twell", "bench", "train", *args])
+        monkeypatch.setenv("COLUMNS", "140")
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(stop.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def test_command_prints_and_appends_rows(bench_train: Any, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    code, printed, errors = bench_train("-w", "skew10", "-m", "1", "-m", "70", *SMALL, "--json", "--out", str(out))
+    assert code == 0, errors
+    rows = [json.loads(line) for line in printed.splitlines()]
+    assert [(row["workload"], row["M"]) for row in rows] == [("skew10", 1), ("skew10", 70)]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == rows
+
+
+def test_command_prints_a_table(bench_train: Any) -> None:
+    code, printed, errors = bench_train("-w", "skew10", "-m", "8", "--plain", *SMALL)
+    assert code == 0, errors
+    assert "training a plain FFN, D 64, F 256, float32" in printed and "skew10" in printed
+
+
+def test_command_measures_a_model(bench_train: Any) -> None:
+    model = ("--model", "--preset", "tiny", "--batch", "1", "--length", "8", "-w", "skew10", *SMALL)
+    code, printed, errors = bench_train(*model)
+    assert code == 0, errors
+    assert "tiny, 1 x 8 tokens, skew10, float32:" in printed and "sparse over dense" in printed
+    code, printed, errors = bench_train(*model, "--variant", "dense", "--json")
+    assert code == 0, errors
+    row = json.loads(printed)
+    assert row["preset"] == "tiny" and row["layers"] == 4 and "sparse" not in row
+
+
+@in_the_interpreter
+@pytest.mark.usefixtures("small_splits")
+def test_command_measures_a_trace(bench_train: Any, tmp_path: Path) -> None:
+    path = tmp_path / "trace.npz"
+    pattern = torch.rand(8, 256) < 0.02
+    Trace(
+        counts=[pattern.sum(1).numpy().astype("uint16")],
+        neurons=[pattern.nonzero()[:, 1].numpy().astype("uint16")],
+        hidden_sizes=[256],
+    ).save(path)
+    code, printed, errors = bench_train("--trace", str(path), "-m", "4", *SMALL)
+    assert code == 0, errors
+    assert "layer 0" in printed
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-w", "nonsense"], "unknown workload 'nonsense'"),
+        (["-m", "0"], "must be at least 1"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--backend", "triton"], "backend 'triton' is not available"),
+        (["--trace", "none.npz"], "backend 'triton' is not available"),
+        (["--trace", "none.npz", "--plain"], "--trace times gated FFNs"),
+        (["--model", "--plain"], "--model has gated FFNs"),
+        (["--model", "--preset", "huge"], "unknown preset 'huge'"),
+        (["--model", "--variant", "half"], "unknown variant 'half'"),
+        (["--variant", "dense"], "--variant goes with --model"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    bench_train: Any, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code, _, errors = bench_train(*args, "--device", "cpu")
+    assert code == 2 and message in errors and len(errors.splitlines()) == 1

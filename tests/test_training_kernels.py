@@ -1,0 +1,428 @@
+"""Training through the Triton kernels against the reference, in Triton's interpreter (fp16 and fp32)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference, weights
+from twell.kernels import heavy, hybrid, lists, split, tail_backward, transpose, turn, up_down
+from twell.plan import Costs, Plan
+from twell.reference import Weights
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-6}
+f16, f32 = torch.float16, torch.float32
+ALL = (True,) * 7
+
+
+@pytest.fixture(autouse=True)
+def few_long_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two long tokens, of up to 24 neurons, and short chunks: tiny shapes should have heavy tokens and chunks, too."""
+    for module in (lists, up_down, heavy, transpose, tail_backward, hybrid):
+        for name, value in (("N_LONG", 2), ("LONG", 24), ("CHUNK", 32)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    M: int = 20
+    D: int = 16
+    F: int = 128
+    dtype: torch.dtype = f32
+    n_hot: int = 16
+    cap: int = 16
+    gated: bool = True
+    bias: bool = False
+    activation: str = "relu"
+    masked: bool = False
+    l1: bool = True
+    seed: int = 0
+
+
+class Inputs:
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(case.seed)
+        M, D, F = case.M, case.D, case.F
+
+        def normal(*shape: int) -> Tensor:
+            return (torch.randn(*shape, generator=generator) / 4).to(case.dtype)
+
+        self.w = Weights(
+            normal(F, D),
+            normal(F, D) if case.gated else None,
+            normal(D, F),
+            normal(F) - 0.5 if case.bias else None,
+            normal(F) if case.bias and case.gated else None,
+            normal(D) if case.bias else None,
+        )
+        self.x, self.dy = normal(M, D) * 4, normal(M, D)
+        if M:
+            self.x[M // 2] = 0  # a token without active neurons, unless biases wake some
+        self.mask = torch.rand(M, generator=generator) < 0.7 if case.masked else None
+        self.dl1 = torch.tensor(0.3) if case.l1 else None
+        hot = torch.randperm(F, generator=generator)[: case.n_hot]
+        self.plan = Plan(n_neurons=F, hot=hot, cap=case.cap, first=case.cap // 2, min_tokens=0)
+
+    def run(self, activation: str, needs: tuple[bool, ...] = ALL) -> tuple[Any, reference.Gradients]:
+        encoded = self.plan.encode()
+        *out, saved = gpu.forward_to_train(self.x, self.w, activation, encoded, self.mask, True)
+        gradients = gpu.backward(self.dy, self.dl1, self.x, self.w, saved, activation, encoded, self.mask, needs)
+        return out, gradients
+
+    def truth(self, dtype: torch.dtype, activation: str, needs: tuple[bool, ...] = ALL) -> Any:
+        x, w, dy = self.x.to(dtype), self.w.to(dtype), self.dy.to(dtype)
+        dl1 = None if self.dl1 is None else self.dl1.to(dtype)
+        out = reference.forward(x, w, activation, self.mask)
+        return out, reference.backward(dy, dl1, x, w, out.gate, out.up, activation, self.mask, needs)
+
+
+def relative_error(t: Tensor, truth: Tensor) -> float:
+    return float((t.double() - truth).norm() / truth.norm().clamp(min=1e-30))
+
+
+def check(case: Case, needs: tuple[bool, ...] = ALL) -> None:
+    """Error against float64 at most twice that of the dense formulas in the same dtype."""
+    inputs = Inputs(case)
+    (y, l1_sum, counts), got = inputs.run(case.activation, needs)
+    out, want = inputs.truth(torch.float64, case.activation, needs)
+    dense_out, dense = inputs.truth(case.dtype, case.activation, needs)
+    assert torch.equal(counts, dense_out.counts) or case.dtype == f16  # other rounding may wake another neuron
+    pairs = {"y": (y, dense_out.y, out.y), "l1_sum": (l1_sum, dense_out.l1_sum, out.l1_sum)}
+    pairs["x"] = (got.x, dense.x, want.x)
+    for name in Weights._fields:
+        if getattr(want.weights, name) is None:
+            assert getattr(got.weights, name) is None
+        else:
+            pairs[name] = tuple(getattr(g.weights, name) for g in (got, dense, want))
+    for name, (ours, dense_one, truth) in pairs.items():
+        assert ours.shape == truth.shape, name
+        if truth.numel():
+            assert ours.dtype == dense_one.dtype and ours.is_contiguous(), name
+            allowed = max(TOLERANCE[case.dtype], 2 * relative_error(dense_one, truth))
+            assert relative_error(ours, truth) <= allowed, name
+
+
+# -- gradients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(n_hot=0, cap=40, activation="relu2"),
+        Case(bias=True, masked=True, dtype=f16, M=33, D=32),
+        Case(gated=False, bias=True, masked=True),
+        Case(gated=False, n_hot=0, activation="relu2", F=48),
+        Case(bias=True, activation="relu2", F=80, n_hot=32, masked=True),
+        Case(l1=False, n_hot=112),
+        Case(M=70, F=48, cap=16, n_hot=16),  # more than one chunk of tokens
+    ],
+    ids=str,
+)
+def test_gradients(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("cap", [0, 1, 8, 60])
+@pytest.mark.parametrize("n_hot", [0, 16])
+def test_capacities_change_no_gradient(cap: int, n_hot: int) -> None:
+    """Tokens wake about 20 cold neurons: all of them heavy, or all in lists."""
+    check(Case(cap=cap, n_hot=n_hot, F=64, bias=True, masked=True))
+
+
+@pytest.mark.parametrize("dense_rows", [1, 2, 3, 20])
+def test_long_and_heavy_tokens_among_light_ones(dense_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two long tokens have lists; a third makes all of them heavy."""
+    inputs = Inputs(Case(F=64, n_hot=16, cap=4))
+    inputs.x[:] = 0
+    inputs.w = inputs.w._replace(gate_bias=torch.linspace(-1, 0.05, 64))
+    inputs.x[:dense_rows] = torch.randn(dense_rows, 16)
+    _, got = inputs.run("relu")
+    _, want = inputs.truth(torch.float64, "relu")
+    for ours, truth in zip((got.x, *got.weights), (want.x, *want.weights), strict=True):
+        assert relative_error(ours, truth) <= 1e-5
+
+
+@pytest.mark.parametrize("needed", range(7))
+def test_single_gradients(needed: int) -> None:
+    check(Case(bias=True), tuple(i == needed for i in range(7)))
+
+
+def test_a_frozen_ffn_passes_gradients_on() -> None:
+    check(Case(), (True, *[False] * 6))
+
+
+@pytest.mark.parametrize("M", [0, 1, 31])
+def test_few_tokens(M: int) -> None:
+    check(Case(M=M, F=48))
+
+
+@settings(max_examples=10)
+@given(
+    M=st.integers(1, 40),
+    D=st.sampled_from([16, 48]),
+    F=st.sampled_from([16, 48, 144]),
+    share=st.floats(0, 0.9),
+    cap=st.integers(0, 40),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    masked=st.booleans(),
+    activation=st.sampled_from(["relu", "relu2"]),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(M: int, D: int, F: int, share: float, cap: int, **kinds: Any) -> None:
+    check(Case(M=M, D=D, F=F, n_hot=min(int(share * F), F - 16), cap=cap, **kinds))
+
+
+def test_the_same_bits_every_time() -> None:
+    inputs = Inputs(Case(cap=8, bias=True))
+    (_, first), (_, second) = inputs.run("relu"), inputs.run("relu")
+    for a, b in zip((first.x, *first.weights), (second.x, *second.weights), strict=True):
+        assert torch.equal(a, b)
+
+
+# -- pieces ------------------------------------------------------------------------------------------------
+
+
+def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
+    inputs = Inputs(Case(M=70, F=48, n_hot=0, cap=32))
+    encoded = inputs.plan.encode()
+    *_, saved = gpu.forward_to_train(inputs.x, inputs.w, "relu", encoded, None, True)
+    columns = transpose.Columns(saved.bits, saved.offsets)
+    found = lists.Lists(saved.neurons, saved.values, saved.marks, 32)
+    layout = split.lay_out(inputs.w, inputs.plan.order(), 0)
+    tail = (saved.up, layout.cold, layout.up, layout.cold_down)
+    tile = gpu._INTERPRETED.tail_backward
+    pairs = tail_backward.write_tail_gradients(
+        None, inputs.dy, None, None, found, *tail, columns, squared=False, tile=tile
+    )
+    assert pairs is not None
+    n = int(columns.offsets[-1])
+    r = torch.relu(inputs.x @ inputs.w.gate.T)
+    words = saved.bits.shape[1] // 32
+    word, bit = torch.arange(words)[:, None], torch.arange(32)[None, :]
+    neuron_of_key = (128 * (word // 4) + 8 * (bit % 16) + 2 * (word % 4) + bit // 16).flatten()
+    expected = [token for key in neuron_of_key.tolist() if key < 48 for token in r[:, key].nonzero()[:, 0].tolist()]
+    assert pairs.tokens[:n].tolist() == expected
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (0, 4)])
+def test_turned(shape: tuple[int, int]) -> None:
+    t = torch.randn(shape)
+    assert torch.equal(turn.turned(t), t.t())
+    assert turn.turned(t).is_contiguous()
+
+
+# -- through the operations and modules -------------------------------------------------------------------
+
+
+def leaves(case: Case) -> tuple[Inputs, list[Tensor]]:
+    inputs = Inputs(case)
+    return inputs, [t.clone().requires_grad_() for t in (inputs.x, *inputs.w) if t is not None]
+
+
+def losses_and_gradients(tensors: list[Tensor], *, gated: bool = True, **options: Any) -> tuple[Tensor, list[Tensor]]:
+    for t in tensors:
+        t.grad = None
+    y, stats = (ops.gated_ffn if gated else ops.ffn)(*tensors, return_stats=True, **options)
+    loss = (y * y).sum() + 0.1 * stats.l1_sum
+    loss.backward()
+    return loss.detach(), [t.grad for t in tensors if t.grad is not None]
+
+
+def used_parts(y: Tensor) -> bool:
+    """Whether a split op is in the graph of y."""
+    nodes, seen = [y.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if "split_ffn" in node.name():
+            return True
+        nodes += [n for n, _ in node.next_functions]
+    return False
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_operations_train_by_the_plan(gated: bool) -> None:
+    case = Case(gated=gated, bias=True)
+    inputs, tensors = leaves(case)
+    encoded = inputs.plan.encode()
+    ours = losses_and_gradients(tensors, gated=gated, backend="triton", plan=encoded)
+    theirs = losses_and_gradients(tensors, gated=gated, backend="reference")
+    assert torch.allclose(ours[0], theirs[0], rtol=1e-5)
+    for a, b in zip(ours[1], theirs[1], strict=True):
+        assert relative_error(a, b.double()) < 1e-5
+    op = ops.gated_ffn if gated else ops.ffn
+    assert used_parts(op(*tensors, backend="triton", plan=encoded))
+    assert not used_parts(op(*tensors, backend="triton"))
+
+
+def test_few_tokens_and_dense_plans_train_densely() -> None:
+    inputs, tensors = leaves(Case())
+    plan = dataclasses.replace(inputs.plan, min_tokens=21)
+    assert not used_parts(ops.gated_ffn(*tensors, backend="triton", plan=plan.encode()))
+    everything = Plan(n_neurons=128, hot=torch.arange(128), cap=0)
+    assert not used_parts(ops.gated_ffn(*tensors, backend="triton", plan=everything.encode()))
+
+
+def test_only_some_weights_train() -> None:
+    inputs, tensors = leaves(Case())
+    for t in tensors[:2]:
+        t.requires_grad_(False)
+    encoded = inputs.plan.encode()
+    _, ours = losses_and_gradients(tensors, backend="triton", plan=encoded)
+    _, theirs = losses_and_gradients(tensors, backend="reference")
+    assert len(ours) == len(theirs) == 2
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative_error(a, b.double()) < 1e-5
+
+
+def test_losses_of_one_output_alone() -> None:
+    inputs, tensors = leaves(Case())
+    for through in ("y", "l1_sum"):
+        grads = []
+        for options in ({"backend": "triton", "plan": inputs.plan.encode()}, {"backend": "reference"}):
+            y, stats = ops.gated_ffn(*tensors, return_stats=True, **options)
+            loss = y.sum() if through == "y" else stats.l1_sum  # the gradient of a sum is expanded: zero strides
+            grads.append(torch.autograd.grad(loss, tensors, allow_unused=True))
+        for ours, theirs in zip(*grads, strict=True):
+            if theirs is None or not theirs.any():
+                assert ours is None or not ours.any()
+            else:
+                assert relative_error(ours, theirs.double()) < 1e-5
+
+
+def test_inputs_that_are_not_contiguous() -> None:
+    inputs, tensors = leaves(Case())
+    odd = [t.detach().t().contiguous().t().requires_grad_() for t in tensors]
+    assert not odd[1].is_contiguous()
+    _, ours = losses_and_gradients(odd, backend="triton", plan=inputs.plan.encode())
+    _, theirs = losses_and_gradients(tensors, backend="reference")
+    for a, b in zip(ours, theirs, strict=True):
+        assert relative_error(a, b.double()) < 1e-5
+
+
+def test_gradient_accumulation_and_checkpointing() -> None:
+    inputs, tensors = leaves(Case(M=24))
+    encoded = inputs.plan.encode()
+    _, whole = losses_and_gradients(tensors, backend="triton", plan=encoded)
+    whole = [g.clone() for g in whole]
+    for t in tensors:
+        t.grad = None
+    x, *rest = tensors
+
+    def block(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, stats = ops.gated_ffn(x, *rest, return_stats=True, backend="triton", plan=encoded)
+        return y, stats.l1_sum
+
+    for part in x.split(8):
+        y, l1_sum = torch.utils.checkpoint.checkpoint(block, part, use_reentrant=False)
+        ((y * y).sum() + 0.1 * l1_sum).backward()
+    for t, g in zip(tensors, whole, strict=True):
+        assert t.grad is not None and relative_error(t.grad, g.double()) < 1e-5
+
+
+def test_autocast_of_wide_weights() -> None:
+    inputs, tensors = leaves(Case(M=33, D=32))
+    grads = []
+    for options in ({"backend": "triton", "plan": inputs.plan.encode()}, {"backend": "reference"}):
+        with torch.autocast("cpu", dtype=torch.float16):
+            y, stats = ops.gated_ffn(*tensors, return_stats=True, **options)
+            assert y.dtype == f16 and used_parts(y) == ("plan" in options)
+            grads.append(torch.autograd.grad(y.float().pow(2).sum() + 0.1 * stats.l1_sum, tensors))
+    _, truths = losses_and_gradients(tensors, backend="reference")
+    for ours, theirs, truth in zip(*grads, truths, strict=True):
+        assert ours.dtype == f32
+        assert relative_error(ours, truth.double()) <= 2 * relative_error(theirs, truth.double()) + 1e-3
+
+
+def test_copies_of_cast_weights_do_not_pile_up() -> None:
+    inputs, tensors = leaves(Case(D=32))
+    encoded = inputs.plan.encode()
+    before = len(weights._copies)
+    for _ in range(3):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+            ops.gated_ffn(*tensors, backend="triton", plan=encoded)
+    assert len(weights._copies) <= before + 2  # the decoded plan and its order
+
+
+def test_little_is_kept_for_the_backward() -> None:
+    inputs, tensors = leaves(Case(M=256, D=16, F=512, n_hot=0, cap=16))
+    with torch.no_grad():
+        tensors[1].mul_(0).add_(torch.randn(512, 1) / 50 - 0.02)  # few neurons fire
+    kept = {}
+    for name, options in {"sparse": {"backend": "triton", "plan": inputs.plan.encode()}, "dense": {}}.items():
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            ops.gated_ffn(*tensors, **({"backend": "reference"} | options))
+        own = {id(t) for t in tensors}
+        kept[name] = sum(t.numel() * t.element_size() for t in saved if id(t) not in own)
+    assert kept["sparse"] < kept["dense"] / 2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck(bias: bool) -> None:
+    inputs, tensors = leaves(Case(M=5, F=48, bias=bias))
+    biases = tensors[4:] if bias else [None] * 3
+    arguments = (*tensors[:4], *biases, None, inputs.plan.encode(), 16, 16, "relu", True)
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.twell.split_ffn.default, arguments, test_utils=utils)
+
+
+def test_the_rest_of_a_compiled_model_trains_around_it() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), GatedSparseFFN(16, 128, backend="triton"), torch.nn.Tanh())
+    model[1].set_plan(Inputs(Case()).plan)
+    x = torch.randn(20, 16)
+    grads = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        run(x).pow(2).sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for a, b in zip(*grads, strict=True):
+        assert relative_error(a, b.double()) < 1e-5
+
+
+def test_modules_train_after_an_optimiser_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of weights are made again; the plan's order is not."""
+    torch.manual_seed(0)
+    layers = [SparseFFN(16, 128, bias=True, backend=b) for b in ("triton", "reference")]
+    layers[1].load_state_dict(layers[0].state_dict())
+    layers[0].set_plan(Inputs(Case()).plan)
+    x = torch.randn(20, 16)
+    optimizers = [torch.optim.AdamW(layer.parameters(), lr=0.01) for layer in layers]
+    for _ in range(3):
+        losses = []
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = layer(x).pow(2).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        assert torch.allclose(*losses, rtol=1e-4)
+    orders = [key for key in weights._copies if isinstance(key[0], tuple) and key[0][0] == "order"]
+    assert orders
+
+
+def test_costs_of_training_are_a_plan_s_own() -> None:
+    from twell.plan import choose_plan, costs_for
+
+    training = costs_for(torch.device("cpu"), training=True)
+    assert isinstance(training, Costs) and training.dense > 2
+    counts = torch.cat([torch.full((512,), 200), torch.full((5120,), 2)])
+    plan = choose_plan(counts, 1000, training)
+    assert len(plan.hot) == 512 and plan.predicted is not None and 2 < plan.predicted < 3
+    assert choose_plan(torch.full((5632,), 100), 1000, training).is_dense
