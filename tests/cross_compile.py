@@ -128,7 +128,15 @@ for tail, saves in ((TILES.tail, False), (TILES.long_tail if D * ELEMENT_BYTES <
         | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias", "o_y", "o_up")
         | pointers("*fp32", "o_l1")
         | integers("M", "D", "cap", "n_early", "long_start", "rows", "x_stride"),
-        {"BD": D, "WHOLE": True, "NEURONS": tail.neurons, "GATED": True, "SQUARED": False, "SPOIL": True, "SAVES": saves}
+        {
+            "BD": D,
+            "WHOLE": True,
+            "NEURONS": tail.neurons,
+            "GATED": True,
+            "SQUARED": False,
+            "SPOIL": True,
+            "SAVES": saves,
+        }
         | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
         | {"STAGES": tail.stages}
         | OVERLAPS,

@@ -21,7 +21,7 @@ def test_frequent_neurons_are_hot() -> None:
     plan = choose_plan(counts, 1000, COSTS)  # hot above 1 % of the tokens
     assert len(plan.hot) == 256
     assert (counts[plan.hot] == 500).all()
-    assert plan.cap == int(2 * 1.5 * (2048 - 256) / 200)
+    assert plan.cap == 32  # the multiple of 16 nearest to 2 * 1.5 * (2048 - 256) / 200 = 26.9
     cost = 3 * 256 + 1792 + 200 * 1024 * 0.009
     assert plan.predicted == pytest.approx(3 * 2048 / cost)
 
@@ -34,7 +34,7 @@ def test_cold_neurons_fill_whole_tiles(F: int, expected: int) -> None:
 
 
 def test_long_tokens_start_first() -> None:
-    assert choose_plan(counts_of((512, 20), (1536, 1)), 1000, COSTS).first == 8 + 2 * 1  # a tail of 1.5 a token
+    assert choose_plan(counts_of((512, 20), (1536, 1)), 1000, COSTS).first == 16  # nearest to 8 + 2 * 1.5
 
 
 def test_a_plain_ffn_gathers_one_row_and_saves_one_projection() -> None:
@@ -42,7 +42,7 @@ def test_a_plain_ffn_gathers_one_row_and_saves_one_projection() -> None:
     gated, plain = (choose_plan(counts, 1000, COSTS, gated=g) for g in (True, False))
     assert gated.predicted == pytest.approx(3 * 2048 / (3 * 256 + 1792 + 200 * 1792 * 0.002))
     assert plain.predicted == pytest.approx(2 * 2048 / (2 * 256 + 1792 + 100 * 1792 * 0.002))
-    assert plain.cap == int(1.5 * 1792 / 100)
+    assert plain.cap == 32  # nearest to 1.5 * 1792 / 100
 
 
 @pytest.mark.parametrize("times", [12, 500, 1000])
@@ -116,3 +116,9 @@ def test_plans_that_would_change_a_result_are_refused(hot: list[int], cap: int) 
         encoded[:6] = torch.tensor(wrong)
         with pytest.raises(ValueError, match="hot neurons"):
             Plan.decode(encoded)
+
+
+def test_an_odd_number_of_hot_neurons_is_refused() -> None:
+    """Two neurons share a word of the gate."""
+    with pytest.raises(ValueError, match="even number of hot neurons"):
+        Plan(n_neurons=16, hot=torch.arange(3), cap=8)

@@ -182,7 +182,7 @@ def test_few_tokens(M: int) -> None:
     seed=st.integers(0, 99),
 )
 def test_any_shape(M: int, D: int, F: int, share: float, cap: int, **kinds: Any) -> None:
-    check(Case(M=M, D=D, F=F, n_hot=min(int(share * F), F - 16), cap=cap, **kinds))
+    check(Case(M=M, D=D, F=F, n_hot=min(2 * int(share * F / 2), F - 16), cap=cap, **kinds))
 
 
 def test_the_same_bits_every_time() -> None:

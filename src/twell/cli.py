@@ -349,6 +349,7 @@ def _model_steps(names: list[str], *, preset: str, length: int, **how: Any) -> I
 
 
 def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -356,35 +357,37 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
     machine = first["gpu"] if "gpu" in first else f"{first['cpu']}, {first['threads']} threads"
     table = Table(
         title=f"training a {first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine}",
-        caption="ms: median of forward and backward; speedup: over the faster dense one; memory, joules: sparse over "
-        "dense, of one forward and backward; error: largest of y and gradients, relative, against float64",
+        caption="median ms of forward and backward; speedup over the faster dense one; "
+        "error: largest of y and gradients, relative, against float64",
+        box=box.SIMPLE,
     )
     timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
-    columns = (
-        "workload",
-        "tokens",
-        "active",
-        *(f"{name} ms" for name in timed),
-        "speedup",
-        "memory",
-        "joules",
-        "error",
-    )
-    for name in columns:
-        table.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
+    for name in ("workload", "tokens", "active", *timed, "speedup", "error"):
+        is_name = name == "workload"
+        table.add_column(name, justify="left" if is_name else "right", no_wrap=not is_name)
     for row in rows:
-        memory, joules, error = row["memory"], row["joules"], row["error"]
         table.add_row(
             row["workload"],
             str(row["M"]),
             f"{row['mean_active']:.0f}",
             *(f"{row[f'{name}_ms']['p50']:.2f}" for name in timed),
             f"[bold]{row['speedup']:.2f}x[/bold]",
-            "" if memory is None else f"{memory['ratio']:.2f}x",
-            "" if joules is None else f"{joules['sparse'] / joules['dense']:.2f}x",
-            "" if error is None else f"{max(error['sparse'].values()):.1e}",
+            "" if row["error"] is None else f"{max(row['error']['sparse'].values()):.1e}",
         )
     Console().print(table)
+    for row in rows:
+        facts = []
+        if "plan" in row:
+            facts.append(f"{row['plan']['hot']} hot, heavy above {row['plan']['cap']}")
+        if (memory := row["memory"]) is not None:
+            dense, sparse = memory["dense"] / 1e6, memory["sparse"] / 1e6
+            facts.append(f"peak memory {sparse:.0f} of {dense:.0f} MB ({memory['ratio']:.2f}x)")
+        if (joules := row["joules"]) is not None:
+            dense, sparse = joules["dense"], joules["sparse"]
+            facts.append(f"energy {sparse:.2f} of {dense:.2f} J ({sparse / dense:.2f}x)")
+        if "after_step_ms" in row:
+            facts.append(f"first after an optimiser step {row['after_step_ms']['p50']:.2f} ms")
+        print(f"{row['workload']}, {row['M']} tokens: {'; '.join(facts)}")
 
 
 def _print_model_steps(rows: list[dict[str, Any]]) -> None:

@@ -515,7 +515,7 @@ def _call(
     return y, Stats(l1_sum, counts, tokens)
 
 
-@torch.compiler.disable(reason="its buffers have the plan's sizes, which change between steps")
+@torch._disable_dynamo  # its buffers have the plan's sizes, which change. (torch.compiler.disable would import triton)
 def _train_in_parts(
     x: Tensor, w: Weights, token_mask: Tensor | None, activation: str, plan: Tensor, want_stats: bool
 ) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -83,6 +83,8 @@ class Plan:
                 f"{len(self.hot)} hot neurons, {len(hot)} of them different, cap {self.cap}, first {self.first}, "
                 f"min_tokens {self.min_tokens}"
             )
+        if self.n_neurons % 2 == 0 and len(hot) % 2:
+            raise ValueError(f"a plan needs an even number of hot neurons, since kernels write pairs; got {len(hot)}")
 
     @property
     def is_dense(self) -> bool:

@@ -40,6 +40,7 @@ _NEEDS = (True, True, True, True, False, False, False)  # gradients of x, gate, 
 _CHECKED_TOKENS = 512  # of a trace
 _LEARNING_RATE = 1e-7  # weights are written at every step, and stay as sparse as they were
 _MAX_LOSS_DIFFERENCE = 0.01
+_ENERGY_SECONDS = 2.0
 OUT_OF_MEMORY = "out of memory"
 
 Forward = Callable[..., tuple[Tensor, Tensor]]  # (x, gate, up or none, down) -> y, sum |h|
@@ -227,7 +228,7 @@ def _ratio(a: float, b: float) -> float | None:
 
 def _joules(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float | None] | None:
     """Joules of a call of each alternative; None where they cannot be measured."""
-    per_call = {name: energy.joules(run, device, seconds) for name, run in runs.items()}
+    per_call = {name: energy.joules(run, device, min(seconds, _ENERGY_SECONDS)) for name, run in runs.items()}
     return None if None in per_call.values() else per_call
 
 
@@ -539,7 +540,7 @@ def _measure_variant(
         "tokens_per_ms": round(tokens / times.p50, 2),
         **first,
         "memory": memory,
-        "joules": energy.joules(training.step, device, seconds),
+        "joules": energy.joules(training.step, device, min(seconds, 2 * _ENERGY_SECONDS)),
         **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
     }
 
