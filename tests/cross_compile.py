@@ -19,10 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from twell.kernels import (
+    activation,
     dense,
     gate,
     heavy,
-    hot_backward,
     lists,
     pack,
     tail_backward,
@@ -107,10 +107,10 @@ compile_kernel(
     pointers(INTEGERS, "i_bitmap")
     | pointers(VALUES, "i_gate")
     | pointers(INTEGERS, "i_order")
-    | pointers(NEURONS, "o_neurons")
+    | pointers(NEURONS, "o_rows")
     | pointers(VALUES, "o_values")
     | pointers(INTEGERS, "m_marks")
-    | integers("M", "C", "words", "first", "cap", "n_early", "long_start", "size"),
+    | integers("M", "C", "words", "first", "cap", "n_early", "long_start"),
     {"BW": triton.next_power_of_2(F // 32), "HAS_ORDER": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
     | {"CHUNK": lists._CHUNK}
     | OVERLAPS,
@@ -122,12 +122,12 @@ for tail, saves in ((TILES.tail, False), (TILES.long_tail if D * ELEMENT_BYTES <
     compile_kernel(
         up_down._tail_kernel,
         pointers(VALUES, "i_x")
-        | pointers(NEURONS, "i_neurons")
+        | pointers(NEURONS, "i_rows")
         | pointers(VALUES, "i_values")
         | pointers(INTEGERS, "i_marks")
         | pointers(VALUES, "i_up", "i_up_bias", "i_down", "i_down_bias", "o_y", "o_up")
         | pointers("*fp32", "o_l1")
-        | integers("M", "D", "cap", "n_early", "long_start", "rows", "x_stride"),
+        | integers("M", "D", "cap", "n_early", "long_start", "x_stride"),
         {
             "BD": D,
             "WHOLE": True,
@@ -160,10 +160,10 @@ compile_kernel(
 compile_kernel(
     heavy._heavy_down_kernel,
     pointers(VALUES, "i_h", "i_down", "i_down_bias")
-    | pointers(INTEGERS, "i_marks")
+    | pointers(INTEGERS, "i_order", "i_marks")
     | pointers(VALUES, "o_y")
     | integers("M", "D", "C"),
-    blocks | {"HAS_DOWN_BIAS": True} | OVERLAPS,
+    blocks | {"HAS_DOWN_BIAS": True, "HAS_ORDER": True} | OVERLAPS,
     t.warps,
     t.stages,
 )
@@ -189,13 +189,13 @@ tail = TILES.tail_backward
 compile_kernel(
     tail_backward._tail_backward_kernel,
     pointers(VALUES, "i_dy")
-    | pointers(NEURONS, "i_neurons")
+    | pointers(NEURONS, "i_rows")
     | pointers(VALUES, "i_values", "i_saved_up")
     | pointers(INTEGERS, "i_marks")
     | pointers("*fp32", "i_l1")
     | pointers("*i1", "i_counted")
     | pointers(VALUES, "i_gate", "i_up", "i_down")
-    | pointers(INTEGERS, "i_bits", "i_offsets")
+    | pointers(INTEGERS, "i_places", "i_bits", "i_offsets")
     | pointers(VALUES, "o_dx")
     | pointers(INTEGERS, "o_tokens")
     | pointers(VALUES, "o_factors")
@@ -228,24 +228,35 @@ compile_kernel(
     4,
     1,
 )
-compile_kernel(
-    hot_backward._hot_backward_kernel,
-    pointers(VALUES, "i_sums", "m_dh")
-    | pointers("*fp32", "i_l1")
-    | pointers("*i1", "i_counted")
-    | pointers(VALUES, "o_gradients")
-    | {"n": "i64", "H": "i32"},
-    {"GATED": True, "SQUARED": True, "HAS_L1": True, "HAS_MASK": True, "BLOCK": hot_backward._BLOCK} | OVERLAPS,
-    4,
-    1,
-)
-compile_kernel(
-    hot_backward._positive_kernel,
-    pointers(VALUES, "i_sums") | pointers("*i1", "i_counted") | pointers(INTEGERS, "o_counts") | integers("M", "width"),
-    {"HAS_MASK": True, "ROWS": hot_backward._COUNT_ROWS, "STEP": 16, "BW": hot_backward._COUNT_COLUMNS},
-    1,
-    1,
-)
+for interleaved in (False, True):
+    compile_kernel(
+        activation._forward_kernel,
+        pointers(VALUES, "i_z", "i_u")
+        | pointers("*i1", "i_counted")
+        | pointers(VALUES, "o_h")
+        | pointers(INTEGERS, "o_counts")
+        | pointers("*fp32", "o_l1")
+        | integers("M", "N"),
+        {"GATED": True, "SQUARED": True, "INTERLEAVED": interleaved, "WANTS_H": not interleaved}
+        | {"WANTS_STATISTICS": True, "HAS_MASK": True, "ROWS": activation._ROWS, "COLUMNS": activation._COLUMNS}
+        | {"STEP": activation._STEP}
+        | OVERLAPS,
+        2,
+        1,
+    )
+    compile_kernel(
+        activation._backward_kernel,
+        pointers(VALUES, "i_z", "i_u", "m_dh")
+        | pointers("*fp32", "i_l1")
+        | pointers("*i1", "i_counted")
+        | pointers(VALUES, "o_dz", "o_du")
+        | {"n": "i64", "N": "i32"},
+        {"GATED": True, "SQUARED": True, "INTERLEAVED": interleaved, "HAS_L1": True, "HAS_MASK": True}
+        | {"BLOCK": activation._BLOCK}
+        | OVERLAPS,
+        4,
+        1,
+    )
 compile_kernel(
     dense._activate_kernel,
     pointers(VALUES, "m_z", "i_u") | {"n": "i64"},

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from twell import cli, cpu, ops, reference
-from twell.bench import cases, energy, ffn, timing, train
+from twell.bench import cases, energy, ffn, timing, train, train_model
 from twell.reference import Weights
 from twell.trace import Trace
 
@@ -100,7 +100,7 @@ def test_one_wrong_token_of_many_is_found() -> None:
     inputs = cases.make("skew10", 3000, 64, 256, dtype=torch.bfloat16)
     p = train.Problem.of(inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down))
     truth, _ = train._truth(p)
-    right = p.results(train._dense_gated)
+    right = p.results(train.dense_gated)
     train.check(truth, right, right)
     wrong = right | {"y": right["y"].clone()}
     wrong["y"][1234] += 0.2 / 8 * right["y"].norm(dim=1).median()  # a fifth of a row's norm
@@ -113,7 +113,7 @@ def test_float64_in_chunks_equals_autograd(monkeypatch: pytest.MonkeyPatch) -> N
     inputs = cases.make("skew10", 70, 64, 256, dtype=torch.float64)
     p = train.Problem.of(inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down))
     truth, counts = train._truth(p)
-    by_autograd = p.results(train._dense_gated)
+    by_autograd = p.results(train.dense_gated)
     assert truth.keys() == by_autograd.keys()
     for name, expected in by_autograd.items():
         torch.testing.assert_close(truth[name], expected, rtol=1e-10, atol=1e-10)
@@ -124,7 +124,7 @@ def test_float64_in_chunks_equals_autograd(monkeypatch: pytest.MonkeyPatch) -> N
 def test_dense_compiles_in_one_graph(gated: bool) -> None:
     inputs = cases.make("skew10", 8, 64, 256, dtype=torch.bfloat16)
     p = train.Problem.of(inputs.x, Weights(inputs.w_gate, inputs.w_up if gated else None, inputs.w_down))
-    dense: Any = train._dense_gated if gated else train._dense_plain
+    dense: Any = train.dense_gated if gated else train.dense_plain
     compiled = p.results(torch.compile(dense, fullgraph=True, dynamic=False, backend="aot_eager"))
     for name, expected in p.results(dense).items():
         torch.testing.assert_close(compiled[name], expected)
@@ -161,12 +161,12 @@ def test_ffn_by_the_kernels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("small_splits")
 def test_layers_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that splits, with hot neurons, long and heavy tokens, and one that runs densely."""
-    from twell.bench import traced
+    from twell.bench import traced, train_trace
     from twell.kernels import hybrid
 
     active = torch.rand(16, 384) < 0.01
     active[:, :100], active[9, 200:240], active[12, 200:220] = torch.rand(16, 100) < 0.9, True, True
-    measure = functools.partial(train.measure_trace, M=8, D=16, dtype=torch.float32, device=CPU, seconds=0)
+    measure = functools.partial(train_trace.measure_trace, M=8, D=16, dtype=torch.float32, device=CPU, seconds=0)
     row = measure(traced.Layer("first", active))
     assert row["plan"]["hot"] == 128 and row["workload"] == "first"
     assert max(row["error"]["sparse"].values()) < 2e-6 and list(row["error"]["sparse"]) == ["y", "l1", *GRADIENTS]
@@ -197,7 +197,7 @@ def tiny_config(F: int = 256, layers: int = 2) -> LlamaConfig:
 
 
 measure_model = functools.partial(
-    train.measure_model, workload="skew10", batch=2, length=8, l1=1e-3, dtype=torch.float32, device=CPU, seconds=0
+    train_model.measure_model, workload="skew10", batch=2, length=8, l1=1e-3, dtype=torch.float32, device=CPU, seconds=0
 )
 
 
@@ -229,7 +229,7 @@ def test_out_of_memory_is_part_of_the_row(monkeypatch: pytest.MonkeyPatch) -> No
     def no_room(*args: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(train, "_dense_gated", no_room)
+    monkeypatch.setattr(train, "dense_gated", no_room)
     row = measure_model(tiny_config())
     assert row["dense"] == "out of memory" and row["sparse"]["step_ms"]["p50"] > 0 and "speedup" not in row
 
@@ -249,7 +249,7 @@ def test_a_model_that_computes_something_else_has_no_speedup(monkeypatch: pytest
 def test_gradients_pass_through_ffns_and_weights_are_as_sparse_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dense and sparse models have the same gradients, below the FFNs too."""
     gradients: list[dict[str, torch.Tensor]] = []
-    right = train._Training.learn_from
+    right = train_model._Training.learn_from
 
     def learn_from(self: Any, *losses: torch.Tensor) -> None:
         (losses[0] + self.l1 * losses[1]).backward(retain_graph=True)
@@ -258,7 +258,7 @@ def test_gradients_pass_through_ffns_and_weights_are_as_sparse_as_told(monkeypat
         self.optimizer.zero_grad(set_to_none=True)
         right(self, *losses)
 
-    monkeypatch.setattr(train._Training, "learn_from", learn_from)
+    monkeypatch.setattr(train_model._Training, "learn_from", learn_from)
     measure_model(tiny_config())
     dense, sparse = gradients[0], gradients[len(gradients) // 2]
     assert dense.keys() == sparse.keys()

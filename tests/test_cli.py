@@ -54,6 +54,7 @@ def test_runs_as_a_module() -> None:
         [],
         ["bench", "ffn"],
         ["bench", "model"],
+        ["bench", "train"],
         ["train"],
         ["trace"],
         ["calibrate"],

@@ -113,9 +113,8 @@ def test_gate_and_bitmap(M: int, D: int, F: int, dtype: torch.dtype, bias: bool,
 @pytest.mark.parametrize("gated", [False, True])
 def test_hot_activations(gated: bool, squared: bool) -> None:
     w, x = make_weights(48, 256, f32, gated=gated, bias=True), torch.randn(37, 48)
-    order = torch.randperm(256)
-    hot = order[:128]
-    layout = split.lay_out(w, order, 128)
+    hot = torch.randperm(256)[:128]
+    layout = split.lay_out(w, split.order_of(Plan(n_neurons=256, hot=hot, cap=8), x.device))
     h = gate.hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **LAUNCH)
     out = reference.forward(x.double(), w.to(torch.float64))
     a = out.gate**2 if squared else out.gate
@@ -560,10 +559,11 @@ def test_every_token_is_in_one_class(counts: list[int], long: set[int], heavy: s
     parts.tail(parts.tiles.tail)
     assert {i for i in range(M) if parts.y[i].isinf().all()} == heavy  # and only heavy rows are left to others
     parts.heavy(parts.tiles.heavy)
-    up = w.up if parts.layout.cold_rows is None else w.up[parts.layout.cold_rows.long()]  # type: ignore[index]
+    rows = slice(None) if parts.layout.order is None else parts.layout.order.cold
+    up = w.up[rows]  # type: ignore[index]
     parts.restore()
     h = parts.r.double() * (x.double() @ up.double().T)  # type: ignore[union-attr]
-    expected = h @ parts.layout.cold_down.double()
+    expected = h @ parts.layout.down[rows].double()
     parts.tail(parts.tiles.tail)
     parts.heavy(parts.tiles.heavy)
     assert (parts.y.double() - expected).norm() <= 1e-6 * expected.norm()
@@ -584,8 +584,9 @@ def test_any_counts_caps_and_firsts(data: st.DataObject) -> None:
     w, x = make_weights(16, F, f32), torch.randn(len(counts), 16)
     parts = Parts(x, w, Plan(n_neurons=F, hot=torch.arange(n_hot), cap=cap, first=first, min_tokens=0))
     parts.replace_gate(with_counts(counts, 144))
-    up = w.up if parts.layout.cold_rows is None else w.up[parts.layout.cold_rows.long()]  # type: ignore[index]
-    expected = (parts.r.double() * (x.double() @ up.double().T)) @ parts.layout.cold_down.double()  # type: ignore[union-attr]
+    rows = slice(None) if parts.layout.order is None else parts.layout.order.cold
+    up = w.up[rows]  # type: ignore[index]
+    expected = (parts.r.double() * (x.double() @ up.double().T)) @ parts.layout.down[rows].double()  # type: ignore[union-attr]
     parts.tail(parts.tiles.tail)
     parts.heavy(parts.tiles.heavy)
     assert (parts.y.double() - expected).norm() <= 1e-6 * expected.norm()

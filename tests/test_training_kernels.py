@@ -200,12 +200,11 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
     encoded = inputs.plan.encode()
     *_, saved = gpu.forward_to_train(inputs.x, inputs.w, "relu", encoded, None, True)
     columns = transpose.Columns(saved.bits, saved.offsets)
-    found = lists.Lists(saved.neurons, saved.values, saved.marks, 32)
-    layout = split.lay_out(inputs.w, inputs.plan.order(), 0)
-    tail = (saved.up, layout.cold, layout.up, layout.cold_down)
+    found = lists.Lists(saved.rows, saved.values, saved.marks, 32)
+    layout = split.lay_out(inputs.w, None, for_backward=True)
     tile = gpu._INTERPRETED.tail_backward
     pairs = tail_backward.write_tail_gradients(
-        None, inputs.dy, None, None, found, *tail, columns, squared=False, tile=tile
+        None, inputs.dy, None, None, found, saved.up, layout, columns, squared=False, tile=tile
     )
     assert pairs is not None
     n = int(columns.offsets[-1])
@@ -268,6 +267,60 @@ def test_operations_train_by_the_plan(gated: bool) -> None:
     op = ops.gated_ffn if gated else ops.ffn
     assert used_parts(op(*tensors, backend="triton", plan=encoded))
     assert not used_parts(op(*tensors, backend="triton"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(F=48),
+        Case(F=48, bias=True, masked=True, activation="relu2"),
+        Case(gated=False, bias=True, masked=True),
+        Case(M=70, D=32, F=528, dtype=f16, l1=False),
+        Case(M=0),
+        Case(M=1, gated=False, activation="relu2"),
+    ],
+    ids=str,
+)
+def test_the_dense_path_in_few_passes(case: Case) -> None:
+    inputs = Inputs(case)
+    ours = gpu.dense_forward(inputs.x, inputs.w, case.activation, inputs.mask, want_stats=True)
+    theirs, dense = inputs.truth(case.dtype, case.activation)
+    truth, true = inputs.truth(torch.float64, case.activation)
+    assert torch.equal(ours.counts, theirs.counts)
+    got = gpu.dense_backward(
+        inputs.dy, inputs.dl1, inputs.x, inputs.w, ours.gate, ours.up, case.activation, inputs.mask, ALL
+    )
+    rows = zip(
+        (ours.y, ours.l1_sum, got.x, *got.weights),
+        (theirs.y, theirs.l1_sum, dense.x, *dense.weights),
+        (truth.y, truth.l1_sum, true.x, *true.weights),
+        strict=True,
+    )
+    for a, b, t in rows:
+        if t is None:
+            assert a is None
+            continue
+        assert a.shape == t.shape
+        if t.numel():
+            assert relative_error(a, t) <= max(TOLERANCE[case.dtype], 2 * relative_error(b, t))
+
+
+def test_nan_in_the_dense_path() -> None:
+    inputs = Inputs(Case(F=48))
+    inputs.x[3, 0] = float("nan")
+    ours = gpu.dense_forward(inputs.x, inputs.w, "relu", None, want_stats=True)
+    theirs, _ = inputs.truth(f32, "relu")
+    assert torch.equal(ours.counts, theirs.counts)  # NaN is active
+    assert torch.equal(ours.y.isnan(), theirs.y.isnan()) and ours.l1_sum.isnan()
+
+
+@pytest.mark.parametrize("needed", range(7))
+def test_single_gradients_of_the_dense_path(needed: int) -> None:
+    inputs, needs = Inputs(Case(F=48, bias=True)), tuple(i == needed for i in range(7))
+    ours = gpu.dense_forward(inputs.x, inputs.w, "relu", None, want_stats=False)
+    got = gpu.dense_backward(inputs.dy, None, inputs.x, inputs.w, ours.gate, ours.up, "relu", None, needs)
+    for i, gradient in enumerate((got.x, *got.weights)):
+        assert gradient is not None and (gradient.numel() > 0) == (i == needed)
 
 
 def test_few_tokens_and_dense_plans_train_densely() -> None:

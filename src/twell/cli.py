@@ -9,9 +9,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from twell.train.recipes import Recipe
 
 app = typer.Typer(
     help="Sparse-activation feed-forward layers, fast and exact.",
@@ -159,7 +164,7 @@ def bench_model(
     Example: [bold]twell bench model --preset 1.5b -w skew29 --batch 32[/bold]
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     from twell import ops
     from twell.bench import cases, model
@@ -177,18 +182,9 @@ def bench_model(
         F = recipe.intermediate_size if recorded.hidden_sizes is None else None
         patterns = [recorded.pattern(i, F) for i in range(recorded.layers)]
         workload = f"skew{max(1, round(sum(p.sum().item() / len(p) for p in patterns) / len(patterns)))}"
-    config = LlamaConfig(
-        hidden_size=recipe.hidden_size,
-        intermediate_size=recipe.intermediate_size,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        vocab_size=recipe.vocab_size,
-        max_position_embeddings=max(length, recipe.context),
-        hidden_act="relu",
-    )
     dtype = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
     with torch_device:
-        dense: Any = LlamaForCausalLM(config)
+        dense: Any = LlamaForCausalLM(_dense_config(recipe, length))
     row = model.measure(
         dense.to(dtype).eval(),
         workload,
@@ -310,14 +306,14 @@ def _trace_steps(
     path: Path, sizes: list[int], width: int, hidden: int, **how: Any
 ) -> tuple[int, Iterator[dict[str, Any]]]:
     """How many rows a trace gives, and the rows."""
-    from twell.bench import traced, train
+    from twell.bench import traced, train_trace
     from twell.trace import Trace
 
     trace = Trace.load(path)
     names = trace.names or [f"layer {i}" for i in range(trace.layers)]
     width_of = hidden if trace.hidden_sizes is None else None
     rows = (
-        train.measure_trace(traced.Layer(name, trace.pattern(i, width_of)), m, width, **how)
+        train_trace.measure_trace(traced.Layer(name, trace.pattern(i, width_of)), m, width, **how)
         for m in sizes
         for i, name in enumerate(names)
     )
@@ -326,15 +322,24 @@ def _trace_steps(
 
 def _model_steps(names: list[str], *, preset: str, length: int, **how: Any) -> Iterator[dict[str, Any]]:
     try:
-        from transformers import LlamaConfig
-
-        from twell.train import recipes
+        from twell.bench import train_model
     except ImportError as error:
         raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
-    from twell.bench import train
+    from twell.train import recipes
 
     recipe = recipes.preset(preset)
-    config = LlamaConfig(
+    config = _dense_config(recipe, length)
+    return (
+        {**train_model.measure_model(config, name, length=length, l1=recipe.l1, **how), "preset": preset}
+        for name in names
+    )
+
+
+def _dense_config(recipe: Recipe, length: int) -> LlamaConfig:
+    """A dense Llama with ReLU of the recipe's shape, for sequences of ``length`` tokens."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.layers,
@@ -342,9 +347,6 @@ def _model_steps(names: list[str], *, preset: str, length: int, **how: Any) -> I
         vocab_size=recipe.vocab_size,
         max_position_embeddings=max(length, recipe.context),
         hidden_act="relu",
-    )
-    return (
-        {**train.measure_model(config, name, length=length, l1=recipe.l1, **how), "preset": preset} for name in names
     )
 
 

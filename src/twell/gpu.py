@@ -6,14 +6,16 @@ Small batches run densely: below the plan's ``min_tokens`` the parts take longer
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from twell import weights
+from twell import reference, weights
 from twell.kernels import hybrid, split
+from twell.kernels.activation import activate, activation_gradients_
 from twell.kernels.dense import activate_
 from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
 from twell.plan import Plan
@@ -36,7 +38,7 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
             return forward(x, w, activation, plan)
     if plan is not None and (decoded := plan_for(plan, len(x))) is not None:
         tiles, programs = launch_facts(x)
-        return split.forward(x, w, _layout(w, plan, decoded), activation, decoded, tiles, programs)
+        return split.forward(x, w, _layout(w, plan), activation, decoded, tiles, programs)
     return _densely(x, w, activation)
 
 
@@ -44,6 +46,13 @@ def plan_for(encoded: Tensor, tokens: int) -> Plan | None:
     """The plan, or None where it has so many tokens run densely."""
     plan = _decoded(encoded)
     return None if plan.is_dense or tokens < plan.min_tokens else plan
+
+
+def _order(encoded: Tensor, device: torch.device) -> split.Order | None:
+    def make() -> split.Order | None:
+        return split.order_of(_decoded(encoded), device)
+
+    return weights.kept(("order", device), [encoded], make, survives_steps=True)
 
 
 def _decoded(encoded: Tensor) -> Plan:
@@ -57,7 +66,7 @@ def forward_to_train(
     with _on(x):
         plan = _decoded(encoded)
         tiles, programs = launch_facts(x)
-        layout = _layout(w, encoded, plan)
+        layout = split.lay_out(w, _order(encoded, x.device))  # not kept: 50 MB a layer until the optimiser's step
         return hybrid.forward(x, w, layout, activation, plan, token_mask, tiles, programs, want_stats=want_stats)
 
 
@@ -75,7 +84,7 @@ def backward(
     with _on(x):
         plan = _decoded(encoded)
         tiles, _ = launch_facts(x)
-        layout = _layout(w, encoded, plan)
+        layout = split.lay_out(w, _order(encoded, x.device), for_backward=True)
         return hybrid.backward(dy, dl1, x, w, layout, saved, activation, plan, token_mask, tiles, needs)
 
 
@@ -90,11 +99,64 @@ def _densely(x: Tensor, w: Weights, activation: str) -> Tensor:
     return nnf.linear(activate_(z, u, squared=activation == "relu2"), w.down, w.down_bias)
 
 
-def _layout(w: Weights, encoded: Tensor, plan: Plan) -> split.Layout:
-    device = w.gate.device
-    order = weights.kept(("order", device), [encoded], lambda: plan.order().to(device), survives_steps=True)
+def _layout(w: Weights, encoded: Tensor) -> split.Layout:
     sources = [encoded, *(t for t in w if t is not None)]
-    return weights.kept("split", sources, lambda: split.lay_out(w, order, len(plan.hot)))
+    return weights.kept("split", sources, lambda: split.lay_out(w, _order(encoded, w.gate.device)))
+
+
+def dense_forward(
+    x: Tensor, w: Weights, activation: str, token_mask: Tensor | None, *, want_stats: bool
+) -> reference.Forward:
+    """As ``reference.forward``, what is between the GEMMs in one pass. What is kept as ``gate`` is z, before relu."""
+    with _on(x):
+        z = nnf.linear(x, w.gate, w.gate_bias)
+        u = None if w.up is None else nnf.linear(x, w.up, w.up_bias)
+        h, l1_sum, counts = activate(z, u, token_mask, squared=activation == "relu2", wants_statistics=want_stats)
+        y = nnf.linear(h, w.down, w.down_bias)
+    if not want_stats:
+        l1_sum, counts = reference.no_statistics(x)
+    return reference.Forward(y, l1_sum, counts, z, u)
+
+
+def dense_backward(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w: Weights,
+    z: Tensor,
+    u: Tensor | None,
+    activation: str,
+    token_mask: Tensor | None,
+    needs: tuple[bool, ...],
+) -> Gradients:
+    """As ``reference.backward``. ``z`` may be r: relu of it is the same."""
+    with _on(x):
+        dz, du, h = activation_gradients_(
+            z.contiguous(),
+            None if u is None else u.contiguous(),
+            dy @ w.down,
+            dl1,
+            token_mask,
+            squared=activation == "relu2",
+        )
+
+        def dx() -> Tensor:
+            gradient = dz @ w.gate
+            return gradient if w.up is None else gradient.addmm_(du, w.up)
+
+        when = functools.partial(reference.gradient_if, x)
+        gated = w.up is not None
+        return Gradients(
+            when(needs[0], dx),
+            Weights(
+                gate=when(needs[1], lambda: dz.t() @ x),
+                up=when(needs[2], lambda: du.t() @ x) if gated else None,
+                down=when(needs[3], lambda: dy.t() @ h),
+                gate_bias=when(needs[4], lambda: dz.sum(0)),
+                up_bias=when(needs[5], lambda: du.sum(0)) if gated else None,
+                down_bias=when(needs[6], lambda: dy.sum(0)),
+            ),
+        )
 
 
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:

@@ -88,8 +88,13 @@ def _forward(
     want_stats: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if choose_backend(backend, x.device) == "cpu":
+    chosen = choose_backend(backend, x.device)
+    if chosen == "cpu":
         out = cpu.forward(x, w, activation, token_mask, want_stats=want_stats, save=save)
+    elif chosen == "triton" and _fits_triton(x, w):
+        from twell import gpu
+
+        out = gpu.dense_forward(x, w, activation, token_mask, want_stats=want_stats)
     else:
         out = reference.forward(x, w, activation, token_mask, want_stats=want_stats)
     F = w.gate.shape[0]
@@ -113,7 +118,12 @@ def _backward(
     if len(gate) != len(x):  # not saved
         again = reference.forward(x, w, activation, want_stats=False)
         gate, up = again.gate, again.up
-    path = cpu if choose_backend(backend, x.device) == "cpu" else reference
+    chosen = choose_backend(backend, x.device)
+    if chosen == "triton" and _fits_triton(x, w):
+        from twell import gpu
+
+        return gpu.dense_backward(dy, dl1, x, w, gate, up, activation, token_mask, tuple(needs))
+    path = cpu if chosen == "cpu" else reference
     return path.backward(dy, dl1, x, w, gate, up, activation, token_mask, tuple(needs))
 
 
@@ -493,11 +503,11 @@ def _call(
     chosen = choose_backend(backend, x.device)  # raises here, with a clean traceback
     x_MD = x.reshape(-1, x.shape[-1])
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights.values()))
-    if chosen == "triton" and not return_stats and not save and _fits_triton(x, weights):
+    if chosen == "triton" and not return_stats and not save and _fits_triton(x, _weights(**weights)):
         return torch.ops.twell.planned_ffn(x_MD, *_weights(**weights), activation, plan).reshape(x.shape)
     mask_M = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
     split = None
-    if chosen == "triton" and save and plan is not None and _fits_triton(x, weights):
+    if chosen == "triton" and save and plan is not None and _fits_triton(x, _weights(**weights)):
         split = _train_in_parts(x_MD, _weights(**weights), mask_M, activation, plan, return_stats)
     if split is not None:
         y, l1_sum, counts = split
@@ -534,8 +544,8 @@ def _train_in_parts(
     return y, l1_sum, counts
 
 
-def _fits_triton(x: Tensor, weights: dict[str, Any]) -> bool:
-    D, F = weights["w_down"].shape
+def _fits_triton(x: Tensor, w: Weights) -> bool:
+    D, F = w.down.shape
     return x.dtype != torch.float64 and D % 16 == 0 and F % 16 == 0
 
 

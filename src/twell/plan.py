@@ -50,6 +50,7 @@ _TRAINING_COSTS: dict[int, Costs] = {
 _TILE = 256  # cold neurons of one tile of the gate kernel
 _MIN_GAIN = 1.05  # the split must promise this much over dense
 _STEP = 16  # of cap and first: kernels are compiled anew where a number stops being a multiple of it
+_MEMORY_MARGIN = 0.03  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
 _MIN_TOKENS = 2048  # fewer leave parts of the GPU idle in every kernel
 _HEADER = 4  # numbers before the neurons in the encoded form
 
@@ -147,7 +148,8 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)])  # those that leave whole tiles
     cost = (projections * costs.dense - 1 + costs.down) * n_hot + costs.hot * (n_hot > 0)
     cost = cost + costs.gate * (F - n_hot) + gather * tail[n_hot] + costs.token
-    best = int(cost.argmin())
+    near = cost <= cost.min() * (1 + (_MEMORY_MARGIN if costs.dense > 1 else 0))
+    best = int(near.nonzero()[0])  # the smallest of them
     dense = projections * costs.dense * F
     H, predicted = int(n_hot[best]), dense / float(cost[best])
     if predicted < _MIN_GAIN:

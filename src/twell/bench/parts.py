@@ -20,7 +20,7 @@ class Parts:
         self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
         self.tail_tile = split.tail_tile(self.tiles, x, plan)
-        self.layout = split.lay_out(w, plan.order().to(x.device), len(plan.hot))
+        self.layout = split.lay_out(w, split.order_of(plan, x.device))
         self.y = torch.zeros_like(x)
         self.r, self.bitmap, self._marks = self._gate(self.tiles.gate, self.tiles.use_tma)
         self._listed()
@@ -95,7 +95,7 @@ class Parts:
             self.lists,
             self.layout.up,
             None,
-            self.layout.cold_down,
+            self.layout.down,
             None,
             squared=False,
             has_hot=self.has_hot,
@@ -111,7 +111,7 @@ class Parts:
             self.lists,
             self.layout.up,
             None,
-            self.layout.cold_down,
+            self.layout.down,
             None,
             self.layout.cold_rows,
             squared=False,

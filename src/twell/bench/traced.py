@@ -105,8 +105,8 @@ def _check(parts: Parts, w: Weights) -> float:
     parts.restore()
     x, layout = parts.x[rows].double(), parts.layout
     assert layout.up is not None and w.up is not None
-    up = layout.up.double() if layout.cold_rows is None else layout.up[layout.cold_rows.long()].double()
-    truth = (r * (x @ up.T)) @ layout.cold_down.double()
+    cold = slice(None) if layout.order is None else layout.order.cold
+    truth = (r * (x @ layout.up[cold].double().T)) @ layout.down[cold].double()
     if parts.has_hot:
         z, u = (x @ layout.hot.double().T).unflatten(1, (-1, 2)).unbind(2)
         truth += (torch.relu(z) * u) @ layout.hot_down.double()

@@ -117,9 +117,9 @@ def _heavy_up_kernel(
 
 @triton.jit
 def _down_tiles(
-    i_h, i_down, i_down_bias, i_marks, n_first, n_heavy, o_y, M, D, C,
+    i_h, i_down, i_down_bias, i_order, i_marks, n_first, n_heavy, o_y, M, D, C,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SQUARED: tl.constexpr,
-    HAS_DOWN_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DOWN_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(n_heavy, BM)
     tiles_n = tl.cdiv(D, BN)
@@ -136,8 +136,11 @@ def _down_tiles(
             )
             if SQUARED:  # a plain FFN: what is stored is r
                 h = (h.to(tl.float32) * h.to(tl.float32)).to(h.dtype)
+            row = cold
+            if HAS_ORDER:
+                row = tl.load(i_order + cold, mask=cold < C, other=0)
             w = tl.load(
-                i_down + cold[:, None].to(tl.int64) * D + d[None, :],
+                i_down + row[:, None].to(tl.int64) * D + d[None, :],
                 mask=(cold[:, None] < C) & (d[None, :] < D),
                 other=0.0,
             )
@@ -151,8 +154,9 @@ def _down_tiles(
 @triton.jit
 def _heavy_down_kernel(
     i_h,  # [M, C]
-    i_down,  # [C, D]
+    i_down,  # [F, D]
     i_down_bias,  # [D] or unused
+    i_order,  # [C] int32 or unused
     i_marks,  # int32, see Lists
     o_y,  # [M, D], heavy rows
     M,
@@ -170,16 +174,17 @@ def _heavy_down_kernel(
     PRECISION: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
     n_first, n_heavy = _count_heavy(i_marks, N_LONG)
     if n_heavy <= FEW:
-        _down_tiles(i_h, i_down, i_down_bias, i_marks, n_first, n_heavy, o_y, M, D, C,
-                    FEW_BM, FEW_BN, FEW_BK, GROUP_M, SQUARED, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
+        _down_tiles(i_h, i_down, i_down_bias, i_order, i_marks, n_first, n_heavy, o_y, M, D, C,
+                    FEW_BM, FEW_BN, FEW_BK, GROUP_M, SQUARED, HAS_DOWN_BIAS, HAS_ORDER, PRECISION)  # fmt: skip
     else:
-        _down_tiles(i_h, i_down, i_down_bias, i_marks, n_first, n_heavy, o_y, M, D, C,
-                    BM, BN, BK, GROUP_M, SQUARED, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
+        _down_tiles(i_h, i_down, i_down_bias, i_order, i_marks, n_first, n_heavy, o_y, M, D, C,
+                    BM, BN, BK, GROUP_M, SQUARED, HAS_DOWN_BIAS, HAS_ORDER, PRECISION)  # fmt: skip
 
 
 @triton.jit
@@ -245,12 +250,12 @@ def write_heavy_(
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
     }
     marks = lists.marks
+    some_order = marks if order is None else order
     if up is not None:
-        some_bias, some_order = x if up_bias is None else up_bias, marks if order is None else order
         launch(
             _heavy_up_kernel,
             programs,
-            (x, up, some_bias, some_order, marks, gate, M, D, C, x.stride(0)),
+            (x, up, x if up_bias is None else up_bias, some_order, marks, gate, M, D, C, x.stride(0)),
             constants
             | {"SQUARED": squared, "HAS_UP_BIAS": up_bias is not None, "HAS_ORDER": order is not None}
             | {"OVERLAPS": can_overlap()},
@@ -260,9 +265,10 @@ def write_heavy_(
     launch(
         _heavy_down_kernel,
         programs,
-        (gate, down, x if down_bias is None else down_bias, marks, y, M, D, C),
+        (gate, down, x if down_bias is None else down_bias, some_order, marks, y, M, D, C),
         constants
-        | {"SQUARED": squared and up is None, "HAS_DOWN_BIAS": down_bias is not None, "OVERLAPS": can_overlap()},
+        | {"SQUARED": squared and up is None, "HAS_DOWN_BIAS": down_bias is not None, "HAS_ORDER": order is not None}
+        | {"OVERLAPS": can_overlap()},
         warps=tile.warps,
         stages=tile.stages,
     )

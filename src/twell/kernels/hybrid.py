@@ -17,9 +17,9 @@ from torch import Tensor
 
 from twell import reference
 from twell.kernels import split
+from twell.kernels.activation import activate, activation_gradients_
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
-from twell.kernels.hot_backward import activation_gradients_, hot_counts
 from twell.kernels.lists import LONG, N_LONG, Lists, index_dtype, list_active, new_marks
 from twell.kernels.split import Layout
 from twell.kernels.tail_backward import NeuronGradients, write_tail_gradients, write_weight_gradients
@@ -39,7 +39,7 @@ class Saved(NamedTuple):
     sums: Tensor  # [M, 2 H]: z and u of the hot neurons, interleaved; plain FFN: z, [M, H]
     bits: Tensor  # see Columns
     offsets: Tensor
-    neurons: Tensor  # see Lists
+    rows: Tensor  # see Lists
     values: Tensor
     up: Tensor  # u of every entry; plain FFN: empty
     marks: Tensor
@@ -55,7 +55,7 @@ def empty_saved(x: Tensor, n_neurons: int, n_hot: int, cap: int, *, gated: bool)
         sums=x.new_empty(M, 2 * n_hot if gated else n_hot),
         bits=x.new_empty(-(-M // 32), 32 * words, dtype=torch.int32),
         offsets=x.new_empty(32 * words * chunks + 1, dtype=torch.int32),
-        neurons=x.new_empty(2 if n_hot else 1, size, dtype=narrow),
+        rows=x.new_empty(size, dtype=narrow),
         values=x.new_empty(size),
         up=x.new_empty(size if gated else 0),
         marks=new_marks(M, x.device),
@@ -102,7 +102,7 @@ def after_gate(
     y, l1 = x.new_empty(x.shape), x.new_empty(M, dtype=torch.float32)
     up = lists.values.new_empty(lists.values.shape if gated else (0,))
     has_hot = len(layout.hot_down) > 0
-    rows = (y, x, lists, layout.up, w.up_bias, layout.cold_down, w.down_bias)
+    rows = (y, x, lists, layout.up, w.up_bias, layout.down, w.down_bias)
     tail_tile = split.tail_tile(tiles, x, plan)
     write_tail(*rows, squared=squared, has_hot=has_hot, tile=tail_tile, saved_up=up if gated else None, l1=l1)
     write_heavy_(
@@ -112,7 +112,7 @@ def after_gate(
         lists,
         layout.up,
         w.up_bias,
-        layout.cold_down,
+        layout.down,
         w.down_bias,
         layout.cold_rows,
         squared=squared,
@@ -127,15 +127,16 @@ def after_gate(
     l1_sum, counts = reference.no_statistics(x)
     columns, cold = transpose(bitmap, lists, len(layout.cold), token_mask, want_statistics=want_stats)
     if want_stats:
-        if has_hot:
-            l1 += torch.linalg.vector_norm(h, 1, dim=1, dtype=torch.float32)
         l1_sum = (l1 if token_mask is None else l1.where(token_mask, 0)).sum()
         assert cold is not None
         counts = cold
         if layout.order is not None:
-            both = torch.cat([hot_counts(sums, token_mask, gated=gated), cold])
-            counts = torch.empty_like(both).index_copy_(0, layout.order, both)
-    return y, l1_sum, counts, Saved(sums, *columns, lists.neurons, lists.values, up, marks)
+            _, hot_l1, hot = activate(sums, None, token_mask, squared=squared, interleaved=gated, wants_h=False)
+            l1_sum = l1_sum + hot_l1
+            counts = cold.new_empty(plan.n_neurons)
+            counts[layout.order.cold] = cold
+            counts[layout.order.hot] = hot
+    return y, l1_sum, counts, Saved(sums, *columns, lists.rows, lists.values, up, marks)
 
 
 def backward(
@@ -155,7 +156,7 @@ def backward(
     x, dy = split.aligned(x), dy.contiguous()
     gated, squared = w.up is not None, activation == "relu2"
     needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needs
-    lists = Lists(saved.neurons, saved.values, saved.marks, plan.cap)
+    lists = Lists(saved.rows, saved.values, saved.marks, plan.cap)
     numbers = _to_host(saved.marks[:2])
     F = w.gate.shape[0]
     out = NeuronGradients(
@@ -175,15 +176,13 @@ def backward(
         token_mask,
         lists,
         saved.up if gated else None,
-        layout.cold,
-        layout.up,
-        layout.cold_down,
+        layout,
         columns,
         squared=squared,
         tile=tiles.tail_backward,
     )
     if pairs is not None and columns is not None:
-        write_weight_gradients(out, x, dy, pairs, columns, layout.cold_rows, len(layout.cold))
+        write_weight_gradients(out, x, dy, pairs, columns, layout.cold_rows, plan.n_neurons - len(plan.hot))
     if layout.order is not None:
         _add_hot(dx, out, dy, dl1, x, layout, saved.sums, token_mask, gated=gated, squared=squared)
     for tokens in _heavy_tokens(saved.marks, numbers, len(x)).split(_HEAVY_TOKENS):
@@ -221,10 +220,10 @@ def _add_hot(
     """dx += the hot neurons' part; their rows of the weights' gradients."""
     assert layout.order is not None
     dh = dy @ layout.hot_down.t()
-    gradients, h = activation_gradients_(sums, dh, dl1, token_mask, gated=gated, squared=squared)
+    gradients, _, h = activation_gradients_(sums, None, dh, dl1, token_mask, squared=squared, interleaved=gated)
     if dx is not None:
         dx.addmm_(gradients, layout.hot)
-    hot = layout.order[: len(layout.hot_down)]
+    hot = layout.order.hot
     if out.gate is not None or out.up is not None:
         rows = gradients.t() @ x  # gate and up interleaved
         _copy_rows((out.gate, out.up), hot, rows, gated)
@@ -278,13 +277,13 @@ def _add_heavy(
     """Add what the cold neurons of heavy tokens give, densely and from x."""
     if len(tokens) == 0:
         return
-    rows = None if layout.order is None else layout.order[len(layout.hot_down) :]
+    rows = slice(None) if layout.order is None else layout.order.cold
     cold = Weights(
-        layout.cold,
-        w.up if w.up is None or rows is None else w.up[rows],
-        layout.cold_down.t(),
-        layout.cold_bias,
-        w.up_bias if w.up_bias is None or rows is None else w.up_bias[rows],
+        w.gate[rows],
+        None if w.up is None else w.up[rows],
+        layout.down[rows].t(),
+        None if w.gate_bias is None else w.gate_bias[rows],
+        None if w.up_bias is None else w.up_bias[rows],
     )
     mask = None if token_mask is None else token_mask[tokens]
     x, dy = x[tokens], dy[tokens]
@@ -298,7 +297,4 @@ def _add_heavy(
         out, (more.gate, more.up, more.down.t(), more.gate_bias, more.up_bias), strict=True
     ):  # fmt: skip
         if target is not None and part is not None:
-            if rows is None:
-                target.add_(part)
-            else:
-                target.index_copy_(0, rows, target[rows] + part)
+            target[rows] += part

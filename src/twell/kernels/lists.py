@@ -45,7 +45,7 @@ class Lists(NamedTuple):
         [4 + 2 M + i]   the early tokens
     """
 
-    neurons: Tensor  # int16 [2, M cap + N_LONG LONG]: numbers among the cold neurons; rows in the model's weights
+    rows: Tensor  # int16 [M cap + N_LONG LONG]: neurons, by their rows in the model's weights
     values: Tensor  # [M cap + N_LONG LONG]: of the gate
     marks: Tensor
     cap: int
@@ -98,7 +98,7 @@ def _list_kernel(
     i_bitmap,  # [M, words]
     i_gate,  # [M, C]
     i_order,  # [C] int32 or unused: rows of the weights
-    o_neurons,  # [2, size]
+    o_rows,  # [size]
     o_values,  # [size]
     m_marks,  # see Lists; starts with zeros
     M,
@@ -108,7 +108,6 @@ def _list_kernel(
     cap,
     n_early,
     long_start,  # M * cap: where the long tokens' entries are
-    size,
     BW: tl.constexpr,  # power of 2 >= words
     HAS_ORDER: tl.constexpr,
     LONG: tl.constexpr,
@@ -142,17 +141,17 @@ def _list_kernel(
     if has_room:
         while tl.max(bits, axis=0) != 0:
             neuron = neuron_of_bit(word, popcount(bits ^ (bits - 1)) - 1)  # of the lowest bit set
-            tl.store(o_neurons + start + place, neuron, mask=bits != 0)
+            tl.store(o_rows + start + place, neuron, mask=bits != 0)
             place += 1
             bits = bits & (bits - 1)
         tl.debug_barrier()  # the list was written by other lanes
         for chunk in range(0, n, CHUNK):  # values all at once: in the loop above, every round would wait for memory
             e = chunk + tl.arange(0, CHUNK)
-            neuron = tl.load(o_neurons + start + e, mask=e < n, other=0)
+            neuron = tl.load(o_rows + start + e, mask=e < n, other=0)
             value = tl.load(i_gate + token.to(tl.int64) * C + neuron, mask=e < n, other=0.0)
             if HAS_ORDER:
                 row = tl.load(i_order + neuron, mask=e < n, other=0)
-                tl.store(o_neurons + size.to(tl.int64) + start + e, row, mask=e < n)
+                tl.store(o_rows + start + e, row, mask=e < n)
             tl.store(o_values + start + e, value, mask=e < n)
 
 
@@ -161,15 +160,14 @@ def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | Non
     (M, C), words = gate.shape, bitmap.shape[1]
     cap, first = plan.cap, min(plan.first, plan.cap)
     size = M * cap + N_LONG * LONG
-    rows = 1 if order is None else 2
-    neurons = torch.empty(rows, size, dtype=index_dtype(plan.n_neurons), device=bitmap.device)
+    rows = torch.empty(size, dtype=index_dtype(plan.n_neurons), device=bitmap.device)
     values = gate.new_empty(size)
     if M:
         some_order = marks if order is None else order
         launch(
             _list_kernel,
             M,
-            (bitmap, gate, some_order, neurons, values, marks, M, C, words, first, cap, n_early(M), M * cap, size),
+            (bitmap, gate, some_order, rows, values, marks, M, C, words, first, cap, n_early(M), M * cap),
             {
                 "BW": power_of_2(words),
                 "HAS_ORDER": order is not None,
@@ -181,4 +179,4 @@ def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | Non
             warps=1,
             stages=1,
         )
-    return Lists(neurons, values, marks, cap)
+    return Lists(rows, values, marks, cap)

@@ -24,51 +24,75 @@ from twell.reference import Weights
 _LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
 
+class Order(NamedTuple):
+    """Where hot and cold neurons are in the model's weights."""
+
+    hot: Tensor  # int64 [H]
+    cold: Tensor  # int64 [C]
+    rows: Tensor  # int32 [C], as ``cold``
+    places: Tensor  # int32 [F]: of a cold neuron among the cold ones; 0 for hot ones
+
+
+def order_of(plan: Plan, device: torch.device) -> Order | None:
+    """None where no neuron is hot: then every place is its row."""
+    if len(plan.hot) == 0:
+        return None
+    order = plan.order()
+    hot, cold = order[: len(plan.hot)], order[len(plan.hot) :]
+    places = torch.zeros(plan.n_neurons, dtype=torch.int32)
+    places[cold] = torch.arange(len(cold), dtype=torch.int32)
+    return Order(*(t.to(device) for t in (hot, cold, cold.int(), places)))
+
+
 class Layout(NamedTuple):
     """An FFN's weights as the kernels want them, for one choice of hot neurons. H hot, C = F - H cold."""
 
+    order: Order | None
     hot: Tensor  # [2 H, D]: gate and up rows of the hot neurons, interleaved; plain FFN: [H, D]
     hot_bias: Tensor | None
     hot_down: Tensor  # [H, D] neuron-major
     cold: Tensor  # [C, D]: gate rows of the cold neurons
     cold_bias: Tensor | None
-    cold_down: Tensor  # [C, D] neuron-major
-    cold_rows: Tensor | None  # [C] int32: their rows in ``up``; None where no neuron is hot
-    up: Tensor | None  # [F, D] as the model has it
-    order: Tensor | None  # [F] int64: hot neurons, then cold ones; None where no neuron is hot
+    gate: Tensor  # [F, D] as the model has it
+    up: Tensor | None  # [F, D] likewise
+    down: Tensor  # [F, D] neuron-major
+
+    @property
+    def cold_rows(self) -> Tensor | None:
+        """int32 [C]; None where no neuron is hot."""
+        return None if self.order is None else self.order.rows
 
 
-def lay_out(w: Weights, order: Tensor, n_hot: int) -> Layout:
-    """Copies of what the kernels read in another order. ``order``: int64 [F], the hot neurons first.
+def lay_out(w: Weights, order: Order | None, *, for_backward: bool = False) -> Layout:
+    """Copies of what the kernels read in another order. A backward needs no gate rows of the cold neurons.
 
     What is not copied is another tensor than the weight all the same: a layout must not keep a weight alive.
     """
     w = Weights._make(None if t is None else t.detach() for t in w)
     gate, up = aligned(w.gate.contiguous()), None if w.up is None else w.up.contiguous()
     down = w.down.t() if w.down.t().is_contiguous() else turned(w.down.contiguous())
-    if n_hot == 0:
-        return Layout(gate[:0], None, down[:0], gate, w.gate_bias, down, None, up, None)
-    hot, cold = order[:n_hot], order[n_hot:]
+    if order is None:
+        return Layout(None, gate[:0], None, down[:0], gate, w.gate_bias, gate, up, down)
 
     def interleaved(of_gate: Tensor, of_up: Tensor | None) -> Tensor:
-        return of_gate[hot] if of_up is None else torch.stack([of_gate[hot], of_up[hot]], 1).flatten(0, 1)
+        rows = of_gate[order.hot]
+        return rows if of_up is None else torch.stack([rows, of_up[order.hot]], 1).flatten(0, 1)
 
     hot_bias = None
     if w.gate_bias is not None or w.up_bias is not None:
         zeros = gate.new_zeros(gate.shape[0])
         up_bias = None if w.up is None else (zeros if w.up_bias is None else w.up_bias)
         hot_bias = interleaved(zeros if w.gate_bias is None else w.gate_bias, up_bias)
-    down = down[order]
     return Layout(
-        hot=interleaved(gate, w.up),
-        hot_bias=hot_bias,
-        hot_down=down[: len(hot)],
-        cold=gate[cold],
-        cold_bias=None if w.gate_bias is None else w.gate_bias[cold],
-        cold_down=down[len(hot) :],
-        cold_rows=cold.int(),
-        up=up,
         order=order,
+        hot=interleaved(gate, up),
+        hot_bias=hot_bias,
+        hot_down=down[order.hot],
+        cold=gate[:0] if for_backward else gate[order.cold],
+        cold_bias=None if w.gate_bias is None else w.gate_bias[order.cold],
+        gate=gate,
+        up=up,
+        down=down,
     )
 
 
@@ -100,7 +124,7 @@ def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, 
         lists,
         layout.up,
         w.up_bias,
-        layout.cold_down,
+        layout.down,
         w.down_bias,
         squared=squared,
         has_hot=len(layout.hot_down) > 0,
@@ -113,7 +137,7 @@ def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, 
         lists,
         layout.up,
         w.up_bias,
-        layout.cold_down,
+        layout.down,
         w.down_bias,
         layout.cold_rows,
         squared=squared,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
 from twell.kernels.lists import LONG, N_LONG, Lists, n_early, n_programs, token_of_program
+from twell.kernels.split import Layout
 from twell.kernels.tiles import RowTile, neuron_of_bit, start_after
 from twell.kernels.transpose import CHUNK, Columns, is_listed, place_of
 
@@ -40,15 +41,16 @@ class Pairs(NamedTuple):
 @triton.jit
 def _tail_backward_kernel(
     i_dy,  # [M, D]
-    i_neurons,  # [2, size]
+    i_rows,  # [size]
     i_values,  # [size]
     i_saved_up,  # [size] or unused
     i_marks,  # int32, see Lists
     i_l1,  # [] or unused: the gradient of sum |h|
     i_counted,  # [M] bool or unused: tokens whose |h| counts
-    i_gate,  # [C, D]
+    i_gate,  # [F, D]
     i_up,  # [F, D] or unused
-    i_down,  # [C, D]
+    i_down,  # [F, D], neuron-major
+    i_places,  # [F] int32 or unused: cold neurons among the cold ones
     i_bits,  # see Columns
     i_offsets,
     o_dx,  # [M, D]
@@ -93,12 +95,12 @@ def _tail_backward_kernel(
         for first in tl.range(0, n, NEURONS, num_stages=STAGES):
             e = first + tl.arange(0, NEURONS)
             there = e < n
-            neuron = tl.load(i_neurons + start + e, mask=there, other=0)
+            row = tl.load(i_rows + start + e, mask=there, other=0)
             a = tl.load(i_values + start + e, mask=there, other=0.0).to(tl.float32)
             inside = there[:, None] & in_d[None, :]
-            down = tl.load(i_down + neuron[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
+            down = tl.load(i_down + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
             if WANTS_DX:  # asked for before the sum below, which is a barrier to the loads after it
-                gate = tl.load(i_gate + neuron[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
+                gate = tl.load(i_gate + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
             slope = tl.where(there, 1.0, 0.0)
             if SQUARED:
                 slope = 2.0 * a
@@ -109,9 +111,6 @@ def _tail_backward_kernel(
                 h = a * u
                 slope = slope * u
                 if WANTS_DX:
-                    row = neuron
-                    if HAS_ORDER:
-                        row = tl.load(i_neurons + size.to(tl.int64) + start + e, mask=there, other=0)
                     up = tl.load(i_up + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
             dh = tl.sum(down.to(tl.float32) * dy[None, :], axis=1)
             if HAS_L1:
@@ -124,6 +123,9 @@ def _tail_backward_kernel(
                     part += du[:, None] * up.to(tl.float32)
                 acc += tl.sum(part, axis=0)
             if WANTS_PAIRS:
+                neuron = row
+                if HAS_ORDER:
+                    neuron = tl.load(i_places + row, mask=there, other=0)
                 place = place_of(i_bits, i_offsets, token, neuron, there, keys, P, CHUNK).to(tl.int64)
                 tl.store(o_tokens + place, token + tl.zeros_like(e), mask=there)
                 tl.store(o_factors + place, dz.to(dtype), mask=there)
@@ -228,9 +230,7 @@ def write_tail_gradients(
     token_mask: Tensor | None,
     lists: Lists,
     saved_up: Tensor | None,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
+    layout: Layout,
     columns: Columns | None,
     *,
     squared: bool,
@@ -238,7 +238,7 @@ def write_tail_gradients(
 ) -> Pairs | None:
     """Write dx [M, D], zeros for heavy tokens; with ``columns`` return the pairs that the weight gradients want."""
     M, D = dy.shape
-    size = lists.neurons.shape[1]
+    size, up, order = lists.rows.shape[0], layout.up, layout.order
     pairs = None
     if columns is not None:
         pairs = Pairs(torch.empty(size, dtype=torch.int32, device=dy.device), lists.values.new_empty(3, size))
@@ -250,15 +250,16 @@ def write_tail_gradients(
         n_programs(M),
         (
             dy,
-            lists.neurons,
+            lists.rows,
             lists.values,
             dy if saved_up is None else saved_up,
             lists.marks,
             dy if dl1 is None else dl1,
             dy if token_mask is None else token_mask,
-            gate,
+            layout.gate,
             dy if up is None else up,
-            down,
+            layout.down,
+            lists.marks if order is None else order.places,
             lists.marks if columns is None else columns.bits,
             lists.marks if columns is None else columns.offsets,
             dy if dx is None else dx,
@@ -279,7 +280,7 @@ def write_tail_gradients(
             "NEURONS": tile.neurons,
             "GATED": up is not None,
             "SQUARED": squared,
-            "HAS_ORDER": len(lists.neurons) == 2,
+            "HAS_ORDER": order is not None,
             "HAS_L1": dl1 is not None,
             "HAS_MASK": token_mask is not None,
             "WANTS_DX": dx is not None,

@@ -7,7 +7,7 @@ its neurons' rows of Wu and Wd, a few at a time; u and h stay in registers, sums
 A dense FFN multiplies u with the 0 of every inactive neuron, which makes NaN of a token with inf or NaN in x. For a
 token without any active or hot neuron the tail does it: y += 0 * sum(x).
 
-Weights: Wu [F, D] as the model has it, Wd of the cold neurons, neuron-major [C, D].
+Weights: Wu [F, D] as the model has it, Wd neuron-major [F, D].
 Bytes: two rows of D a (token, neuron) pair; at 10 cold neurons a token, M 16384, D 2048, bf16: 1.3 GB, mostly from L2
 (about 9 TB/s seen on an H200: 0.15 ms), x once in and y once out (0.13 GB).
 """
@@ -26,12 +26,12 @@ from twell.kernels.tiles import RowTile, start_after
 @triton.jit
 def _tail_kernel(
     i_x,  # [M, D]
-    i_neurons,  # [2, size]: rows of Wd, rows of Wu
+    i_rows,  # [size]: rows of Wd and Wu
     i_values,  # [size]
     i_marks,  # int32, see Lists
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
-    i_down,  # [C, D]
+    i_down,  # [F, D]
     i_down_bias,  # [D] or unused
     o_y,  # [M, D]
     o_up,  # SAVES, gated: [size], u of every entry
@@ -41,7 +41,6 @@ def _tail_kernel(
     cap,
     n_early,
     long_start,  # M * cap: where the long tokens' entries are
-    rows,  # where in i_neurons the rows of Wu start
     x_stride,
     BD: tl.constexpr,  # power of 2 >= D
     WHOLE: tl.constexpr,  # BD == D
@@ -68,15 +67,14 @@ def _tail_kernel(
         for first in tl.range(0, n, NEURONS, num_stages=STAGES):
             e = first + tl.arange(0, NEURONS)
             there = e < n
-            neuron = tl.load(i_neurons + start + e, mask=there, other=0)
+            row = tl.load(i_rows + start + e, mask=there, other=0)
             a = tl.load(i_values + start + e, mask=there, other=0.0).to(tl.float32)
             if SQUARED:
                 a = a * a
             inside = there[:, None] & in_d[None, :]
             # Both rows are asked for before the first is used: the sum over D is a barrier to the loads after it.
-            down = tl.load(i_down + neuron[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
+            down = tl.load(i_down + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
             if GATED:
-                row = tl.load(i_neurons + rows.to(tl.int64) + start + e, mask=there, other=0)
                 up = tl.load(i_up + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
                 u = tl.sum(up.to(tl.float32) * x[None, :], axis=1)
                 if HAS_UP_BIAS:
@@ -126,7 +124,7 @@ def write_tail(
         n_programs(M),
         (
             x,
-            lists.neurons,
+            lists.rows,
             lists.values,
             lists.marks,
             x if up is None else up,
@@ -141,7 +139,6 @@ def write_tail(
             lists.cap,
             n_early(M),
             M * lists.cap,
-            lists.neurons.shape[1] if len(lists.neurons) == 2 else 0,
             x.stride(0),
         ),
         {

@@ -1,0 +1,116 @@
+"""``twell bench train --trace``: forward and backward of one FFN with the activations of a trained model.
+
+A trace holds positions, no values: as in ``traced.py`` the cold gate is timed on a synthetic input, everything else of
+forward and backward on random values at the trace's positions; the row's sparse time is the sum of both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from twell.bench import cases, ffn, timing, traced, train
+from twell.bench.parts import Parts
+from twell.kernels import hybrid, lists
+from twell.plan import Plan, choose_plan, costs_for
+from twell.reference import Weights
+
+_CHECKED_TOKENS = 512
+
+
+def measure_trace(
+    layer: traced.Layer, M: int, D: int, *, dtype: torch.dtype, device: torch.device, seconds: float = 3.0
+) -> dict[str, Any]:
+    """A JSON-ready row for one layer, as a gated FFN on a GPU (or in Triton's interpreter)."""
+    active = layer.active.to(device)
+    _, timed = traced.plan_and_rest(active, M, D)
+    half = len(active) // 2
+    plan = choose_plan(active[:half].sum(0), half, costs_for(device, training=True), width=D)
+    F, mean = timed.shape[1], timed.sum().item() / M
+    inputs = cases.make(f"skew{max(1, round(mean))}", M, D, F, dtype=dtype, device=device)
+    p = train.Problem.of(inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down))
+    del inputs
+    runs: dict[str, Callable[[], Any]] = {
+        name: functools.partial(p.solve, forward) for name, forward in train.dense_forwards(p).items()
+    }
+    errors = None
+    if plan.is_dense or plan.min_tokens > M:
+        runs["sparse"] = functools.partial(p.solve, train.sparse_forward("triton", None))
+        times = timing.compare(runs, seconds=seconds, device=device)
+    else:
+        errors = _check_replay(p, plan, timed)
+        replay = _Replay(p, plan, timed)
+        runs |= {"gate": replay.cold_gate, "rest": replay.rest}
+        times = timing.compare(runs, seconds=seconds, device=device, before=replay.restore)
+        both = zip(times["gate"], times["rest"], strict=True)
+        times["sparse"] = timing.Spread(*(round(gate + rest, 4) for gate, rest in both))
+    case = ffn.Case(workload=layer.name, M=M, D=D, F=F, dtype=dtype, device=str(device), backend="triton")
+    return train.make_row(case, "triton", plan, mean_active=mean, times=times, error=errors, memory=None, joules=None)
+
+
+class _Replay:
+    """Forward and backward of an FFN with recorded positions: its cold gate, and everything else."""
+
+    def __init__(self, p: train.Problem, plan: Plan, active: Tensor) -> None:
+        self.p, self.plan = p, plan
+        self.x = p.x.detach()
+        self.w = Weights._make(None if t is None else t.detach() for t in p.w)
+        self.parts = Parts(self.x, self.w, plan)
+        self.parts.replay(active)
+        self.marks = lists.new_marks(len(self.x), self.x.device)
+
+    def restore(self) -> None:
+        """What ``rest`` needs before: it writes over gate and marks."""
+        self.parts.restore()
+        self.marks[:4] = 0
+
+    def cold_gate(self) -> Tensor:
+        return self.parts.cold_gate(self.parts.tiles.gate, self.parts.tiles.use_tma)
+
+    @torch.no_grad()
+    def rest(self) -> dict[str, Tensor]:
+        parts, tiles = self.parts, self.parts.tiles
+        common = (self.x, self.w, parts.layout)
+        gate = (parts.r, parts.bitmap, self.marks)
+        y, l1, _, saved = hybrid.after_gate(
+            *common, "relu", self.plan, None, tiles, parts.programs, *gate, want_stats=True
+        )
+        gradients = hybrid.backward(self.p.dy, self.p.dl1, *common, saved, "relu", self.plan, None, tiles, train.NEEDS)
+        dw = gradients.weights
+        assert dw.up is not None
+        return {"y": y, "l1": l1, "dx": gradients.x, "dw_gate": dw.gate, "dw_up": dw.up, "dw_down": dw.down}
+
+
+@torch.no_grad()
+def _check_replay(p: train.Problem, plan: Plan, active: Tensor) -> dict[str, dict[str, float]]:
+    """Errors of everything after the gate on the first tokens, beside those of dense formulas at the same positions."""
+    few = p._replace(x=p.x[:_CHECKED_TOKENS], dy=p.dy[:_CHECKED_TOKENS])
+    replay = _Replay(few, plan, active[:_CHECKED_TOKENS])
+    replay.restore()
+    cold = replay.parts.r.double()
+    sparse = replay.rest()
+    x, w, dy, dl1 = few.x.double(), few.w.to(torch.float64), few.dy.double(), few.dl1.double()
+    of_x = torch.relu(nnf.linear(x, w.gate))
+    r = of_x.clone()  # hot neurons' gate follows from x, the cold ones' from the trace
+    rows = replay.parts.layout.cold_rows
+    r[:, slice(None) if rows is None else rows.long()] = cold
+    # The backward computes the gate of heavy tokens again from x: there it follows x, not the trace.
+    r_back = of_x.where(_is_heavy(cold, plan)[:, None], r)
+
+    def both(x: Tensor, w: Weights, dy: Tensor, dl1: Tensor) -> dict[str, Tensor]:
+        forward, backward = (train.formulas(x, w, dy, dl1, gate.to(x.dtype)) for gate in (r, r_back))
+        return forward | {name: g for name, g in backward.items() if name.startswith("d")}
+
+    return train.check(both(x, w, dy, dl1), both(few.x, few.w, few.dy, few.dl1), sparse)
+
+
+def _is_heavy(cold: Tensor, plan: Plan) -> Tensor:
+    """bool [M]: tokens without a list, see ``lists.py``."""
+    n = (cold != 0).sum(1)
+    too_many = ((n > plan.cap) & (n <= lists.LONG)).sum() > lists.N_LONG  # for lists of their own
+    return (n > plan.cap) & ((n > lists.LONG) | too_many)
