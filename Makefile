@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	$(BIN)/twell demo
 
 test: lint
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n 2
 
 test-all: lint
 	$(BIN)/pytest

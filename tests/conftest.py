@@ -16,6 +16,9 @@ if not torch.cuda.is_available():
 
 from twell import cpu
 
+if os.environ.get("PYTEST_XDIST_WORKER"):  # two processes on two cores
+    torch.set_num_threads(1)
+
 collect_ignore = ["cross_compile.py"]  # a script of its own, for a process without the interpreter
 
 settings.register_profile(

@@ -83,7 +83,7 @@ def pointers(kind: str, *names: str) -> dict[str, str]:
 
 precision = "ieee" if DTYPE == "float32" else "tf32"
 t = TILES.gate
-for hot in (False, True):
+for hot, whole in ((False, False), (False, True), (True, False)):
     x, rows = (
         (f"tensordesc<{ELEMENT}[{t.BM},{t.BK}]>", f"tensordesc<{ELEMENT}[{t.BN},{t.BK}]>")
         if TILES.use_tma
@@ -94,8 +94,8 @@ for hot in (False, True):
         {"i_x": x, "i_rows": rows, "i_bias": VALUES, "o_values": VALUES, "o_bitmap": VALUES if hot else INTEGERS}
         | {"o_marks": VALUES if hot else INTEGERS, "o_sums": VALUES}
         | integers("M", "D", "N", "width", "words", "x_stride"),
-        {"HOT": hot, "SAVES": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": True, "WHOLE": False}
-        | {"BM": t.BM, "BN": t.BN, "BK": t.BK}
+        {"HOT": hot, "SAVES": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": not whole, "WHOLE": whole}
+        | {"ZEROS": not whole, "BM": t.BM, "BN": t.BN, "BK": t.BK}
         | {"GROUP_M": gate.GROUP_M, "USE_TMA": TILES.use_tma, "PRECISION": precision}
         | OVERLAPS,
         t.warps,
@@ -150,9 +150,9 @@ blocks |= {"GROUP_M": 8, "N_LONG": lists.N_LONG, "SQUARED": False, "PRECISION": 
 compile_kernel(
     heavy._heavy_up_kernel,
     pointers(VALUES, "i_x", "i_up", "i_up_bias")
-    | pointers(INTEGERS, "i_order", "i_marks")
+    | pointers(INTEGERS, "i_order", "i_bitmap", "i_marks")
     | pointers(VALUES, "m_gate")
-    | integers("M", "D", "C", "x_stride"),
+    | integers("M", "D", "C", "words", "x_stride"),
     blocks | {"HAS_UP_BIAS": True, "HAS_ORDER": True} | OVERLAPS,
     t.warps,
     t.stages,

@@ -6,12 +6,31 @@ compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize_kerne
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from twell import gpu, reference
 from twell.kernels import pack
 from twell.kernels.gate import gate_and_bitmap
 from twell.plan import Plan
 from twell.reference import Weights
+
+
+def train(x: Tensor, w: Weights, plan: Plan | None) -> None:
+    """Forward and backward with every output, by a plan or densely."""
+    dy, dl1 = torch.randn_like(x), torch.tensor(0.1, device=x.device)
+    mask = torch.arange(len(x), device=x.device) % 3 > 0
+    needs = (True,) * 7
+    if plan is None:
+        out = gpu.dense_forward(x, w, "relu", mask, want_stats=True)
+        got = gpu.dense_backward(dy, dl1, x, w, out.gate, out.up, "relu", mask, needs)
+    else:
+        *_, saved = gpu.forward_to_train(x, w, "relu", plan.encode(), mask, True)
+        got = gpu.backward(dy, dl1, x, w, saved, "relu", plan.encode(), mask, needs)
+    x, w, dy, dl1 = x.double(), w.to(torch.float64), dy.double(), dl1.double()
+    out = reference.forward(x, w, "relu", mask)
+    want = reference.backward(dy, dl1, x, w, out.gate, out.up, "relu", mask, needs)
+    for a, t in zip((got.x, *got.weights), (want.x, *want.weights), strict=True):
+        assert a is not None and t is not None and (a.double() - t).norm() <= 5e-2 * t.norm(), (x.shape, plan)
 
 
 def main() -> None:
@@ -30,6 +49,8 @@ def main() -> None:
                 y = gpu.forward(x, w, "relu", plan.encode())
                 truth = reference.forward(x.double(), w.to(torch.float64), want_stats=False).y
                 assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (M, D, F, dtype, plan)
+                train(x, w, plan)
+            train(x, w, None)
             tiles, programs = gpu.launch_facts(x)
             r, bitmap, _ = gate_and_bitmap(x, w.gate, None, tile=tiles.gate, programs=programs, use_tma=tiles.use_tma)
             pack.neuron_counts(bitmap, F)

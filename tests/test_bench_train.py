@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from interpreted import shorten_lists
 from twell import cli, cpu, ops, reference
 from twell.bench import cases, energy, ffn, timing, train, train_model
 from twell.reference import Weights
@@ -29,16 +30,13 @@ in_the_interpreter = pytest.mark.skipif(
 @pytest.fixture
 def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens go through the kernels, with few programs, and are timed once: the interpreter's times say nothing."""
-    from twell.kernels import heavy, hybrid, lists, tail_backward, transpose, up_down
     from twell.plan import costs_for
 
+    shorten_lists(monkeypatch.setattr)
     cheap = costs_for(CPU, training=True)._replace(gather=150.0, heavy=1.4, token=0, hot=0, batch=0)
     monkeypatch.setattr("twell.plan._TRAINING_COSTS", {90: cheap})
     monkeypatch.setattr("twell.plan._MIN_TOKENS", 0)
     monkeypatch.setattr(ffn, "PLAN_TOKENS", 256)
-    for module in (lists, up_down, heavy, transpose, tail_backward, hybrid):
-        monkeypatch.setattr(module, "N_LONG", 2)
-        monkeypatch.setattr(module, "LONG", 24, raising=False)
     monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
 
 

@@ -200,8 +200,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
-    for module in ("lists", "heavy", "up_down"):
-        monkeypatch.setattr(f"twell.kernels.{module}.N_LONG", 4)
+    monkeypatch.setattr("twell.kernels.lists.N_LONG", 4)
     return {"device": torch.device("cpu"), "dtype": torch.float32, "tokens": 64, "width": 32, "hidden": 352}
 
 

@@ -89,6 +89,12 @@ def test_plain_layers_too() -> None:
     assert advance(planner, seen(SPARSE), seen(SPARSE)) == [[None], [0]]
 
 
+def test_layers_of_different_widths() -> None:
+    planner = Planner([*layers(1), *layers(1, F=256)], every=1)
+    step = seen(SPARSE, torch.full((256,), DENSE))
+    assert advance(planner, step, step) == [[None, None], [0, None]]
+
+
 def test_layers_start_densely() -> None:
     (ffn,) = layers(1)
     ffn.set_plan(Plan(n_neurons=128, hot=torch.arange(2), cap=16))

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from interpreted import shorten_lists
+
 pytest.importorskip("triton")
 
 from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference, weights
-from twell.kernels import heavy, hybrid, lists, split, tail_backward, transpose, turn, up_down
+from twell.kernels import lists, split, tail_backward, transpose, turn
 from twell.plan import Costs, Plan
 from twell.reference import Weights
 
@@ -27,11 +29,7 @@ ALL = (True,) * 7
 
 @pytest.fixture(autouse=True)
 def few_long_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two long tokens, of up to 24 neurons, and short chunks: tiny shapes should have heavy tokens and chunks, too."""
-    for module in (lists, up_down, heavy, transpose, tail_backward, hybrid):
-        for name, value in (("N_LONG", 2), ("LONG", 24), ("CHUNK", 32)):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, value)
+    shorten_lists(monkeypatch.setattr)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ class Planner:
         if every < 1:
             raise ValueError(f"Planner: every must be at least 1, got {every}")
         self.ffns, self.every = list(ffns), every
-        self._sums: Tensor | None = None  # [layers, F + 1]: counts and tokens since they were last sent
+        self._sums: Tensor | None = None  # counts and tokens of layer after layer, since they were last sent
         self._steps = 0
         self._sent: tuple[Tensor, Any] | None = None
         for ffn in self.ffns:
@@ -118,7 +118,7 @@ class Planner:
             return
         if self._sent is not None:
             self._set_plans()
-        sums = torch.stack([torch.cat([s.counts.long(), s.tokens.long().reshape(1)]) for s in stats])
+        sums = torch.cat([t.long().reshape(-1) for s in stats for t in (s.counts, s.tokens)])
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
         self._steps += 1
         if self._steps % self.every == 0:
@@ -129,7 +129,7 @@ class Planner:
         sums, event = self._sent
         if event is not None:
             event.synchronize()
-        for ffn, row in zip(self.ffns, sums, strict=True):
+        for ffn, row in zip(self.ffns, sums.split([len(f.neuron_counts) + 1 for f in self.ffns]), strict=True):
             tokens = int(row[-1])
             if tokens:
                 plan = ffn.plan_from_counts(row[:-1], tokens, training=True)

@@ -22,7 +22,7 @@ class Parts:
         self.tail_tile = split.tail_tile(self.tiles, x, plan)
         self.layout = split.lay_out(w, split.order_of(plan, x.device))
         self.y = torch.zeros_like(x)
-        self.r, self.bitmap, self._marks = self._gate(self.tiles.gate, self.tiles.use_tma)
+        self.r, self.bitmap, self._marks = self._gate(self.tiles.gate, self.tiles.use_tma, zeros=True)
         self._listed()
 
     def _listed(self) -> None:
@@ -57,17 +57,20 @@ class Parts:
 
     def n_heavy(self) -> int:
         first, over = self.lists.marks[:2].tolist()
-        return first + (over if over > lists.N_LONG else 0)
+        return first + (over if over > lists.n_long(len(self.x)) else 0)
 
-    def _gate(self, tile: GateTile, use_tma: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return gate.gate_and_bitmap(self.x, self.layout.cold, None, tile=tile, programs=self.programs, use_tma=use_tma)
+    def _gate(self, tile: GateTile, use_tma: bool, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return gate.gate_and_bitmap(
+            self.x, self.layout.cold, None, tile=tile, programs=self.programs, use_tma=use_tma, zeros=zeros
+        )
 
-    def cold_gate(self, tile: GateTile, use_tma: bool) -> Tensor:
-        return self._gate(tile, use_tma)[0]
+    def cold_gate(self, tile: GateTile, use_tma: bool, zeros: bool = False) -> Tensor:
+        """Without ``zeros`` r is there only where it is not 0, as in the forward."""
+        return self._gate(tile, use_tma, zeros or not self.is_gated)[0]
 
     def gate_into_nothing(self) -> None:
         """The cold gate, but for its counters in vain: ``after_gate`` may follow, without ``restore``."""
-        self._marks = self._gate(self.tiles.gate, self.tiles.use_tma)[2]
+        self._marks = self._gate(self.tiles.gate, self.tiles.use_tma, zeros=not self.is_gated)[2]
 
     def list_active(self) -> lists.Lists:
         """Needs ``restore`` before: its counters start at 0."""
@@ -108,6 +111,7 @@ class Parts:
             self.y,
             self.x,
             self.r,
+            self.bitmap,
             self.lists,
             self.layout.up,
             None,

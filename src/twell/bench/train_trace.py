@@ -112,5 +112,5 @@ def _check_replay(p: train.Problem, plan: Plan, active: Tensor) -> dict[str, dic
 def _is_heavy(cold: Tensor, plan: Plan) -> Tensor:
     """bool [M]: tokens without a list, see ``lists.py``."""
     n = (cold != 0).sum(1)
-    too_many = ((n > plan.cap) & (n <= lists.LONG)).sum() > lists.N_LONG  # for lists of their own
+    too_many = ((n > plan.cap) & (n <= lists.LONG)).sum() > lists.n_long(len(cold))  # for lists of their own
     return (n > plan.cap) & ((n > lists.LONG) | too_many)

@@ -68,7 +68,8 @@ def _store_hot(
 
 @triton.jit
 def _store_cold(
-    acc, o_gate, o_bitmap, row, n, M, C, words, BM: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr
+    acc, o_gate, o_bitmap, row, n, M, C, words,
+    BM: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     dtype = o_gate.dtype.element_ty
     if dtype.primitive_bitwidth == 16:
@@ -78,12 +79,16 @@ def _store_cold(
             pairs = tl.where(pair[None, :] < C // 2, pairs, 0)
         bits = pack_pairs(pairs, BM, BN)
         inside = (row[:, None] < M) & ((pair[None, :] < C // 2) | WHOLE)
+        if not ZEROS:
+            inside = inside & (pairs != 0)
         place = o_gate.to(tl.pointer_type(tl.uint32)) + row[:, None].to(tl.int64) * (C // 2) + pair[None, :]
         tl.store(place, pairs, mask=inside)
     else:
         r = relu(acc)
         neuron = n * BN + tl.arange(0, BN)
         inside = (row[:, None] < M) & (neuron[None, :] < C)
+        if not ZEROS:
+            inside = inside & (r != 0)
         bits = pack_bits((r != 0) & (neuron[None, :] < C), BM, BN)
         tl.store(o_gate + row[:, None].to(tl.int64) * C + neuron[None, :], r, mask=inside)
     word = n * (BN // 32) + tl.arange(0, BN // 32)
@@ -112,6 +117,7 @@ def _gate_kernel(
     SQUARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WHOLE: tl.constexpr,  # BN divides N
+    ZEROS: tl.constexpr,  # write r where it is 0, too
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -140,14 +146,22 @@ def _gate_kernel(
         if HOT:
             _store_hot(acc, o_values, o_sums, row, n, M, N, width, BM, BN, GATED, SQUARED, SAVES)
         else:
-            _store_cold(acc, o_values, o_bitmap, row, n, M, width, words, BM, BN, WHOLE)
+            _store_cold(acc, o_values, o_bitmap, row, n, M, width, words, BM, BN, WHOLE, ZEROS)
 
 
 def gate_and_bitmap(
-    x: Tensor, rows: Tensor, bias: Tensor | None, *, tile: GateTile, programs: int, use_tma: bool
+    x: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    *,
+    tile: GateTile,
+    programs: int,
+    use_tma: bool,
+    zeros: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """r [M, C] and its bitmap, int32 [M, words], for x [M, D] (unit stride along D) and gate rows [C, D].
 
+    Without ``zeros`` r may be written only where it is not 0; the rest may hold anything: a tenth of the stores.
     And the marks that ``list_active`` wants: their zeros cost no launch of their own here.
     """
     M, C = x.shape[0], rows.shape[0]
@@ -155,7 +169,7 @@ def gate_and_bitmap(
     bitmap = torch.empty(M, bitmap_words(C), dtype=torch.int32, device=x.device)
     marks = new_marks(M, x.device)
     options = {"HOT": False, "SAVES": False, "GATED": False, "SQUARED": False}
-    _launch(x, rows, bias, (gate, bitmap, marks, gate), tile, programs, use_tma, options)
+    _launch(x, rows, bias, (gate, bitmap, marks, gate), tile, programs, use_tma, options, zeros)
     return gate, bitmap, marks
 
 
@@ -177,7 +191,7 @@ def hot_activations(
     """
     h = x.new_empty(x.shape[0], rows.shape[0] // 2 if gated else rows.shape[0])
     options = {"HOT": True, "SAVES": sums is not None, "GATED": gated, "SQUARED": squared}
-    _launch(x, rows, bias, (h, h, h, h if sums is None else sums), tile, programs, use_tma, options)
+    _launch(x, rows, bias, (h, h, h, h if sums is None else sums), tile, programs, use_tma, options, True)
     return h
 
 
@@ -190,6 +204,7 @@ def _launch(
     programs: int,
     use_tma: bool,
     options: dict[str, bool],
+    zeros: bool,
 ) -> None:
     (M, D), N = x.shape, rows.shape[0]
     values, bitmap, *_ = outputs
@@ -211,6 +226,7 @@ def _launch(
         | {
             "HAS_BIAS": bias is not None,
             "WHOLE": N % tile.BN == 0,
+            "ZEROS": zeros or bias is not None or N % tile.BN != 0,  # all of it at once takes too many registers
             "BM": tile.BM,
             "BN": tile.BN,
             "BK": tile.BK,

@@ -1,6 +1,7 @@
 """The heavy tokens, densely on tensor cores: h = a(r) * (x Wu^T + bu) over all cold neurons, then y = h Wd + bd.
 
-h takes the place of r in the gate, so there is no buffer that could be too small. Both kernels loop over a count that
+h takes the place of r in the gate (which holds r only where the bitmap has a bit), so there is no buffer that could be
+too small. Both kernels loop over a count that
 lives on the device: no host sync. The list's order may vary between runs; a row's sums do not depend on its place.
 
 Few heavy tokens are the rule, and then the time is that of reading the weights once (40 MB at C 5000, D 2048, bf16: 12
@@ -17,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.launch import can_overlap, launch
-from twell.kernels.lists import N_LONG, Lists
-from twell.kernels.tiles import GateTile, few, start_after, tile_of
+from twell.kernels.lists import Lists, n_long
+from twell.kernels.tiles import GateTile, bit_of_neuron, few, start_after, tile_of
 
 FEW = 128  # heavy tokens
 
@@ -41,8 +42,17 @@ def _heavy_tokens(i_marks, r, n_first, n_heavy, M):
 
 
 @triton.jit
+def _activations(i_gate, i_bitmap, token, cold, inside, C, words):
+    """r, 0 where a neuron is not active: there the gate holds anything."""
+    key = bit_of_neuron(cold)
+    bits = tl.load(i_bitmap + token[:, None] * words + (key // 32)[None, :], mask=inside, other=0)
+    active = ((bits >> (key % 32)[None, :]) & 1) != 0
+    return tl.load(i_gate + token[:, None] * C + cold[None, :], mask=inside & active, other=0.0)
+
+
+@triton.jit
 def _up_tiles(
-    i_x, i_up, i_up_bias, i_order, i_marks, n_first, n_heavy, m_gate, M, D, C, x_stride,
+    i_x, i_up, i_up_bias, i_order, i_bitmap, i_marks, n_first, n_heavy, m_gate, M, D, C, words, x_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SQUARED: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -72,7 +82,7 @@ def _up_tiles(
             acc += tl.load(i_up_bias + neuron, mask=cold < C, other=0.0).to(tl.float32)[None, :]
         place = m_gate + token[:, None] * C + cold[None, :]
         inside = (r[:, None] < n_heavy) & (cold[None, :] < C)
-        a = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        a = _activations(m_gate, i_bitmap, token, cold, inside, C, words).to(tl.float32)
         if SQUARED:
             a = a * a
         tl.store(place, (a * acc).to(m_gate.dtype.element_ty), mask=inside)
@@ -84,11 +94,13 @@ def _heavy_up_kernel(
     i_up,  # [F, D]
     i_up_bias,  # [F] or unused
     i_order,  # [C] int32 or unused
+    i_bitmap,  # [M, words]
     i_marks,  # int32, see Lists
     m_gate,  # [M, C]: r in, h out, in heavy rows
     M,
     D,
     C,
+    words,
     x_stride,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -108,10 +120,10 @@ def _heavy_up_kernel(
     start_after(OVERLAPS)
     n_first, n_heavy = _count_heavy(i_marks, N_LONG)
     if n_heavy <= FEW:
-        _up_tiles(i_x, i_up, i_up_bias, i_order, i_marks, n_first, n_heavy, m_gate, M, D, C, x_stride,
+        _up_tiles(i_x, i_up, i_up_bias, i_order, i_bitmap, i_marks, n_first, n_heavy, m_gate, M, D, C, words, x_stride,
                   FEW_BM, FEW_BN, FEW_BK, GROUP_M, SQUARED, HAS_UP_BIAS, HAS_ORDER, PRECISION)  # fmt: skip
     else:
-        _up_tiles(i_x, i_up, i_up_bias, i_order, i_marks, n_first, n_heavy, m_gate, M, D, C, x_stride,
+        _up_tiles(i_x, i_up, i_up_bias, i_order, i_bitmap, i_marks, n_first, n_heavy, m_gate, M, D, C, words, x_stride,
                   BM, BN, BK, GROUP_M, SQUARED, HAS_UP_BIAS, HAS_ORDER, PRECISION)  # fmt: skip
 
 
@@ -131,9 +143,8 @@ def _down_tiles(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(tl.cdiv(C, BK)):
             cold = k * BK + tl.arange(0, BK)
-            h = tl.load(
-                i_h + token[:, None] * C + cold[None, :], mask=(r[:, None] < n_heavy) & (cold[None, :] < C), other=0.0
-            )
+            inside = (r[:, None] < n_heavy) & (cold[None, :] < C)
+            h = tl.load(i_h + token[:, None] * C + cold[None, :], mask=inside, other=0.0)
             if SQUARED:  # a plain FFN: what is stored is r
                 h = (h.to(tl.float32) * h.to(tl.float32)).to(h.dtype)
             row = cold
@@ -217,6 +228,7 @@ def write_heavy_(
     y: Tensor,
     x: Tensor,
     gate: Tensor,
+    bitmap: Tensor,
     lists: Lists,
     up: Tensor | None,
     up_bias: Tensor | None,
@@ -246,16 +258,16 @@ def write_heavy_(
         "FEW_BN": small.BN,
         "FEW_BK": small.BK,
         "GROUP_M": 8,
-        "N_LONG": N_LONG,
+        "N_LONG": n_long(M),
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
     }
-    marks = lists.marks
+    marks, words = lists.marks, bitmap.shape[1]
     some_order = marks if order is None else order
     if up is not None:
         launch(
             _heavy_up_kernel,
             programs,
-            (x, up, x if up_bias is None else up_bias, some_order, marks, gate, M, D, C, x.stride(0)),
+            (x, up, x if up_bias is None else up_bias, some_order, bitmap, marks, gate, M, D, C, words, x.stride(0)),
             constants
             | {"SQUARED": squared, "HAS_UP_BIAS": up_bias is not None, "HAS_ORDER": order is not None}
             | {"OVERLAPS": can_overlap()},
@@ -277,7 +289,7 @@ def write_heavy_(
             _heavy_l1_kernel,
             programs,
             (gate, marks, l1, M, C),
-            {"N_LONG": N_LONG, "BC": 1024, "SQUARED": squared and up is None, "OVERLAPS": can_overlap()},
+            {"N_LONG": n_long(M), "BC": 1024, "SQUARED": squared and up is None, "OVERLAPS": can_overlap()},
             warps=4,
             stages=1,
         )

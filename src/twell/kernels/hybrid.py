@@ -20,7 +20,7 @@ from twell.kernels import split
 from twell.kernels.activation import activate, activation_gradients_
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
-from twell.kernels.lists import LONG, N_LONG, Lists, index_dtype, list_active, new_marks
+from twell.kernels.lists import LONG, Lists, index_dtype, list_active, n_long, new_marks
 from twell.kernels.split import Layout
 from twell.kernels.tail_backward import NeuronGradients, write_tail_gradients, write_weight_gradients
 from twell.kernels.tiles import Tiles, bitmap_words
@@ -48,7 +48,7 @@ class Saved(NamedTuple):
 def empty_saved(x: Tensor, n_neurons: int, n_hot: int, cap: int, *, gated: bool) -> Saved:
     """Tensors of the right shapes."""
     M, n_cold = len(x), n_neurons - n_hot
-    size = M * cap + N_LONG * LONG
+    size = M * cap + n_long(M) * LONG
     narrow = index_dtype(n_neurons)
     words, chunks = bitmap_words(n_cold), -(-M // CHUNK)
     return Saved(
@@ -76,7 +76,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Saved]:
     """(y [M, D], l1_sum, counts [F], what to keep) for x [M, D]."""
     x = split.aligned(x)
-    gate = gate_and_bitmap(x, layout.cold, layout.cold_bias, tile=tiles.gate, programs=programs, use_tma=tiles.use_tma)
+    gate = gate_and_bitmap(
+        x, layout.cold, layout.cold_bias, tile=tiles.gate, programs=programs, use_tma=tiles.use_tma, zeros=w.up is None
+    )
     return after_gate(x, w, layout, activation, plan, token_mask, tiles, programs, *gate, want_stats=want_stats)
 
 
@@ -109,6 +111,7 @@ def after_gate(
         y,
         x,
         gate,
+        bitmap,
         lists,
         layout.up,
         w.up_bias,
@@ -258,7 +261,7 @@ def _heavy_tokens(marks: Tensor, numbers: tuple[Tensor, torch.cuda.Event | None]
         event.synchronize()
     n_first, n_over = host.tolist()
     listed = marks[4 + M : 4 + 2 * M]
-    parts = [listed[:n_first], listed[M - n_over :] if n_over > N_LONG else listed[:0]]
+    parts = [listed[:n_first], listed[M - n_over :] if n_over > n_long(M) else listed[:0]]
     return torch.cat(parts).long().sort().values
 
 

@@ -4,7 +4,7 @@ By its number n of active cold neurons a token is
 
     light    n <= first                   has an entry list of up to ``cap`` neurons; the tail takes it in turn
     early    first < n <= cap             likewise, but the tail starts with it (the first M / 8 such tokens)
-    long     cap < n <= LONG              has a list of its own, and the tail starts with it; if at most N_LONG are
+    long     cap < n <= LONG              has a list of its own, and the tail starts with it; if at most n_long are
     heavy    all others                   has no list, and runs densely
 
 What a token is changes time, never a result: every token is in exactly one of them.
@@ -29,7 +29,7 @@ from twell.kernels.tiles import neuron_of_bit, popcount, start_after
 from twell.plan import Plan
 
 LONG = 256  # neurons
-N_LONG = 256  # tokens
+N_LONG = 256  # tokens, or a sixteenth of them
 _CHUNK = 64  # entries that get their values at once
 
 
@@ -45,8 +45,8 @@ class Lists(NamedTuple):
         [4 + 2 M + i]   the early tokens
     """
 
-    rows: Tensor  # int16 [M cap + N_LONG LONG]: neurons, by their rows in the model's weights
-    values: Tensor  # [M cap + N_LONG LONG]: of the gate
+    rows: Tensor  # int16 [M cap + n_long LONG]: neurons, by their rows in the model's weights
+    values: Tensor  # [M cap + n_long LONG]: of the gate
     marks: Tensor
     cap: int
 
@@ -81,7 +81,12 @@ def token_of_program(program, i_marks, M, cap, n_early, long_start, LONG: tl.con
 
 def n_programs(tokens: int) -> int:
     """See ``token_of_program``."""
-    return N_LONG + n_early(tokens) + tokens
+    return n_long(tokens) + n_early(tokens) + tokens
+
+
+def n_long(tokens: int) -> int:
+    """Room for long tokens. A power of 2: kernels are compiled for it."""
+    return max(N_LONG, power_of_2(tokens) // 16)
 
 
 def n_early(tokens: int) -> int:
@@ -159,7 +164,7 @@ def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | Non
     """Lists of a gate [M, C] with its bitmap. ``marks``: see ``new_marks``, zeros first; ``order``: [C] rows."""
     (M, C), words = gate.shape, bitmap.shape[1]
     cap, first = plan.cap, min(plan.first, plan.cap)
-    size = M * cap + N_LONG * LONG
+    size = M * cap + n_long(M) * LONG
     rows = torch.empty(size, dtype=index_dtype(plan.n_neurons), device=bitmap.device)
     values = gate.new_empty(size)
     if M:
@@ -172,7 +177,7 @@ def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | Non
                 "BW": power_of_2(words),
                 "HAS_ORDER": order is not None,
                 "LONG": LONG,
-                "N_LONG": N_LONG,
+                "N_LONG": n_long(M),
                 "CHUNK": _CHUNK,
                 "OVERLAPS": can_overlap(),
             },

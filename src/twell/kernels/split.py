@@ -115,7 +115,7 @@ def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, 
     x = aligned(x)
     squared = activation == "relu2"
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
-    gate, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, **common)
+    gate, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=w.up is None, **common)
     lists = list_active(gate, bitmap, marks, layout.cold_rows, plan)
     y = x.new_empty(x.shape)
     write_tail(
@@ -134,6 +134,7 @@ def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, 
         y,
         x,
         gate,
+        bitmap,
         lists,
         layout.up,
         w.up_bias,

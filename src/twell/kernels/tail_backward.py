@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
-from twell.kernels.lists import LONG, N_LONG, Lists, n_early, n_programs, token_of_program
+from twell.kernels.lists import LONG, Lists, n_early, n_long, n_programs, token_of_program
 from twell.kernels.split import Layout
 from twell.kernels.tiles import RowTile, neuron_of_bit, start_after
 from twell.kernels.transpose import CHUNK, Columns, is_listed, place_of
@@ -286,7 +286,7 @@ def write_tail_gradients(
             "WANTS_DX": dx is not None,
             "WANTS_PAIRS": pairs is not None,
             "LONG": LONG,
-            "N_LONG": N_LONG,
+            "N_LONG": n_long(M),
             "CHUNK": CHUNK,
             "STAGES": tile.stages,
             "OVERLAPS": can_overlap(),

@@ -59,7 +59,13 @@ _BY_CAPABILITY: dict[int, Tiles] = {
     86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), use_tma=False),
     89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), use_tma=False),
     90: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 4), use_tma=True, long_tail=RowTile(1, 2, 4)),
-    100: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 3), use_tma=True, long_tail=RowTile(1, 2, 4)),
+    100: Tiles(
+        GateTile(128, 256, 64, 8, 3),
+        GateTile(128, 128, 64, 8, 3),
+        use_tma=True,
+        long_tail=RowTile(1, 2, 4),
+        tail_backward=RowTile(1, 4, 1),
+    ),
     120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), use_tma=False),
 }
 

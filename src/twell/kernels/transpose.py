@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.launch import can_overlap, ceil_div, launch
-from twell.kernels.lists import LONG, N_LONG, Lists
+from twell.kernels.lists import LONG, Lists, n_long
 from twell.kernels.tiles import bit_of_neuron, neuron_of_bit, popcount, start_after
 
 CHUNK = 256  # tokens
@@ -144,7 +144,7 @@ def transpose(
             ),
             {
                 "LONG": LONG,
-                "N_LONG": N_LONG,
+                "N_LONG": n_long(M),
                 "CHUNK": CHUNK,
                 "HAS_STATISTICS": want_statistics,
                 "HAS_MASK": token_mask is not None,

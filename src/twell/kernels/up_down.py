@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.launch import can_overlap, launch, power_of_2
-from twell.kernels.lists import LONG, N_LONG, Lists, n_early, n_programs, token_of_program
+from twell.kernels.lists import LONG, Lists, n_early, n_long, n_programs, token_of_program
 from twell.kernels.tiles import RowTile, start_after
 
 
@@ -152,7 +152,7 @@ def write_tail(
             "HAS_UP_BIAS": up_bias is not None,
             "HAS_DOWN_BIAS": down_bias is not None,
             "LONG": LONG,
-            "N_LONG": N_LONG,
+            "N_LONG": n_long(M),
             "STAGES": tile.stages,
             "OVERLAPS": can_overlap(),
         },
