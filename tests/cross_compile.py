@@ -228,6 +228,13 @@ compile_kernel(
     4,
     1,
 )
+compile_kernel(
+    turn._add_rows_kernel,
+    pointers(VALUES, "m_t") | pointers("*i64", "i_rows") | pointers(VALUES, "i_part") | integers("D"),
+    {"BD": 1024} | OVERLAPS,
+    4,
+    1,
+)
 for interleaved in (False, True):
     compile_kernel(
         activation._forward_kernel,

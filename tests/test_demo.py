@@ -27,4 +27,4 @@ def test_demo_trains_and_compares(tmp_path: Path) -> None:
     assert "The old man said" in text
     (out,) = tmp_path.iterdir()
     assert (out / "model" / "config.json").is_file()
-    assert str(out.name) in text
+    assert out.name in text.replace("\n", "")  # a long path may be broken

@@ -240,7 +240,7 @@ def test_kernels_that_cannot_be_built_are_a_finding(
     def fail(*args: Any) -> None:
         raise LookupError("no C compiler\nand much more")
 
-    monkeypatch.setattr("twell.gpu._in_parts", fail)
+    monkeypatch.setattr("twell.kernels.split.forward", fail)
     assert doctor.kernel_problem(**interpreted) == "Triton kernels: LookupError: no C compiler"
 
 

@@ -221,6 +221,14 @@ def test_turned(shape: tuple[int, int]) -> None:
     assert turn.turned(t).is_contiguous()
 
 
+def test_rows_are_added_to_others() -> None:
+    t, part, rows = torch.randn(9, 1100), torch.randn(4, 1100), torch.tensor([7, 0, 8, 3])
+    expected = t.clone()
+    expected[rows] += part
+    turn.add_rows_(t, rows, part)
+    assert torch.equal(t, expected)
+
+
 # -- through the operations and modules -------------------------------------------------------------------
 
 

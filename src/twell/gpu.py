@@ -6,7 +6,6 @@ Small batches run densely: below the plan's ``min_tokens`` the parts take longer
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
@@ -14,9 +13,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell import reference, weights
-from twell.kernels import hybrid, split
-from twell.kernels.activation import activate, activation_gradients_
-from twell.kernels.dense import activate_
+from twell.kernels import dense, hybrid, split
 from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
 from twell.plan import Plan
 from twell.reference import Gradients, Weights
@@ -96,7 +93,7 @@ def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def _densely(x: Tensor, w: Weights, activation: str) -> Tensor:
     z = nnf.linear(x, w.gate, w.gate_bias)
     u = None if w.up is None else nnf.linear(x, w.up, w.up_bias)
-    return nnf.linear(activate_(z, u, squared=activation == "relu2"), w.down, w.down_bias)
+    return nnf.linear(dense.activate_(z, u, squared=activation == "relu2"), w.down, w.down_bias)
 
 
 def _layout(w: Weights, encoded: Tensor) -> split.Layout:
@@ -107,15 +104,8 @@ def _layout(w: Weights, encoded: Tensor) -> split.Layout:
 def dense_forward(
     x: Tensor, w: Weights, activation: str, token_mask: Tensor | None, *, want_stats: bool
 ) -> reference.Forward:
-    """As ``reference.forward``, what is between the GEMMs in one pass. What is kept as ``gate`` is z, before relu."""
     with _on(x):
-        z = nnf.linear(x, w.gate, w.gate_bias)
-        u = None if w.up is None else nnf.linear(x, w.up, w.up_bias)
-        h, l1_sum, counts = activate(z, u, token_mask, squared=activation == "relu2", wants_statistics=want_stats)
-        y = nnf.linear(h, w.down, w.down_bias)
-    if not want_stats:
-        l1_sum, counts = reference.no_statistics(x)
-    return reference.Forward(y, l1_sum, counts, z, u)
+        return dense.forward(x, w, activation, token_mask, want_stats=want_stats)
 
 
 def dense_backward(
@@ -129,34 +119,8 @@ def dense_backward(
     token_mask: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Gradients:
-    """As ``reference.backward``. ``z`` may be r: relu of it is the same."""
     with _on(x):
-        dz, du, h = activation_gradients_(
-            z.contiguous(),
-            None if u is None else u.contiguous(),
-            dy @ w.down,
-            dl1,
-            token_mask,
-            squared=activation == "relu2",
-        )
-
-        def dx() -> Tensor:
-            gradient = dz @ w.gate
-            return gradient if w.up is None else gradient.addmm_(du, w.up)
-
-        when = functools.partial(reference.gradient_if, x)
-        gated = w.up is not None
-        return Gradients(
-            when(needs[0], dx),
-            Weights(
-                gate=when(needs[1], lambda: dz.t() @ x),
-                up=when(needs[2], lambda: du.t() @ x) if gated else None,
-                down=when(needs[3], lambda: dy.t() @ h),
-                gate_bias=when(needs[4], lambda: dz.sum(0)),
-                up_bias=when(needs[5], lambda: du.sum(0)) if gated else None,
-                down_bias=when(needs[6], lambda: dy.sum(0)),
-            ),
-        )
+        return dense.backward(dy, dl1, x, w, z, u, activation, token_mask, needs)
 
 
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:

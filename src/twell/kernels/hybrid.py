@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell import reference
@@ -25,7 +26,7 @@ from twell.kernels.split import Layout
 from twell.kernels.tail_backward import NeuronGradients, write_tail_gradients, write_weight_gradients
 from twell.kernels.tiles import Tiles, bitmap_words
 from twell.kernels.transpose import CHUNK, Columns, transpose
-from twell.kernels.turn import turned
+from twell.kernels.turn import add_rows_, turned
 from twell.kernels.up_down import write_tail
 from twell.plan import Plan
 from twell.reference import Gradients, Weights
@@ -262,7 +263,7 @@ def _heavy_tokens(marks: Tensor, numbers: tuple[Tensor, torch.cuda.Event | None]
     n_first, n_over = host.tolist()
     listed = marks[4 + M : 4 + 2 * M]
     parts = [listed[:n_first], listed[M - n_over :] if n_over > n_long(M) else listed[:0]]
-    return torch.cat(parts).long().sort().values
+    return torch.cat(parts).long().sort().values if n_first or n_over > n_long(M) else listed[:0]
 
 
 def _add_heavy(
@@ -281,23 +282,20 @@ def _add_heavy(
     if len(tokens) == 0:
         return
     rows = slice(None) if layout.order is None else layout.order.cold
-    cold = Weights(
-        w.gate[rows],
-        None if w.up is None else w.up[rows],
-        layout.down[rows].t(),
-        None if w.gate_bias is None else w.gate_bias[rows],
-        None if w.up_bias is None else w.up_bias[rows],
-    )
-    mask = None if token_mask is None else token_mask[tokens]
-    x, dy = x[tokens], dy[tokens]
-    again = reference.forward(x, cold, activation, want_stats=False)
-    needs = (dx is not None, *(out[i] is not None for i in range(5)), False)
-    gradient = reference.backward(dy, dl1, x, cold, again.gate, again.up, activation, mask, needs)
+    gate, down = w.gate[rows], layout.down[rows]
+    up = None if w.up is None else w.up[rows]
+    x, dy, mask = x[tokens], dy[tokens], None if token_mask is None else token_mask[tokens]
+    z = nnf.linear(x, gate, None if w.gate_bias is None else w.gate_bias[rows])
+    u = None if up is None else nnf.linear(x, up, None if w.up_bias is None else w.up_bias[rows])
+    dz, du, h = activation_gradients_(z, u, dy @ down.t(), dl1, mask, squared=activation == "relu2")
     if dx is not None:
-        dx.index_add_(0, tokens, gradient.x)
-    more = gradient.weights
-    for target, part in zip(
-        out, (more.gate, more.up, more.down.t(), more.gate_bias, more.up_bias), strict=True
-    ):  # fmt: skip
-        if target is not None and part is not None:
-            target[rows] += part
+        part = dz @ gate
+        add_rows_(dx, tokens, part if up is None else part.addmm_(du, up))
+    for target, factor, of in ((out.gate, dz, x), (out.up, du, x), (out.down, h, dy)):
+        if target is not None and layout.order is None:
+            target += factor.t() @ of
+        elif target is not None and layout.order is not None:
+            add_rows_(target, layout.order.cold, factor.t() @ of)
+    for target, factor in ((out.gate_bias, dz), (out.up_bias, du)):
+        if target is not None:
+            target[rows] += factor.sum(0)

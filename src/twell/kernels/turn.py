@@ -1,4 +1,4 @@
-"""A matrix the other way round: weights of the down projection neuron by neuron, and their gradient back."""
+"""Matrices turned over (the down projection neuron by neuron, and its gradient back), and rows added to others."""
 
 from __future__ import annotations
 
@@ -34,3 +34,28 @@ def turned(t: Tensor) -> Tensor:
             stages=1,
         )
     return out
+
+
+@triton.jit
+def _add_rows_kernel(m_t, i_rows, i_part, D, BD: tl.constexpr, OVERLAPS: tl.constexpr):
+    start_after(OVERLAPS)
+    n = tl.program_id(0) // tl.cdiv(D, BD)
+    d = tl.program_id(0) % tl.cdiv(D, BD) * BD + tl.arange(0, BD)
+    at = m_t + tl.load(i_rows + n).to(tl.int64) * D + d
+    total = tl.load(at, mask=d < D, other=0.0).to(tl.float32)
+    total += tl.load(i_part + n.to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(at, total.to(m_t.dtype.element_ty), mask=d < D)
+
+
+def add_rows_(t: Tensor, rows: Tensor, part: Tensor) -> None:
+    """t[rows] += part [n, D] in one pass. ``rows`` [n]: all different."""
+    if part.numel():
+        D = t.shape[1]
+        launch(
+            _add_rows_kernel,
+            len(rows) * ceil_div(D, 1024),
+            (t, rows, part.contiguous(), D),
+            {"BD": 1024, "OVERLAPS": can_overlap()},
+            warps=4,
+            stages=1,
+        )
