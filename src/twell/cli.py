@@ -429,6 +429,24 @@ def bench_plot(
     plot.speedup(plot.read_rows(rows), out)
 
 
+@bench_app.command("curves")
+def bench_curves(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of twell train, or their metrics.jsonl.")
+    ],
+    out: Annotated[Path, typer.Option(help="The .png or .svg file to write.")],
+    first: Annotated[str | None, typer.Option(help="Name of the run the others are compared with.")] = None,
+) -> None:
+    """Plot training runs over each other: losses, their difference, active neurons, layers that train sparsely.
+
+    Example: [bold]twell bench curves dense-run sparse-run --out curves.png[/bold]
+    """
+    from twell.bench import curves, plot
+
+    plot.check_suffix(out)
+    plot.save(curves.draw(curves.read_runs(runs), first), out)
+
+
 def _append(row: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         with out.open("a", encoding="utf-8") as f:

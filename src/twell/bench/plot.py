@@ -73,9 +73,16 @@ def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 def speedup(rows: list[dict[str, Any]], path: Path) -> None:
     """Plot rows of ``twell bench ffn`` into a .png or .svg file."""
+    check_suffix(path)
+    save(draw(rows), path)
+
+
+def check_suffix(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path}: expected a file that ends in {' or '.join(SUFFIXES)}")
-    figure = draw(rows)
+
+
+def save(figure: Figure, path: Path) -> None:
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "twell"}):  # the same rows give the same file

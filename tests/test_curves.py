@@ -1,0 +1,82 @@
+"""Training runs over each other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.image import imread
+
+from twell import cli
+from twell.bench import curves
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows(loss: float, **more: Any) -> list[dict[str, Any]]:
+    logged = [{"step": s, "ce_loss": loss / s, "active_mean": 100 / s, "sparse_layers": s // 20} for s in (10, 20, 30)]
+    return [{**row, **more} for row in logged] + [{"step": 30, "eval_loss": 1.0, **more}]
+
+
+def test_runs_of_folders_files_and_of_one_file(tmp_path: Path) -> None:
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    write(folder / "metrics.jsonl", rows(40))
+    file = write(tmp_path / "both.jsonl", [*rows(41, run="sparse"), *rows(40, run="dense")])
+    runs = curves.read_runs([folder, file])
+    assert list(runs) == ["a run", "sparse", "dense"]
+    assert list(runs["sparse"]) == [10, 20, 30]  # and no evaluation
+    assert curves.differences(runs["dense"], runs["sparse"]) == {10: 0.025, 20: 0.025, 30: 0.025}
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    file = write(tmp_path / "both.jsonl", [*rows(41, run="sparse"), *rows(40, run="dense")])
+    figure = curves.draw(curves.read_runs([file]), "dense")
+    loss, difference, active, sparse = figure.axes
+    assert [line.get_label() for line in loss.lines] == ["dense", "sparse"]
+    assert difference.lines[0].get_ydata() == pytest.approx([2.5] * 3)
+    assert len(active.lines) == len(sparse.lines) == 2
+
+
+def twell_bench_curves(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> int:
+    monkeypatch.setattr(sys, "argv", ["twell", "bench", "curves", *map(str, args)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return int(stop.value.code or 0)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "both.jsonl", [*rows(41, run="sparse"), *rows(40, run="dense")])
+    out = tmp_path / "curves.png"
+    assert twell_bench_curves(monkeypatch, file, "--first", "dense", "--out", out) == 0
+    assert imread(out).shape[:2] == (700, 800)
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        ([{"step": 1}], [], "no logged steps"),
+        (rows(3), ["--first", "other"], "no run 'other'"),
+    ],
+)
+def test_bad_input(
+    tmp_path: Path,
+    content: list[dict],
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = write(tmp_path / "rows.jsonl", content)
+    assert twell_bench_curves(monkeypatch, file, *arguments, "--out", tmp_path / "x.png") != 0
+    assert message in capsys.readouterr().err
+    assert twell_bench_curves(monkeypatch, file, "--out", tmp_path / "x.jpg") != 0
