@@ -333,6 +333,8 @@ def test_few_tokens_and_dense_plans_train_densely() -> None:
     inputs, tensors = leaves(Case())
     plan = dataclasses.replace(inputs.plan, min_tokens=21)
     assert not used_parts(ops.gated_ffn(*tensors, backend="triton", plan=plan.encode()))
+    countless = dataclasses.replace(inputs.plan, cap=(1 << 31) // 20 + 1)  # pairs, for 32 bits
+    assert not used_parts(ops.gated_ffn(*tensors, backend="triton", plan=countless.encode()))
     everything = Plan(n_neurons=128, hot=torch.arange(128), cap=0)
     assert not used_parts(ops.gated_ffn(*tensors, backend="triton", plan=everything.encode()))
 

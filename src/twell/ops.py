@@ -538,6 +538,8 @@ def _train_in_parts(
     decoded = gpu.plan_for(plan, len(x))
     if decoded is None or (x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
+    if len(x) * decoded.cap >= 1 << 31:  # pairs are counted in 32 bits
+        return None
     y, l1_sum, counts, *_ = torch.ops.twell.split_ffn(
         x, *w, token_mask, plan, len(decoded.hot), decoded.cap, activation, want_stats
     )
