@@ -140,7 +140,7 @@ for tail, saves in ((TILES.tail, False), (TILES.long_tail if D * ELEMENT_BYTES <
         | {"HAS_UP_BIAS": True, "HAS_DOWN_BIAS": True, "LONG": lists.LONG, "N_LONG": lists.N_LONG}
         | {"STAGES": tail.stages}
         | OVERLAPS,
-        max(tail.warps, D // 1024),
+        tail.warps_for(D),
         tail.stages,
         f" {tail.neurons} {tail.warps} {tail.stages}",
     )
@@ -204,7 +204,7 @@ compile_kernel(
     | {"HAS_L1": True, "HAS_MASK": True, "WANTS_DX": True, "WANTS_PAIRS": True, "LONG": lists.LONG}
     | {"N_LONG": lists.N_LONG, "CHUNK": transpose.CHUNK, "STAGES": tail.stages}
     | OVERLAPS,
-    tail_backward.warps_for(tail, D),
+    tail.warps_for(D),
     tail.stages,
 )
 compile_kernel(

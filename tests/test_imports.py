@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "twell"
 LEVELS = {
     "_version": 0,
     "formats": 1,
+    "host": 1,
     "plan": 1,
     "weights": 1,
     "reference": 2,

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -112,8 +112,17 @@ def bench_ffn(
         raise ValueError("--trace times gated FFNs as they were recorded: it takes no --workload, --plain or --graph")
     if trace is not None:
         ops.choose_backend("triton", torch_device)
+        from twell.bench import traced
+
         n_rows, measured = _trace_rows(
-            trace, tokens or [16384], width, hidden, dtype=torch_dtype, device=torch_device, seconds=seconds
+            traced.measure,
+            trace,
+            tokens or [16384],
+            width,
+            hidden,
+            dtype=torch_dtype,
+            device=torch_device,
+            seconds=seconds,
         )
     else:
         todo = [
@@ -132,14 +141,9 @@ def bench_ffn(
             for m in sizes
         ]
         n_rows, measured = len(todo), ffn.run(todo, seconds=seconds)
-    rows = []
-    with _progress("measuring", n_rows) as advance:
-        for row in measured:
-            rows.append(row)
-            if as_json:
-                print(json.dumps(row), flush=True)
-            _append(row, out)
-            advance(f"{row['workload']}, {row['M']} tokens: {row['speedup']:.2f}x")
+    rows = _collect(
+        measured, n_rows, as_json, out, lambda row: f"{row['workload']}, {row['M']} tokens: {row['speedup']:.2f}x"
+    )
     if not as_json:
         _print_speed_table(rows)
 
@@ -277,18 +281,19 @@ def bench_train(
         }
         n_rows, measured = len(names), _model_steps(names, **of_model, **how)
     elif trace is not None:
-        n_rows, measured = _trace_steps(trace, sizes, width, hidden, **how)
+        from twell.bench import train_trace
+
+        n_rows, measured = _trace_rows(train_trace.measure_trace, trace, sizes, width, hidden, **how)
     else:
         n_rows = len(names) * len(sizes)
         measured = _ffn_steps(names, sizes, width, hidden, gated=not plain, backend=backend, **how)
-    rows = []
-    with _progress("measuring", n_rows) as advance:
-        for row in measured:
-            rows.append(row)
-            if as_json:
-                print(json.dumps(row), flush=True)
-            _append(row, out)
-            advance(f"{row['workload']}: {row['speedup']:.2f}x" if "speedup" in row else row["workload"])
+    rows = _collect(
+        measured,
+        n_rows,
+        as_json,
+        out,
+        lambda row: f"{row['workload']}: {row['speedup']:.2f}x" if "speedup" in row else row["workload"],
+    )
     if not as_json:
         (_print_model_steps if whole_model else _print_ffn_steps)(rows)
 
@@ -300,24 +305,6 @@ def _ffn_steps(
 
     todo = [ffn.Case(workload=name, M=m, D=width, F=hidden, device=str(device), **how) for name in names for m in sizes]
     return train.run(todo, seconds=seconds)
-
-
-def _trace_steps(
-    path: Path, sizes: list[int], width: int, hidden: int, **how: Any
-) -> tuple[int, Iterator[dict[str, Any]]]:
-    """How many rows a trace gives, and the rows."""
-    from twell.bench import traced, train_trace
-    from twell.trace import Trace
-
-    trace = Trace.load(path)
-    names = trace.names or [f"layer {i}" for i in range(trace.layers)]
-    width_of = hidden if trace.hidden_sizes is None else None
-    rows = (
-        train_trace.measure_trace(traced.Layer(name, trace.pattern(i, width_of)), m, width, **how)
-        for m in sizes
-        for i, name in enumerate(names)
-    )
-    return len(sizes) * len(names), rows
 
 
 def _model_steps(names: list[str], *, preset: str, length: int, **how: Any) -> Iterator[dict[str, Any]]:
@@ -447,6 +434,21 @@ def bench_curves(
     plot.save(curves.draw(curves.read_runs(runs), first), out)
 
 
+def _collect(
+    measured: Iterator[dict[str, Any]], n_rows: int, as_json: bool, out: Path | None, says: Callable[[Any], str]
+) -> list[dict[str, Any]]:
+    """All rows, each printed and written as it is done, under a progress bar that says something of the last."""
+    rows = []
+    with _progress("measuring", n_rows) as advance:
+        for row in measured:
+            rows.append(row)
+            if as_json:
+                print(json.dumps(row), flush=True)
+            _append(row, out)
+            advance(says(row))
+    return rows
+
+
 def _append(row: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         with out.open("a", encoding="utf-8") as f:
@@ -454,9 +456,9 @@ def _append(row: dict[str, Any], out: Path | None) -> None:
 
 
 def _trace_rows(
-    path: Path, sizes: list[int], width: int, hidden: int, **how: Any
+    measure: Callable[..., dict[str, Any]], path: Path, sizes: list[int], width: int, hidden: int, **how: Any
 ) -> tuple[int, Iterator[dict[str, Any]]]:
-    """How many rows a trace gives, and the rows."""
+    """How many rows a trace gives, and the rows: ``measure`` of each of its layers."""
     from twell.bench import traced
     from twell.trace import Trace
 
@@ -464,7 +466,7 @@ def _trace_rows(
     names = trace.names or [f"layer {i}" for i in range(trace.layers)]
     width_of = hidden if trace.hidden_sizes is None else None
     rows = (
-        traced.measure(traced.Layer(name, trace.pattern(i, width_of)), m, width, **how)
+        measure(traced.Layer(name, trace.pattern(i, width_of)), m, width, **how)
         for m in sizes
         for i, name in enumerate(names)
     )

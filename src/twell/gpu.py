@@ -6,17 +6,22 @@ Small batches run densely: below the plan's ``min_tokens`` the parts take longer
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from twell import reference, weights
+from twell import weights
 from twell.kernels import dense, hybrid, split
 from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
 from twell.plan import Plan
 from twell.reference import Gradients, Weights
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
     gate=GateTile(32, 128, 32, 4, 2),
@@ -56,17 +61,34 @@ def _decoded(encoded: Tensor) -> Plan:
     return weights.kept("plan", [encoded], lambda: Plan.decode(encoded), survives_steps=True)
 
 
+def _where_the_tensors_are(function: Callable[P, R]) -> Callable[P, R]:
+    """With the first argument's device as the current one: there Triton launches."""
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = cast(Tensor, args[0])
+        with torch.cuda.device(first.device) if first.device.type == "cuda" else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    return guarded
+
+
+dense_forward = _where_the_tensors_are(dense.forward)
+dense_backward = _where_the_tensors_are(dense.backward)
+
+
+@_where_the_tensors_are
 def forward_to_train(
     x: Tensor, w: Weights, activation: str, encoded: Tensor, token_mask: Tensor | None, want_stats: bool
 ) -> tuple[Tensor, Tensor, Tensor, hybrid.Saved]:
     """(y, l1_sum, counts, what the backward needs) by a plan that is not dense."""
-    with _on(x):
-        plan = _decoded(encoded)
-        tiles, programs = launch_facts(x)
-        layout = split.lay_out(w, _order(encoded, x.device))  # not kept: 50 MB a layer until the optimiser's step
-        return hybrid.forward(x, w, layout, activation, plan, token_mask, tiles, programs, want_stats=want_stats)
+    tiles, programs = launch_facts(x)
+    layout = split.lay_out(w, _order(encoded, x.device))  # not kept: 50 MB a layer until the optimiser's step
+    plan = _decoded(encoded)
+    return hybrid.forward(x, w, layout, activation, plan, token_mask, tiles, programs, want_stats=want_stats)
 
 
+@_where_the_tensors_are
 def backward(
     dy: Tensor,
     dl1: Tensor | None,
@@ -78,16 +100,10 @@ def backward(
     token_mask: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Gradients:
-    with _on(x):
-        plan = _decoded(encoded)
-        tiles, _ = launch_facts(x)
-        layout = split.lay_out(w, _order(encoded, x.device), for_backward=True)
-        return hybrid.backward(dy, dl1, x, w, layout, saved, activation, plan, token_mask, tiles, needs)
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
+    tiles, _ = launch_facts(x)
+    layout = split.lay_out(w, _order(encoded, x.device), for_backward=True)
+    plan = _decoded(encoded)
+    return hybrid.backward(dy, dl1, x, w, layout, saved, activation, plan, token_mask, tiles, needs)
 
 
 def _densely(x: Tensor, w: Weights, activation: str) -> Tensor:
@@ -99,28 +115,6 @@ def _densely(x: Tensor, w: Weights, activation: str) -> Tensor:
 def _layout(w: Weights, encoded: Tensor) -> split.Layout:
     sources = [encoded, *(t for t in w if t is not None)]
     return weights.kept("split", sources, lambda: split.lay_out(w, _order(encoded, w.gate.device)))
-
-
-def dense_forward(
-    x: Tensor, w: Weights, activation: str, token_mask: Tensor | None, *, want_stats: bool
-) -> reference.Forward:
-    with _on(x):
-        return dense.forward(x, w, activation, token_mask, want_stats=want_stats)
-
-
-def dense_backward(
-    dy: Tensor,
-    dl1: Tensor | None,
-    x: Tensor,
-    w: Weights,
-    z: Tensor,
-    u: Tensor | None,
-    activation: str,
-    token_mask: Tensor | None,
-    needs: tuple[bool, ...],
-) -> Gradients:
-    with _on(x):
-        return dense.backward(dy, dl1, x, w, z, u, activation, token_mask, needs)
 
 
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twell.host import HostCopy
 from twell.nn import SparseFFNBase
 from twell.ops import Stats, choose_backend
 from twell.plan import Plan
@@ -107,7 +108,7 @@ class Planner:
         self.ffns, self.every = list(ffns), every
         self._sums: Tensor | None = None  # counts and tokens of layer after layer, since they were last sent
         self._steps = 0
-        self._sent: tuple[Tensor, Any] | None = None
+        self._sent: HostCopy | None = None
         for ffn in self.ffns:
             ffn.set_plan(None)
 
@@ -117,38 +118,32 @@ class Planner:
         if not self.ffns or not all(_has_kernels(ffn) for ffn in self.ffns):
             return
         if self._sent is not None:
-            self._set_plans()
+            self._set_plans(self._sent.value())
+            self._sent = None
         sums = torch.cat([t.long().reshape(-1) for s in stats for t in (s.counts, s.tokens)])
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
         self._steps += 1
         if self._steps % self.every == 0:
-            self._sent, self._sums = _send(self._sums), None
+            self._sent, self._sums = HostCopy(self._sums), None
 
-    def _set_plans(self) -> None:
-        assert self._sent is not None
-        sums, event = self._sent
-        if event is not None:
-            event.synchronize()
+    def _set_plans(self, sums: Tensor) -> None:
         for ffn, row in zip(self.ffns, sums.split([len(f.neuron_counts) + 1 for f in self.ffns]), strict=True):
             tokens = int(row[-1])
             if tokens:
                 plan = ffn.plan_from_counts(row[:-1], tokens, training=True)
                 if plan.is_dense:
                     ffn.set_plan(None)
-        self._sent = None
 
     def hot_neurons(self) -> list[int | None]:
         """Per layer: how many neurons its plan calls hot; None while it runs densely."""
         return [None if ffn.plan is None else int(ffn.plan[0]) for ffn in self.ffns]
 
     def state_dict(self) -> dict[str, Any]:
-        if self._sent is not None and self._sent[1] is not None:
-            self._sent[1].synchronize()
         return {
             "plans": [ffn.plan for ffn in self.ffns],
             "sums": None if self._sums is None else self._sums.cpu(),
             "steps": self._steps,
-            "sent": None if self._sent is None else self._sent[0].clone(),
+            "sent": None if self._sent is None else self._sent.value().clone(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -157,22 +152,11 @@ class Planner:
         for ffn, plan in zip(self.ffns, state["plans"], strict=True):
             ffn.set_plan(None if plan is None else Plan.decode(plan))
         self._sums, self._steps = state["sums"], state["steps"]
-        self._sent = None if state["sent"] is None else (state["sent"], None)
+        self._sent = None if state["sent"] is None else HostCopy(state["sent"])
 
 
 def _has_kernels(ffn: SparseFFNBase) -> bool:
     return choose_backend(ffn.backend, ffn.neuron_counts.device) == "triton"
-
-
-def _send(sums: Tensor) -> tuple[Tensor, Any]:
-    """A copy on the host, and the event after which it is there."""
-    if sums.device.type == "cpu":
-        return sums, None
-    host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-    host.copy_(sums, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return host, event
 
 
 @torch.no_grad()

@@ -77,8 +77,8 @@ class _Replay:
         parts, tiles = self.parts, self.parts.tiles
         common = (self.x, self.w, parts.layout)
         gate = (parts.r, parts.bitmap, self.marks)
-        y, l1, _, saved = hybrid.after_gate(
-            *common, "relu", self.plan, None, tiles, parts.programs, *gate, want_stats=True
+        y, l1, _, saved = hybrid.forward(
+            *common, "relu", self.plan, None, tiles, parts.programs, want_stats=True, cold_gate=gate
         )
         gradients = hybrid.backward(self.p.dy, self.p.dl1, *common, saved, "relu", self.plan, None, tiles, train.NEEDS)
         dw = gradients.weights

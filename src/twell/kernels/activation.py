@@ -6,8 +6,8 @@ z and u are two matrices [M, N], or one [M, 2 N] that interleaves them (z0 u0 z1
 have them; gradients take the same form, so that one GEMM with interleaved rows serves both. (Plain FFN: z alone.)
 Statistics come in parts, summed afterwards: the same bits every time.
 
-Bytes, M 16384, N 5632, bf16: forward 3 values of 2 bytes an element, 0.55 GB; backward 6, 1.1 GB (0.13 and 0.28 ms on
-an H200). At the 512 hot neurons of a split a tenth of it.
+Bytes, M 16384, N 5632, bf16: forward 3 values of 2 bytes an element, 0.55 GB; backward 6, 1.1 GB (0.13 and 0.28 ms at
+4 TB/s). At the 512 hot neurons of a split a tenth of it.
 """
 
 from __future__ import annotations

@@ -17,17 +17,16 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell import reference
+from twell.host import HostCopy
 from twell.kernels import split
 from twell.kernels.activation import activate, activation_gradients_
 from twell.kernels.gate import gate_and_bitmap, hot_activations
-from twell.kernels.heavy import write_heavy_
 from twell.kernels.lists import LONG, Lists, index_dtype, list_active, n_long, new_marks
 from twell.kernels.split import Layout
 from twell.kernels.tail_backward import NeuronGradients, write_tail_gradients, write_weight_gradients
 from twell.kernels.tiles import Tiles, bitmap_words
 from twell.kernels.transpose import CHUNK, Columns, transpose
 from twell.kernels.turn import add_rows_, turned
-from twell.kernels.up_down import write_tail
 from twell.plan import Plan
 from twell.reference import Gradients, Weights
 
@@ -74,58 +73,39 @@ def forward(
     programs: int,
     *,
     want_stats: bool,
+    cold_gate: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Saved]:
-    """(y [M, D], l1_sum, counts [F], what to keep) for x [M, D]."""
+    """(y [M, D], l1_sum, counts [F], what to keep) for x [M, D].
+
+    ``cold_gate``: what ``gate_and_bitmap`` gives, where it is there already; it is overwritten.
+    """
     x = split.aligned(x)
-    gate = gate_and_bitmap(
-        x, layout.cold, layout.cold_bias, tile=tiles.gate, programs=programs, use_tma=tiles.use_tma, zeros=w.up is None
-    )
-    return after_gate(x, w, layout, activation, plan, token_mask, tiles, programs, *gate, want_stats=want_stats)
-
-
-def after_gate(
-    x: Tensor,
-    w: Weights,
-    layout: Layout,
-    activation: str,
-    plan: Plan,
-    token_mask: Tensor | None,
-    tiles: Tiles,
-    programs: int,
-    gate: Tensor,
-    bitmap: Tensor,
-    marks: Tensor,
-    *,
-    want_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor, Saved]:
-    """``forward`` once the cold gate is there (see ``gate_and_bitmap``), which is overwritten."""
     M, gated, squared = len(x), w.up is not None, activation == "relu2"
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
+    if cold_gate is None:
+        cold_gate = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, **common)
+    gate, bitmap, marks = cold_gate
     lists = list_active(gate, bitmap, marks, layout.cold_rows, plan)
     y, l1 = x.new_empty(x.shape), x.new_empty(M, dtype=torch.float32)
     up = lists.values.new_empty(lists.values.shape if gated else (0,))
-    has_hot = len(layout.hot_down) > 0
-    rows = (y, x, lists, layout.up, w.up_bias, layout.down, w.down_bias)
-    tail_tile = split.tail_tile(tiles, x, plan)
-    write_tail(*rows, squared=squared, has_hot=has_hot, tile=tail_tile, saved_up=up if gated else None, l1=l1)
-    write_heavy_(
+    split.write_cold_(
         y,
         x,
+        w,
+        layout,
         gate,
         bitmap,
         lists,
-        layout.up,
-        w.up_bias,
-        layout.down,
-        w.down_bias,
-        layout.cold_rows,
+        plan,
+        tiles,
+        programs,
         squared=squared,
-        tile=tiles.heavy,
-        programs=programs,
-        l1=l1 if want_stats else None,
+        saved_up=up if gated else None,
+        tail_l1=l1,
+        heavy_l1=l1 if want_stats else None,
     )
     sums = x.new_empty(M, len(layout.hot))
-    if has_hot:
+    if len(layout.hot):
         h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, sums=sums, **common)
         y.addmm_(h, layout.hot_down)
     l1_sum, counts = reference.no_statistics(x)
@@ -161,7 +141,7 @@ def backward(
     gated, squared = w.up is not None, activation == "relu2"
     needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needs
     lists = Lists(saved.rows, saved.values, saved.marks, plan.cap)
-    numbers = _to_host(saved.marks[:2])
+    numbers = HostCopy(saved.marks[:2])
     F = w.gate.shape[0]
     out = NeuronGradients(
         gate=torch.empty_like(w.gate, memory_format=torch.contiguous_format) if needs_gate else None,
@@ -244,26 +224,14 @@ def _copy_rows(out: tuple[Tensor | None, Tensor | None], hot: Tensor, rows: Tens
             gradient.index_copy_(0, hot, part)
 
 
-def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """A copy that is there once the event has passed."""
-    if numbers.device.type == "cpu":
-        return numbers, None
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    host.copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return host, event
-
-
-def _heavy_tokens(marks: Tensor, numbers: tuple[Tensor, torch.cuda.Event | None], M: int) -> Tensor:
+def _heavy_tokens(marks: Tensor, numbers: HostCopy, M: int) -> Tensor:
     """int64, ascending: what is summed over them must not depend on how they came into the list."""
-    host, event = numbers
-    if event is not None:
-        event.synchronize()
-    n_first, n_over = host.tolist()
+    n_first, n_over = numbers.value().tolist()
+    n_over = n_over if n_over > n_long(M) else 0  # else the tail has them
     listed = marks[4 + M : 4 + 2 * M]
-    parts = [listed[:n_first], listed[M - n_over :] if n_over > n_long(M) else listed[:0]]
-    return torch.cat(parts).long().sort().values if n_first or n_over > n_long(M) else listed[:0]
+    if n_first + n_over == 0:
+        return listed[:0]
+    return torch.cat([listed[:n_first], listed[M - n_over :]]).long().sort().values
 
 
 def _add_heavy(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
-from twell.kernels.lists import list_active
+from twell.kernels.lists import Lists, list_active
 from twell.kernels.tiles import RowTile, Tiles
 from twell.kernels.turn import turned
 from twell.kernels.up_down import write_tail
@@ -110,14 +110,27 @@ def tail_tile(tiles: Tiles, x: Tensor, plan: Plan) -> RowTile:
     return tiles.long_tail if is_long else tiles.tail
 
 
-def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, tiles: Tiles, programs: int) -> Tensor:
-    """y [M, D] for x [M, D]."""
-    x = aligned(x)
-    squared = activation == "relu2"
-    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
-    gate, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=w.up is None, **common)
-    lists = list_active(gate, bitmap, marks, layout.cold_rows, plan)
-    y = x.new_empty(x.shape)
+def write_cold_(
+    y: Tensor,
+    x: Tensor,
+    w: Weights,
+    layout: Layout,
+    gate: Tensor,
+    bitmap: Tensor,
+    lists: Lists,
+    plan: Plan,
+    tiles: Tiles,
+    programs: int,
+    *,
+    squared: bool,
+    saved_up: Tensor | None = None,
+    tail_l1: Tensor | None = None,
+    heavy_l1: Tensor | None = None,
+) -> None:
+    """Write what the cold neurons give and bd into y [M, D]: the tail, then heavy tokens. Overwrites ``gate``.
+
+    The rest, for training: see ``write_tail`` and ``write_heavy_``.
+    """
     write_tail(
         y,
         x,
@@ -129,6 +142,8 @@ def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, 
         squared=squared,
         has_hot=len(layout.hot_down) > 0,
         tile=tail_tile(tiles, x, plan),
+        saved_up=saved_up,
+        l1=tail_l1,
     )
     write_heavy_(
         y,
@@ -144,7 +159,19 @@ def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, 
         squared=squared,
         tile=tiles.heavy,
         programs=programs,
+        l1=heavy_l1,
     )
+
+
+def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, tiles: Tiles, programs: int) -> Tensor:
+    """y [M, D] for x [M, D]."""
+    x = aligned(x)
+    squared = activation == "relu2"
+    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
+    gate, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=w.up is None, **common)
+    lists = list_active(gate, bitmap, marks, layout.cold_rows, plan)
+    y = x.new_empty(x.shape)
+    write_cold_(y, x, w, layout, gate, bitmap, lists, plan, tiles, programs, squared=squared)
     if len(layout.hot_down):  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
         h = hot_activations(x, layout.hot, layout.hot_bias, gated=w.up is not None, squared=squared, **common)
         y.addmm_(h, layout.hot_down)

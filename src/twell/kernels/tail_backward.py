@@ -291,15 +291,10 @@ def write_tail_gradients(
             "STAGES": tile.stages,
             "OVERLAPS": can_overlap(),
         },
-        warps=warps_for(tile, D),
+        warps=tile.warps_for(wide),
         stages=tile.stages,
     )
     return pairs
-
-
-def warps_for(tile: RowTile, width: int) -> int:
-    """The table is for D 2048. More: three rows, dy and dx would not fit a thread's registers."""
-    return max(tile.warps, power_of_2(width) // 1024)
 
 
 class NeuronGradients(NamedTuple):

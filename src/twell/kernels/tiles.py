@@ -40,6 +40,10 @@ class RowTile(NamedTuple):
     warps: int
     stages: int
 
+    def warps_for(self, wide: int) -> int:
+        """The table is for D 2048; beyond 4096 a thread's registers would not do. ``wide``: a power of 2 >= D."""
+        return max(self.warps, wide // 1024)
+
 
 class Tiles(NamedTuple):
     """Everything a launcher needs to know of an architecture."""

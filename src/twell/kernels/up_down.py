@@ -156,6 +156,6 @@ def write_tail(
             "STAGES": tile.stages,
             "OVERLAPS": can_overlap(),
         },
-        warps=max(tile.warps, wide // 1024),  # the table is for D 2048; beyond 4096 a thread's registers would not do
+        warps=tile.warps_for(wide),
         stages=tile.stages,
     )
