@@ -29,6 +29,7 @@ from twell.kernels import (
     transpose,
     turn,
     up_down,
+    weight_gradients,
 )
 from twell.kernels.tiles import few, tiles_for
 
@@ -84,19 +85,20 @@ def pointers(kind: str, *names: str) -> dict[str, str]:
 precision = "ieee" if DTYPE == "float32" else "tf32"
 t = TILES.gate
 for hot, whole in ((False, False), (False, True), (True, False)):
-    x, rows = (
-        (f"tensordesc<{ELEMENT}[{t.BM},{t.BK}]>", f"tensordesc<{ELEMENT}[{t.BN},{t.BK}]>")
+    x, rows, half_rows = (
+        (f"tensordesc<{ELEMENT}[{n},{t.BK}]>" for n in (t.BM, t.BN, t.BN // 2))
         if TILES.use_tma
-        else (VALUES, VALUES)
+        else (VALUES, VALUES, VALUES)
     )
     compile_kernel(
         gate._gate_kernel,
-        {"i_x": x, "i_rows": rows, "i_bias": VALUES, "o_values": VALUES, "o_bitmap": VALUES if hot else INTEGERS}
-        | {"o_marks": VALUES if hot else INTEGERS, "o_sums": VALUES}
+        {"i_x": x, "i_rows": rows, "i_half_rows": half_rows, "i_bias": VALUES, "o_values": VALUES}
+        | {"o_bitmap": VALUES if hot else INTEGERS, "o_marks": VALUES if hot else INTEGERS, "o_sums": VALUES}
         | integers("M", "D", "N", "width", "words", "x_stride"),
         {"HOT": hot, "SAVES": hot, "GATED": hot, "SQUARED": False, "HAS_BIAS": not whole, "WHOLE": whole}
         | {"ZEROS": not whole, "BM": t.BM, "BN": t.BN, "BK": t.BK}
         | {"GROUP_M": gate.GROUP_M, "USE_TMA": TILES.use_tma, "PRECISION": precision}
+        | {"HALVES": t.BN >= 256}
         | OVERLAPS,
         t.warps,
         t.stages,
@@ -199,28 +201,48 @@ compile_kernel(
     | pointers(VALUES, "o_dx")
     | pointers(INTEGERS, "o_tokens")
     | pointers(VALUES, "o_factors")
+    | pointers(INTEGERS, "o_owners")
     | integers("M", "D", "cap", "n_early", "long_start", "size", "keys", "P"),
     {"BD": D, "WHOLE": True, "NEURONS": tail.neurons, "GATED": True, "SQUARED": True, "HAS_ORDER": True}
     | {"HAS_L1": True, "HAS_MASK": True, "WANTS_DX": True, "WANTS_PAIRS": True, "LONG": lists.LONG}
-    | {"N_LONG": lists.N_LONG, "CHUNK": transpose.CHUNK, "STAGES": tail.stages}
+    | {"N_LONG": lists.N_LONG, "CHUNK": transpose.CHUNK}
+    | {"SPLIT": tail_backward.SPLIT, "STAGES": tail.stages}
     | OVERLAPS,
     tail.warps_for(D),
     tail.stages,
 )
-compile_kernel(
-    tail_backward._weight_gradient_kernel,
-    pointers(VALUES, "i_x", "i_dy")
-    | pointers(INTEGERS, "i_tokens")
-    | pointers(VALUES, "i_factors")
-    | pointers(INTEGERS, "i_offsets", "i_order")
-    | pointers(VALUES, "o_gate", "o_up", "o_down", "o_gate_bias", "o_up_bias")
-    | integers("D", "C", "size", "keys", "P", "x_stride"),
-    {"BD": tail_backward._BLOCK_D, "TOKENS": tail_backward._TOKENS, "HAS_ORDER": True, "WANTS_GATE": True}
-    | {"WANTS_UP": True, "WANTS_DOWN": True, "WANTS_GATE_BIAS": True, "WANTS_UP_BIAS": True, "STAGES": 1}
-    | OVERLAPS,
-    tail_backward._WARPS,
-    1,
-)
+for kernel, inputs, outputs, sizes, constants in (
+    (
+        weight_gradients._share_kernel,
+        pointers(INTEGERS, "i_owners", "i_offsets"),
+        pointers("*fp32", "o_shares"),
+        integers("D", "size", "keys", "P", "x_stride", "shares"),
+        {"TOKENS": weight_gradients._SHARE_TOKENS},
+    ),
+    (
+        weight_gradients._neuron_kernel,
+        pointers(INTEGERS, "i_offsets") | pointers("*fp32", "i_shares") | pointers(INTEGERS, "i_order"),
+        pointers(VALUES, "o_gate", "o_up", "o_down", "o_gate_bias", "o_up_bias"),
+        integers("D", "C", "size", "keys", "P", "x_stride"),
+        {"HAS_ORDER": True, "TOKENS": weight_gradients._TOKENS},
+    ),
+):
+    compile_kernel(
+        kernel,
+        pointers(VALUES, "i_x", "i_dy")
+        | pointers(INTEGERS, "i_tokens")
+        | pointers(VALUES, "i_factors")
+        | inputs
+        | outputs
+        | sizes,
+        constants
+        | {"BD": weight_gradients._BLOCK_D, "SPLIT": weight_gradients.SPLIT}
+        | {"STAGES": 1, "WANTS_GATE": True, "WANTS_UP": True, "WANTS_DOWN": True}
+        | {"WANTS_GATE_BIAS": True, "WANTS_UP_BIAS": True}
+        | OVERLAPS,
+        weight_gradients._WARPS,
+        1,
+    )
 compile_kernel(
     turn._turn_kernel,
     pointers(VALUES, "i_t", "o_t") | integers("rows", "columns"),
@@ -229,9 +251,9 @@ compile_kernel(
     1,
 )
 compile_kernel(
-    turn._add_rows_kernel,
-    pointers(VALUES, "m_t") | pointers("*i64", "i_rows") | pointers(VALUES, "i_part") | integers("D"),
-    {"BD": 1024} | OVERLAPS,
+    turn._put_rows_kernel,
+    pointers(VALUES, "m_t") | pointers("*i64", "i_rows") | pointers(VALUES, "i_part") | integers("D", "stride"),
+    {"BD": 1024, "ADDS": True} | OVERLAPS,
     4,
     1,
 )
@@ -248,7 +270,7 @@ for interleaved in (False, True):
         | {"WANTS_STATISTICS": True, "HAS_MASK": True, "ROWS": activation._ROWS, "COLUMNS": activation._COLUMNS}
         | {"STEP": activation._STEP}
         | OVERLAPS,
-        2,
+        4,
         1,
     )
     compile_kernel(

@@ -109,6 +109,18 @@ def test_gate_and_bitmap(M: int, D: int, F: int, dtype: torch.dtype, bias: bool,
     assert torch.equal(pack.neuron_counts(bitmap, F), (r != 0).sum(0).int())
 
 
+@pytest.mark.parametrize("programs", [1, 2, 5, 64])
+@pytest.mark.parametrize(("F", "use_tma"), [(768, False), (400, False), (768, True)])
+def test_a_last_wave_of_half_tiles(F: int, use_tma: bool, programs: int) -> None:
+    """Three or two tiles, the last ones in halves where at most half of the programs would have one."""
+    tile = tiles.GateTile(16, 256, 16, 4, 2)
+    w, x = make_weights(32, F, f32), torch.randn(16, 32)
+    r, bitmap, _ = gate.gate_and_bitmap(x, w.gate, None, tile=tile, programs=programs, use_tma=use_tma)
+    expected = torch.relu(x.double() @ w.gate.double().T)
+    assert (r.double() - expected).norm() <= TOLERANCE[f32] * expected.norm()
+    assert torch.equal(bits_of(bitmap, F), r != 0)
+
+
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 def test_hot_activations(gated: bool, squared: bool) -> None:

@@ -94,7 +94,7 @@ def test_encoding(n_hot: int) -> None:
 def test_they_say_what_they_are() -> None:
     assert repr(dense_plan(16)) == "Plan(dense, 16 neurons)"
     plan = Plan(n_neurons=512, hot=torch.arange(128), cap=9, predicted=1.5)
-    assert repr(plan) == "Plan(128 of 512 neurons hot, tokens heavy above 9, from 2048 tokens on, predicted 1.50x)"
+    assert repr(plan) == "Plan(128 of 512 neurons hot, tokens heavy above 9, from 4096 tokens on, predicted 1.50x)"
 
 
 def test_gpus_that_were_not_measured_borrow_costs(monkeypatch: pytest.MonkeyPatch) -> None:

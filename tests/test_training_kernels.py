@@ -212,6 +212,10 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
     neuron_of_key = (128 * (word // 4) + 8 * (bit % 16) + 2 * (word % 4) + bit // 16).flatten()
     expected = [token for key in neuron_of_key.tolist() if key < 48 for token in r[:, key].nonzero()[:, 0].tolist()]
     assert pairs.tokens[:n].tolist() == expected
+    pairs_before = columns.offsets[:: -(-70 // transpose.CHUNK)].contiguous()  # those of each neuron
+    assert pairs_before.diff().max() > tail_backward.SPLIT
+    starts = torch.arange(0, n, tail_backward.SPLIT, dtype=torch.int32)
+    assert torch.equal(pairs.owners[: len(starts)], torch.searchsorted(pairs_before, starts, right=True).int() - 1)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (0, 4)])
@@ -221,11 +225,12 @@ def test_turned(shape: tuple[int, int]) -> None:
     assert turn.turned(t).is_contiguous()
 
 
-def test_rows_are_added_to_others() -> None:
-    t, part, rows = torch.randn(9, 1100), torch.randn(4, 1100), torch.tensor([7, 0, 8, 3])
+@pytest.mark.parametrize("add", [False, True])
+def test_rows_are_put_among_others(add: bool) -> None:
+    t, part, rows = torch.randn(9, 1100), torch.randn(4, 2, 1100)[:, 1], torch.tensor([7, 0, 8, 3])
     expected = t.clone()
-    expected[rows] += part
-    turn.add_rows_(t, rows, part)
+    expected[rows] = expected[rows] + part if add else part
+    turn.put_rows_(t, rows, part, add=add)
     assert torch.equal(t, expected)
 
 

@@ -14,12 +14,15 @@ set that costs least is chosen among those that leave whole tiles of cold neuron
 would cost more than the GEMM. A plan changes time, never a result.
 
 Training counts forward and backward: densely 3 * dense * F a token, a hot neuron 3 * dense - 1 + down; the cold gate
-has no dense backward, a pair gathers seven rows instead of two.
+has no dense backward, a pair gathers seven rows instead of two. It keeps what it computed, so a smaller hot set and
+shorter lists are worth a little time; and it plans for a longer tail than was counted, since too small a hot set costs
+more than too large a one when other text comes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -43,15 +46,17 @@ class Costs(NamedTuple):
 _COSTS: dict[int, Costs] = {
     90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.4, token=650.0, hot=440.0, batch=1.2e7),
 }
-# Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100 and iid29; dense: compiled.
+# Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
+# dense: compiled.
 _TRAINING_COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=5.9, token=2300.0, hot=1000.0, batch=3.6e7, dense=2.95),
+    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=5.9, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95),
 }
 _TILE = 256  # cold neurons of one tile of the gate kernel
 _MIN_GAIN = 1.05  # the split must promise this much over dense
 _STEP = 16  # of cap and first: kernels are compiled anew where a number stops being a multiple of it
-_MEMORY_MARGIN = 0.03  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
-_MIN_TOKENS = 2048  # fewer leave parts of the GPU idle in every kernel
+_LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the one counted, since text changes
+_MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
+_MIN_TOKENS = 4096  # fewer leave parts of the GPU idle in every kernel, and all of it while the host launches them
 _HEADER = 4  # numbers before the neurons in the encoded form
 
 
@@ -135,7 +140,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     >>> counts = torch.tensor([900] * 256 + [3] * 1792)  # of 1000 tokens: some neurons fire nearly always, most hardly
     >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
     >>> choose_plan(counts, 1000, costs)
-    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 3734 tokens on, predicted 1.77x)
+    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on, predicted 1.77x)
     >>> choose_plan(torch.full((2048,), 500), 1000, costs)
     Plan(dense, 2048 neurons)
     """
@@ -148,16 +153,21 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)])  # those that leave whole tiles
     cost = (projections * costs.dense - 1 + costs.down) * n_hot + costs.hot * (n_hot > 0)
     cost = cost + costs.gate * (F - n_hot) + gather * tail[n_hot] + costs.token
-    near = cost <= cost.min() * (1 + (_MEMORY_MARGIN if costs.dense > 1 else 0))
+    training = costs.dense > 1
+    later = cost + (_LATER_TAIL - 1 if training else 0) * gather * tail[n_hot]
+    near = later <= later.min() * (1 + (_MEMORY_MARGIN if training else 0))
     best = int(near.nonzero()[0])  # the smallest of them
     dense = projections * costs.dense * F
     H, predicted = int(n_hot[best]), dense / float(cost[best])
     if predicted < _MIN_GAIN:
         return dense_plan(F)
+    cap = heavy * (F - H) / gather
+    if training:  # which keeps the lists; the few tokens beyond have lists of their own
+        cap = _STEP * math.ceil(min(cap, 6 + 4 * float(tail[H])) / _STEP)
     return Plan(
         n_neurons=F,
         hot=order[:H],
-        cap=max(_STEP, _rounded(heavy * (F - H) / gather)),
+        cap=max(_STEP, _rounded(cap)),
         first=_rounded(8 + 2 * float(tail[H])),
         min_tokens=max(_MIN_TOKENS, int(costs.batch * 2048 / width / (dense - float(cost[best])))),
         predicted=predicted,

@@ -20,7 +20,7 @@ from torch import Tensor
 from twell.kernels.launch import can_overlap, ceil_div, launch
 from twell.kernels.tiles import relu, start_after
 
-_ROWS = 64  # tokens of a part
+_ROWS = 32  # tokens of a part
 _COLUMNS = 512
 _STEP = 4  # tokens at once
 _BLOCK = 1024
@@ -51,15 +51,17 @@ def _forward_kernel(
     across = tl.cdiv(N, COLUMNS)
     part = tl.program_id(0) // across
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
-    count = tl.zeros((COLUMNS,), tl.int32)
-    l1 = tl.zeros((COLUMNS,), tl.float32)
+    wide = tl.program_id(0) % across * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)  # z and u
+    count = tl.zeros((STEP, COLUMNS), tl.int32)  # summed over STEP at the end: in the loop, warps would wait
+    l1 = tl.zeros((STEP, COLUMNS), tl.float32)
     for first in range(0, ROWS, STEP):
         row = (part * ROWS + first + tl.arange(0, STEP)).to(tl.int64)
         inside = (row < M)[:, None] & (column < N)[None, :]
         at = row[:, None] * N + column[None, :]
         if INTERLEAVED:
-            both = at[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-            z, u = tl.split(tl.load(i_z + both, mask=inside[:, :, None], other=0.0).to(tl.float32))
+            both = i_z + row[:, None] * (2 * N) + wide[None, :]
+            pairs = tl.load(both, mask=(row < M)[:, None] & (wide < 2 * N)[None, :], other=0.0).to(tl.float32)
+            z, u = tl.split(tl.reshape(pairs, (STEP, COLUMNS, 2)))
         else:
             z = tl.load(i_z + at, mask=inside, other=0.0).to(tl.float32)
             if GATED:
@@ -76,11 +78,11 @@ def _forward_kernel(
             counted = inside
             if HAS_MASK:
                 counted = inside & (tl.load(i_counted + row, mask=row < M, other=0) != 0)[:, None]
-            count += tl.sum(((r != 0) & counted).to(tl.int32), axis=0)
-            l1 += tl.sum(tl.where(counted, tl.abs(h), 0.0), axis=0)
+            count += ((r != 0) & counted).to(tl.int32)
+            l1 += tl.where(counted, tl.abs(h), 0.0)
     if WANTS_STATISTICS:
-        tl.store(o_counts + part.to(tl.int64) * N + column, count, mask=column < N)
-        tl.store(o_l1 + tl.program_id(0), tl.sum(l1, axis=0))
+        tl.store(o_counts + part.to(tl.int64) * N + column, tl.sum(count, axis=0), mask=column < N)
+        tl.store(o_l1 + tl.program_id(0), tl.sum(l1))
 
 
 @triton.jit
@@ -107,9 +109,9 @@ def _backward_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     dh = tl.load(m_dh + at, mask=inside, other=0.0).to(tl.float32)
-    if INTERLEAVED:
-        both = at[:, None] * 2 + tl.arange(0, 2)[None, :]
-        z, u = tl.split(tl.load(i_z + both, mask=inside[:, None], other=0.0).to(tl.float32))
+    if INTERLEAVED:  # side by side, as memory has them: loads and stores of 16 bytes
+        both = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+        z, u = tl.split(tl.reshape(tl.load(i_z + both, mask=both // 2 < n, other=0.0).to(tl.float32), (BLOCK, 2)))
     else:
         z = tl.load(i_z + at, mask=inside, other=0.0).to(tl.float32)
         if GATED:
@@ -131,7 +133,7 @@ def _backward_kernel(
             sign = tl.where(tl.load(i_counted + at // N, mask=inside, other=0) != 0, sign, 0.0)
         dh += sign
     if INTERLEAVED:
-        tl.store(o_dz + both, tl.join(dh * slope, dh * a).to(dtype), mask=inside[:, None])
+        tl.store(o_dz + both, tl.reshape(tl.join(dh * slope, dh * a), (2 * BLOCK,)).to(dtype), mask=both // 2 < n)
     else:
         tl.store(o_dz + at, (dh * slope).to(dtype), mask=inside)
         if GATED:
@@ -175,7 +177,7 @@ def activate(
                 "STEP": _STEP,
                 "OVERLAPS": can_overlap(),
             },
-            warps=2,
+            warps=4,
             stages=1,
         )
     return h, l1.sum(), count.sum(0, dtype=torch.int32)

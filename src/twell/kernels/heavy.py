@@ -287,7 +287,7 @@ def write_heavy_(
     if l1 is not None:
         launch(
             _heavy_l1_kernel,
-            programs,
+            4 * programs,  # small ones, each waiting for memory most of the time
             (gate, marks, l1, M, C),
             {"N_LONG": n_long(M), "BC": 1024, "SQUARED": squared and up is None, "OVERLAPS": can_overlap()},
             warps=4,

@@ -23,10 +23,11 @@ from twell.kernels.activation import activate, activation_gradients_
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.lists import LONG, Lists, index_dtype, list_active, n_long, new_marks
 from twell.kernels.split import Layout
-from twell.kernels.tail_backward import NeuronGradients, write_tail_gradients, write_weight_gradients
+from twell.kernels.tail_backward import write_tail_gradients
 from twell.kernels.tiles import Tiles, bitmap_words
 from twell.kernels.transpose import CHUNK, Columns, transpose
-from twell.kernels.turn import add_rows_, turned
+from twell.kernels.turn import put_rows_, turned
+from twell.kernels.weight_gradients import NeuronGradients, write_weight_gradients
 from twell.plan import Plan
 from twell.reference import Gradients, Weights
 
@@ -209,19 +210,21 @@ def _add_hot(
         dx.addmm_(gradients, layout.hot)
     hot = layout.order.hot
     if out.gate is not None or out.up is not None:
-        rows = gradients.t() @ x  # gate and up interleaved
-        _copy_rows((out.gate, out.up), hot, rows, gated)
+        rows = gradients.t() @ x
+        for target, part in zip((out.gate, out.up), _parts(rows, gated), strict=False):
+            if target is not None:
+                put_rows_(target, hot, part)
     if out.down is not None:
-        out.down.index_copy_(0, hot, h.t() @ dy)
+        put_rows_(out.down, hot, h.t() @ dy)
     if out.gate_bias is not None or out.up_bias is not None:
-        _copy_rows((out.gate_bias, out.up_bias), hot, gradients.sum(0), gated)
+        for target, part in zip((out.gate_bias, out.up_bias), _parts(gradients.sum(0), gated), strict=False):
+            if target is not None:
+                target.index_copy_(0, hot, part)
 
 
-def _copy_rows(out: tuple[Tensor | None, Tensor | None], hot: Tensor, rows: Tensor, gated: bool) -> None:
-    parts = rows.unflatten(0, (-1, 2)).unbind(1) if gated else (rows,)
-    for gradient, part in zip(out, parts, strict=False):
-        if gradient is not None:
-            gradient.index_copy_(0, hot, part)
+def _parts(rows: Tensor, gated: bool) -> tuple[Tensor, ...]:
+    """Gate and up of rows that interleave them."""
+    return rows.unflatten(0, (-1, 2)).unbind(1) if gated else (rows,)
 
 
 def _heavy_tokens(marks: Tensor, numbers: HostCopy, M: int) -> Tensor:
@@ -258,12 +261,12 @@ def _add_heavy(
     dz, du, h = activation_gradients_(z, u, dy @ down.t(), dl1, mask, squared=activation == "relu2")
     if dx is not None:
         part = dz @ gate
-        add_rows_(dx, tokens, part if up is None else part.addmm_(du, up))
+        put_rows_(dx, tokens, part if up is None else part.addmm_(du, up), add=True)
     for target, factor, of in ((out.gate, dz, x), (out.up, du, x), (out.down, h, dy)):
         if target is not None and layout.order is None:
             target += factor.t() @ of
         elif target is not None and layout.order is not None:
-            add_rows_(target, layout.order.cold, factor.t() @ of)
+            put_rows_(target, layout.order.cold, factor.t() @ of, add=True)
     for target, factor in ((out.gate_bias, dz), (out.up_bias, du)):
         if target is not None:
             target[rows] += factor.sum(0)

@@ -1,14 +1,10 @@
-"""The cold tail's backward, token by token, and the weight gradients, neuron by neuron.
+"""The cold tail's backward, token by token.
 
     dh = dy . Wd_n + l1 sign(h)     dz = dh u a'(r)     du = dh a     dx = sum over n of dz Wg_n + du Wu_n
-    dWg_n = sum over tokens of dz x    dWu_n = sum of du x    dWd_n = sum of h dy       (plain FFN: no u; dz = dh a'(r))
 
-``write_tail_gradients`` runs over tokens, as the tail's forward does: it gathers three rows a (token, neuron) pair and
-leaves dz, du and h in lists by neurons. ``write_weight_gradients`` runs over neurons and gathers the pairs' rows of x
-and dy: two, since dWg and dWu share x. Chunks of D are its outermost loop, so that what is gathered from fits in L2.
-
-Sums are fp32, in the order of a token's neurons or a neuron's tokens: no atomics, the same bits every time.
-Bytes, M 16384, D 2048, 10 pairs a token, bf16: 2.0 GB and 1.3 GB, mostly from L2; the gradients written, 69 MB.
+(plain FFN: no u; dz = dh a'(r)). It runs as the tail's forward does, gathers three rows a (token, neuron) pair and
+leaves dz, du and h in lists by neurons, for ``weight_gradients.py``. Sums are fp32, in the order of a token's neurons.
+Bytes, M 16384, D 2048, 10 pairs a token, bf16: 2.0 GB, mostly from L2.
 """
 
 from __future__ import annotations
@@ -23,12 +19,10 @@ from torch import Tensor
 from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
 from twell.kernels.lists import LONG, Lists, n_early, n_long, n_programs, token_of_program
 from twell.kernels.split import Layout
-from twell.kernels.tiles import RowTile, neuron_of_bit, start_after
+from twell.kernels.tiles import RowTile, bit_of_neuron, start_after
 from twell.kernels.transpose import CHUNK, Columns, is_listed, place_of
 
-_BLOCK_D = 256  # of x and dy: 16384 rows of both are 17 MB in bf16
-_TOKENS = 2  # rows gathered at once
-_WARPS = 1  # as many as leave every thread 8 elements of a row: then a sum over rows needs no other thread
+SPLIT = 512  # pairs, see ``weight_gradients.py``
 
 
 class Pairs(NamedTuple):
@@ -36,6 +30,7 @@ class Pairs(NamedTuple):
 
     tokens: Tensor  # int32 [size]
     factors: Tensor  # [3, size]: dz, du, h
+    owners: Tensor  # int32 [ceil(size / SPLIT)]: the neurons ("keys") of pairs 0, SPLIT, 2 SPLIT, ...
 
 
 @triton.jit
@@ -56,6 +51,7 @@ def _tail_backward_kernel(
     o_dx,  # [M, D]
     o_tokens,  # see Pairs
     o_factors,
+    o_owners,
     M,
     D,
     cap,
@@ -77,6 +73,7 @@ def _tail_backward_kernel(
     LONG: tl.constexpr,
     N_LONG: tl.constexpr,
     CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -132,6 +129,8 @@ def _tail_backward_kernel(
                 if GATED:
                     tl.store(o_factors + size.to(tl.int64) + place, du.to(dtype), mask=there)
                 tl.store(o_factors + 2 * size.to(tl.int64) + place, h.to(dtype), mask=there)
+                key = bit_of_neuron(neuron.to(tl.int32))
+                tl.store(o_owners + place // SPLIT, key, mask=there & (place % SPLIT == 0))
         if WANTS_DX:
             tl.store(o_dx + token.to(tl.int64) * D + d, acc.to(o_dx.dtype.element_ty), mask=in_d)
     elif WANTS_DX:
@@ -140,87 +139,6 @@ def _tail_backward_kernel(
             active = -1 - tl.load(i_marks + 4 + own)
             if is_listed(active, i_marks, cap, LONG, N_LONG) == 0:  # heavy: what it adds comes later
                 tl.store(o_dx + own.to(tl.int64) * D + d, tl.zeros((BD,), o_dx.dtype.element_ty), mask=in_d)
-
-
-@triton.jit
-def _weight_gradient_kernel(
-    i_x,  # [M, D]
-    i_dy,  # [M, D]
-    i_tokens,  # see Pairs
-    i_factors,
-    i_offsets,  # see Columns
-    i_order,  # [C] int32 or unused
-    o_gate,  # [F, D] or unused; likewise the others
-    o_up,  # [F, D]
-    o_down,  # [F, D], neuron-major
-    o_gate_bias,  # [F]
-    o_up_bias,  # [F]
-    D,
-    C,
-    size,
-    keys,
-    P,
-    x_stride,
-    BD: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
-    WANTS_GATE: tl.constexpr,
-    WANTS_UP: tl.constexpr,
-    WANTS_DOWN: tl.constexpr,
-    WANTS_GATE_BIAS: tl.constexpr,
-    WANTS_UP_BIAS: tl.constexpr,
-    STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    start_after(OVERLAPS)
-    key = tl.program_id(0) % keys
-    block = tl.program_id(0) // keys
-    neuron = neuron_of_bit(key // 32, key % 32)
-    if neuron < C:
-        begin = tl.load(i_offsets + key * P)
-        end = tl.load(i_offsets + (key + 1) * P)
-        d = block * BD + tl.arange(0, BD)
-        gate = tl.zeros((BD,), tl.float32)
-        up = tl.zeros((BD,), tl.float32)
-        down = tl.zeros((BD,), tl.float32)
-        gate_bias = tl.zeros((TOKENS,), tl.float32)
-        up_bias = tl.zeros((TOKENS,), tl.float32)
-        for first in tl.range(begin, end, TOKENS, num_stages=STAGES):
-            e = (first + tl.arange(0, TOKENS)).to(tl.int64)
-            there = e < end
-            token = tl.load(i_tokens + e, mask=there, other=0).to(tl.int64)
-            inside = there[:, None] & (d < D)[None, :]
-            if WANTS_GATE | WANTS_UP:
-                x = tl.load(i_x + token[:, None] * x_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            if WANTS_DOWN:
-                dy = tl.load(i_dy + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
-                h = tl.load(i_factors + 2 * size.to(tl.int64) + e, mask=there, other=0.0).to(tl.float32)
-                down += tl.sum(h[:, None] * dy, axis=0)
-            if WANTS_GATE | WANTS_GATE_BIAS:
-                dz = tl.load(i_factors + e, mask=there, other=0.0).to(tl.float32)
-                gate_bias += dz
-                if WANTS_GATE:
-                    gate += tl.sum(dz[:, None] * x, axis=0)
-            if WANTS_UP | WANTS_UP_BIAS:
-                du = tl.load(i_factors + size.to(tl.int64) + e, mask=there, other=0.0).to(tl.float32)
-                up_bias += du
-                if WANTS_UP:
-                    up += tl.sum(du[:, None] * x, axis=0)
-        row = neuron
-        if HAS_ORDER:
-            row = tl.load(i_order + neuron)
-        at = row.to(tl.int64) * D + d
-        if WANTS_GATE:
-            tl.store(o_gate + at, gate.to(o_gate.dtype.element_ty), mask=d < D)
-        if WANTS_UP:
-            tl.store(o_up + at, up.to(o_up.dtype.element_ty), mask=d < D)
-        if WANTS_DOWN:
-            tl.store(o_down + at, down.to(o_down.dtype.element_ty), mask=d < D)
-        if block == 0:
-            if WANTS_GATE_BIAS:
-                tl.store(o_gate_bias + row, tl.sum(gate_bias, axis=0).to(o_gate_bias.dtype.element_ty))
-            if WANTS_UP_BIAS:
-                tl.store(o_up_bias + row, tl.sum(up_bias, axis=0).to(o_up_bias.dtype.element_ty))
 
 
 def write_tail_gradients(
@@ -241,7 +159,8 @@ def write_tail_gradients(
     size, up, order = lists.rows.shape[0], layout.up, layout.order
     pairs = None
     if columns is not None:
-        pairs = Pairs(torch.empty(size, dtype=torch.int32, device=dy.device), lists.values.new_empty(3, size))
+        tokens = torch.empty(size, dtype=torch.int32, device=dy.device)
+        pairs = Pairs(tokens, lists.values.new_empty(3, size), tokens.new_empty(ceil_div(size, SPLIT)))
     if M == 0 or (dx is None and pairs is None):
         return pairs
     wide = power_of_2(D)
@@ -265,6 +184,7 @@ def write_tail_gradients(
             dy if dx is None else dx,
             lists.marks if pairs is None else pairs.tokens,
             dy if pairs is None else pairs.factors,
+            lists.marks if pairs is None else pairs.owners,
             M,
             D,
             lists.cap,
@@ -288,6 +208,7 @@ def write_tail_gradients(
             "LONG": LONG,
             "N_LONG": n_long(M),
             "CHUNK": CHUNK,
+            "SPLIT": SPLIT,
             "STAGES": tile.stages,
             "OVERLAPS": can_overlap(),
         },
@@ -295,57 +216,3 @@ def write_tail_gradients(
         stages=tile.stages,
     )
     return pairs
-
-
-class NeuronGradients(NamedTuple):
-    """Of the model's weights, neuron by neuron; None where none is wanted."""
-
-    gate: Tensor | None  # [F, D]
-    up: Tensor | None  # [F, D]
-    down: Tensor | None  # [F, D]
-    gate_bias: Tensor | None  # [F]
-    up_bias: Tensor | None  # [F]
-
-
-def write_weight_gradients(
-    out: NeuronGradients, x: Tensor, dy: Tensor, pairs: Pairs, columns: Columns, order: Tensor | None, n_cold: int
-) -> None:
-    """Write the cold neurons' rows of ``out``; those without tokens become 0."""
-    M, D = x.shape
-    keys = columns.bits.shape[1]
-    if keys == 0:
-        return
-    block = min(_BLOCK_D, power_of_2(D))
-    launch(
-        _weight_gradient_kernel,
-        keys * ceil_div(D, block),
-        (
-            x,
-            dy,
-            pairs.tokens,
-            pairs.factors,
-            columns.offsets,
-            columns.offsets if order is None else order,
-            *(x if o is None else o for o in out),
-            D,
-            n_cold,
-            pairs.tokens.shape[0],
-            keys,
-            ceil_div(M, CHUNK),
-            x.stride(0),
-        ),
-        {
-            "BD": block,
-            "TOKENS": _TOKENS,
-            "HAS_ORDER": order is not None,
-            "WANTS_GATE": out.gate is not None,
-            "WANTS_UP": out.up is not None,
-            "WANTS_DOWN": out.down is not None,
-            "WANTS_GATE_BIAS": out.gate_bias is not None,
-            "WANTS_UP_BIAS": out.up_bias is not None,
-            "STAGES": 1,
-            "OVERLAPS": can_overlap(),
-        },
-        warps=_WARPS,
-        stages=1,
-    )

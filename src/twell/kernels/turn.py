@@ -1,4 +1,4 @@
-"""Matrices turned over (the down projection neuron by neuron, and its gradient back), and rows added to others."""
+"""Matrices turned over (the down projection neuron by neuron, and its gradient back), and rows put among others."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ def turned(t: Tensor) -> Tensor:
 
 
 @triton.jit
-def _add_rows_kernel(m_t, i_rows, i_part, D, BD: tl.constexpr, OVERLAPS: tl.constexpr):
+def _put_rows_kernel(m_t, i_rows, i_part, D, stride, BD: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr):
     start_after(OVERLAPS)
     n = tl.program_id(0) // tl.cdiv(D, BD)
     d = tl.program_id(0) % tl.cdiv(D, BD) * BD + tl.arange(0, BD)
     at = m_t + tl.load(i_rows + n).to(tl.int64) * D + d
-    total = tl.load(at, mask=d < D, other=0.0).to(tl.float32)
-    total += tl.load(i_part + n.to(tl.int64) * D + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(at, total.to(m_t.dtype.element_ty), mask=d < D)
+    t = tl.load(i_part + n.to(tl.int64) * stride + d, mask=d < D, other=0.0)
+    if ADDS:
+        t = t.to(tl.float32) + tl.load(at, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(at, t.to(m_t.dtype.element_ty), mask=d < D)
 
 
-def add_rows_(t: Tensor, rows: Tensor, part: Tensor) -> None:
-    """t[rows] += part [n, D] in one pass. ``rows`` [n]: all different."""
+def put_rows_(t: Tensor, rows: Tensor, part: Tensor, *, add: bool = False) -> None:
+    """t[rows] = part [n, D], or += part, in one pass. ``rows`` [n]: all different; ``part``: unit stride along D."""
     if part.numel():
         D = t.shape[1]
         launch(
-            _add_rows_kernel,
+            _put_rows_kernel,
             len(rows) * ceil_div(D, 1024),
-            (t, rows, part.contiguous(), D),
-            {"BD": 1024, "OVERLAPS": can_overlap()},
+            (t, rows, part, D, part.stride(0)),
+            {"BD": 1024, "ADDS": add, "OVERLAPS": can_overlap()},
             warps=4,
             stages=1,
         )

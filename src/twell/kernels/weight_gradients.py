@@ -1,0 +1,245 @@
+"""The cold neurons' weight gradients, neuron by neuron.
+
+    dWg_n = sum over tokens of dz x    dWu_n = sum of du x    dWd_n = sum of h dy
+
+A neuron's pairs (``tail_backward.py``) are gathered: two rows each, since dWg and dWu share x. Chunks of D are the
+outermost loop, so that what is gathered from fits in L2. A neuron is one warp's work, 0.35 us a pair.
+
+A plan leaves the neurons that fire often among the hot ones; but one made from other text leaves some among the cold
+ones, and a neuron that fires for half of 16384 tokens would keep its warp busy for 3 ms. So neurons of more than SPLIT
+pairs are divided, where the list of all pairs reaches a multiple of SPLIT: a first launch sums every such share of
+them into a buffer, the second one what comes before the first share, and adds the shares. Which neuron has the pair at
+a multiple of SPLIT is known from ``tail_backward.py``, so nothing has to be counted or sorted.
+
+Sums are fp32, and their order follows from the counts: no atomics, the same bits every time.
+Bytes, M 16384, D 2048, 10 pairs a token, bf16: 1.3 GB, mostly from L2, and 69 MB of gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
+from twell.kernels.tail_backward import SPLIT, Pairs
+from twell.kernels.tiles import neuron_of_bit, start_after
+from twell.kernels.transpose import CHUNK, Columns
+
+_BLOCK_D = 256  # of x and dy: 16384 rows of both are 17 MB in bf16
+_TOKENS = 2  # rows gathered at once
+_SHARE_TOKENS = 8  # all wait for the longest share, so it must not take long
+_WARPS = 1  # as many as leave every thread 8 elements of a row: then a sum over rows needs no other thread
+
+
+class NeuronGradients(NamedTuple):
+    """Of the model's weights, neuron by neuron; None where none is wanted."""
+
+    gate: Tensor | None  # [F, D]
+    up: Tensor | None  # [F, D]
+    down: Tensor | None  # [F, D]
+    gate_bias: Tensor | None  # [F]
+    up_bias: Tensor | None  # [F]
+
+
+@triton.jit
+def _sum_pairs(
+    begin, end, d, i_x, i_dy, i_tokens, i_factors, D, size, x_stride,
+    BD: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WANTS_GATE: tl.constexpr, WANTS_UP: tl.constexpr,
+    WANTS_DOWN: tl.constexpr, WANTS_GATE_BIAS: tl.constexpr, WANTS_UP_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Columns ``d`` of the sums over pairs begin to end, for gate, up and down, and of both biases."""
+    gate = tl.zeros((BD,), tl.float32)
+    up = tl.zeros((BD,), tl.float32)
+    down = tl.zeros((BD,), tl.float32)
+    gate_bias = tl.zeros((TOKENS,), tl.float32)
+    up_bias = tl.zeros((TOKENS,), tl.float32)
+    for first in tl.range(begin, end, TOKENS, num_stages=STAGES):
+        e = (first + tl.arange(0, TOKENS)).to(tl.int64)
+        there = e < end
+        token = tl.load(i_tokens + e, mask=there, other=0).to(tl.int64)
+        inside = there[:, None] & (d < D)[None, :]
+        if WANTS_GATE | WANTS_UP:
+            x = tl.load(i_x + token[:, None] * x_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        if WANTS_DOWN:
+            dy = tl.load(i_dy + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(i_factors + 2 * size.to(tl.int64) + e, mask=there, other=0.0).to(tl.float32)
+            down += tl.sum(h[:, None] * dy, axis=0)
+        if WANTS_GATE | WANTS_GATE_BIAS:
+            dz = tl.load(i_factors + e, mask=there, other=0.0).to(tl.float32)
+            gate_bias += dz
+            if WANTS_GATE:
+                gate += tl.sum(dz[:, None] * x, axis=0)
+        if WANTS_UP | WANTS_UP_BIAS:
+            du = tl.load(i_factors + size.to(tl.int64) + e, mask=there, other=0.0).to(tl.float32)
+            up_bias += du
+            if WANTS_UP:
+                up += tl.sum(du[:, None] * x, axis=0)
+    return gate, up, down, tl.sum(gate_bias, axis=0), tl.sum(up_bias, axis=0)
+
+
+@triton.jit
+def _share_kernel(
+    i_x,  # [M, D]
+    i_dy,  # [M, D]
+    i_tokens,  # see Pairs
+    i_factors,
+    i_owners,
+    i_offsets,  # see Columns
+    o_shares,  # fp32 [shares, 3 D + 16]: sums for gate, up, down, and the two biases
+    D,
+    size,
+    keys,
+    P,
+    x_stride,
+    shares,  # that there is room for
+    BD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    WANTS_GATE: tl.constexpr,
+    WANTS_UP: tl.constexpr,
+    WANTS_DOWN: tl.constexpr,
+    WANTS_GATE_BIAS: tl.constexpr,
+    WANTS_UP_BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    start_after(OVERLAPS)
+    share = tl.program_id(0) % shares
+    block = tl.program_id(0) // shares
+    begin = share * SPLIT
+    if begin < tl.load(i_offsets + keys * P):
+        key = tl.load(i_owners + share)
+        end = tl.load(i_offsets + (key + 1) * P)
+        if end - tl.load(i_offsets + key * P) > SPLIT:
+            d = block * BD + tl.arange(0, BD)
+            gate, up, down, gate_bias, up_bias = _sum_pairs(
+                begin, min(end, begin + SPLIT), d, i_x, i_dy, i_tokens, i_factors, D, size, x_stride, BD, TOKENS,
+                STAGES, WANTS_GATE, WANTS_UP, WANTS_DOWN, WANTS_GATE_BIAS, WANTS_UP_BIAS,
+            )  # fmt: skip
+            sums = o_shares + share.to(tl.int64) * (3 * D + 16)
+            tl.store(sums + d, gate, mask=d < D)
+            tl.store(sums + D + d, up, mask=d < D)
+            tl.store(sums + 2 * D + d, down, mask=d < D)
+            if block == 0:
+                tl.store(sums + 3 * D, gate_bias)
+                tl.store(sums + 3 * D + 1, up_bias)
+
+
+@triton.jit
+def _neuron_kernel(
+    i_x,  # [M, D]
+    i_dy,  # [M, D]
+    i_tokens,  # see Pairs
+    i_factors,
+    i_offsets,  # see Columns
+    i_shares,  # see _share_kernel
+    i_order,  # [C] int32 or unused
+    o_gate,  # [F, D] or unused; likewise the others
+    o_up,  # [F, D]
+    o_down,  # [F, D], neuron-major
+    o_gate_bias,  # [F]
+    o_up_bias,  # [F]
+    D,
+    C,
+    size,
+    keys,
+    P,
+    x_stride,
+    HAS_ORDER: tl.constexpr,
+    BD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    WANTS_GATE: tl.constexpr,
+    WANTS_UP: tl.constexpr,
+    WANTS_DOWN: tl.constexpr,
+    WANTS_GATE_BIAS: tl.constexpr,
+    WANTS_UP_BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    start_after(OVERLAPS)
+    key = tl.program_id(0) % keys
+    block = tl.program_id(0) // keys
+    neuron = neuron_of_bit(key // 32, key % 32)
+    if neuron < C:
+        begin = tl.load(i_offsets + key * P)
+        end = tl.load(i_offsets + (key + 1) * P)
+        is_split = end - begin > SPLIT
+        d = block * BD + tl.arange(0, BD)
+        gate, up, down, gate_bias, up_bias = _sum_pairs(
+            begin, tl.where(is_split, tl.cdiv(begin, SPLIT) * SPLIT, end), d, i_x, i_dy, i_tokens, i_factors, D, size,
+            x_stride, BD, TOKENS, STAGES, WANTS_GATE, WANTS_UP, WANTS_DOWN, WANTS_GATE_BIAS, WANTS_UP_BIAS,
+        )  # fmt: skip
+        if is_split:
+            for share in range(tl.cdiv(begin, SPLIT), tl.cdiv(end, SPLIT)):
+                sums = i_shares + (share + tl.zeros((), tl.int64)) * (3 * D + 16)
+                gate += tl.load(sums + d, mask=d < D, other=0.0)
+                up += tl.load(sums + D + d, mask=d < D, other=0.0)
+                down += tl.load(sums + 2 * D + d, mask=d < D, other=0.0)
+                gate_bias += tl.load(sums + 3 * D)
+                up_bias += tl.load(sums + 3 * D + 1)
+        row = neuron
+        if HAS_ORDER:
+            row = tl.load(i_order + neuron)
+        at = row.to(tl.int64) * D + d
+        if WANTS_GATE:
+            tl.store(o_gate + at, gate.to(o_gate.dtype.element_ty), mask=d < D)
+        if WANTS_UP:
+            tl.store(o_up + at, up.to(o_up.dtype.element_ty), mask=d < D)
+        if WANTS_DOWN:
+            tl.store(o_down + at, down.to(o_down.dtype.element_ty), mask=d < D)
+        if block == 0:
+            if WANTS_GATE_BIAS:
+                tl.store(o_gate_bias + row, gate_bias.to(o_gate_bias.dtype.element_ty))
+            if WANTS_UP_BIAS:
+                tl.store(o_up_bias + row, up_bias.to(o_up_bias.dtype.element_ty))
+
+
+def write_weight_gradients(
+    out: NeuronGradients, x: Tensor, dy: Tensor, pairs: Pairs, columns: Columns, order: Tensor | None, n_cold: int
+) -> None:
+    """Write the cold neurons' rows of ``out``; those without tokens become 0."""
+    M, D = x.shape
+    keys, P = columns.bits.shape[1], ceil_div(M, CHUNK)
+    if keys == 0:
+        return
+    size, n_shares = len(pairs.tokens), len(pairs.owners)
+    shares = torch.empty(n_shares, 3 * D + 16, dtype=torch.float32, device=x.device)
+    block = min(_BLOCK_D, power_of_2(D))
+    blocks = ceil_div(D, block)
+    constants: dict[str, Any] = {
+        "BD": block,
+        "TOKENS": _SHARE_TOKENS,
+        "SPLIT": SPLIT,
+        "STAGES": 1,
+        "WANTS_GATE": out.gate is not None,
+        "WANTS_UP": out.up is not None,
+        "WANTS_DOWN": out.down is not None,
+        "WANTS_GATE_BIAS": out.gate_bias is not None,
+        "WANTS_UP_BIAS": out.up_bias is not None,
+        "OVERLAPS": can_overlap(),
+    }
+    if n_shares:
+        launch(
+            _share_kernel,
+            n_shares * blocks,
+            (x, dy, *pairs, columns.offsets, shares, D, size, keys, P, x.stride(0), n_shares),
+            constants,
+            warps=_WARPS,
+            stages=1,
+        )
+    some_order = columns.offsets if order is None else order
+    inputs = (x, dy, pairs.tokens, pairs.factors, columns.offsets, shares, some_order)
+    outputs = tuple(x if o is None else o for o in out)
+    launch(
+        _neuron_kernel,
+        keys * blocks,
+        (*inputs, *outputs, D, n_cold, size, keys, P, x.stride(0)),
+        {"HAS_ORDER": order is not None} | constants | {"TOKENS": _TOKENS},
+        warps=_WARPS,
+        stages=1,
+    )
