@@ -140,6 +140,12 @@ def test_measured_break_even_is_the_first_fall_to_1(speedups: list[float], expec
     assert plot.measured_break_even(points) == expected
 
 
+def test_a_layer_that_ran_densely_does_not_say_where_sparse_stops_paying() -> None:
+    dense = row("iid400", 400.0, 1.0) | {"plan": {"hot": SHAPE.F}}
+    at, text = break_even(axes_of([row("iid10", 10.0, 2.0), dense])) or pytest.fail("not marked")
+    assert at == plot.modelled_break_even(SHAPE) and "predicted" in text
+
+
 def test_skewed_rows_do_not_set_the_break_even() -> None:
     at, text = break_even(axes_of([row("skew40", 40.0, 1.5), row("skew160", 160.0, 0.5)])) or pytest.fail("not marked")
     assert at == plot.modelled_break_even(SHAPE)

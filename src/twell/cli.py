@@ -556,6 +556,41 @@ def _bar() -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# results
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def results(
+    documents: Annotated[
+        list[Path] | None, typer.Argument(help="Markdown files with tables. [default: docs/results.md README.md]")
+    ] = None,
+    rows: Annotated[Path, typer.Option(help="The folder of .jsonl files the tables are made from.")] = Path("results"),
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; fail where a table is not up to date.")
+    ] = False,
+) -> None:
+    """Make the tables of documents anew from measured rows.
+
+    Example: [bold]twell results --check docs/results.md[/bold]
+    """
+    from twell.bench import tables
+
+    stale = []
+    for document in documents or [Path("docs/results.md"), Path("README.md")]:
+        if not document.is_file():
+            raise ValueError(f"there is no document {document}")
+        new = tables.updated(document, rows)
+        if new != document.read_text():
+            stale.append(str(document))
+            if not check:
+                document.write_text(new)
+    if check and stale:
+        raise ValueError(f"not up to date: {', '.join(stale)}; run twell results")
+    print(f"{'up to date' if not stale else 'changed: ' + ', '.join(stale)}")
+
+
+# ---------------------------------------------------------------------------------------------------------
 # tune
 # ---------------------------------------------------------------------------------------------------------
 

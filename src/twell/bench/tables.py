@@ -1,0 +1,383 @@
+"""``twell results``: the tables of a document, made from the rows in results/.
+
+A document names a table by a pair of comments; what is between them is replaced:
+
+    <!-- table ffn -->
+    ...
+    <!-- end -->
+
+Each table says on which GPU or CPU, with which versions and by which command it was measured. Tables are functions of
+rows alone, so that a test can tell whether a document is up to date.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from twell.bench import plot
+
+Row = dict[str, Any]
+_BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+class Table(NamedTuple):
+    files: tuple[str, ...]  # in results/
+    command: str  # that makes its rows
+    keeps: Callable[[Row], bool]  # the rows it is about
+    make: Callable[[list[Row]], list[str]]  # its lines
+
+
+def updated(document: Path, folder: Path) -> str:
+    """The text of ``document`` with every table in it made anew from the rows in ``folder``."""
+    text = document.read_text()
+    if text.count("<!-- table ") != len(_BLOCK.findall(text)):
+        raise ValueError(f"{document}: a table's comment is not closed by <!-- end -->, or not on a line of its own")
+    link = Path(os.path.relpath(folder, document.parent)).as_posix()
+    return _BLOCK.sub(lambda block: block[1] + render(block[2], folder, link) + block[3], text)
+
+
+def render(name: str, folder: Path, link: str) -> str:
+    """The lines of one table; ``link`` is the way from its document to ``folder``."""
+    if name not in TABLES:
+        raise ValueError(f"unknown table {name!r}: expected one of {', '.join(sorted(TABLES))}")
+    table = TABLES[name]
+    paths = [folder / file for file in table.files]
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"the table {name!r} needs {path}")
+    rows = [row for row in plot.read_rows(paths) if table.keeps(row)]
+    if not rows:
+        raise ValueError(f"{' and '.join(map(str, paths))} has no rows for the table {name!r}")
+    files = " and ".join(f"[`{file}`]({link}/{file})" for file in table.files)
+    return "\n".join([*table.make(rows), "", _source(rows, files, table.command), ""])
+
+
+def _source(rows: list[Row], files: str, command: str) -> str:
+    """Machine, versions, commit, files and command."""
+    first = rows[0]
+    if "gpu" in first:
+        machine = f"one {first['gpu']}"
+    elif "cpu" in first:
+        machine = f"{first['threads']} cores of an {first['cpu']}"
+    else:
+        machine = f"one {first['device']}"
+    used = first["versions"]
+    versions = [f"{name} {used[name]}" for name in ("torch", "triton", "transformers") if name in used]
+    commits = sorted({str(row["commit"]) for row in rows if row.get("commit")})
+    measured = [f"commit {' and '.join(commits)}"] if commits else []
+    facts = ", ".join([machine[0].upper() + machine[1:], *versions, *measured])
+    return f"{facts}; rows: {files}; `{command}`"
+
+
+def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _ms(spread: dict[str, float]) -> str:
+    """Median, and half the distance of the 20th and 80th percentile in per cent."""
+    p50, half = spread["p50"], (spread["p80"] - spread["p20"]) / 2
+    digits = 1 if p50 >= 100 else 2 if p50 >= 10 else 3
+    return f"{p50:.{digits}f} ±{100 * half / p50:.0f} %"
+
+
+def _dense(row: Row) -> dict[str, float]:
+    """The faster of eager and compiled."""
+    spreads: list[dict[str, float]] = [row[name] for name in ("dense_ms", "compiled_ms") if row.get(name)]
+    return min(spreads, key=lambda spread: spread["p50"])
+
+
+def _speedup(value: float) -> str:
+    return f"**{value:.2f}x**"
+
+
+def _mean_speedup(rows: list[Row]) -> float:
+    return float(sum(r["speedup"] for r in rows) / len(rows))
+
+
+def _is_layer(row: Row) -> bool:
+    """Of a trace."""
+    return str(row["workload"]).startswith("layer")
+
+
+def _is_workload(row: Row) -> bool:
+    return not _is_layer(row) and row.get("level", "ffn") == "ffn"
+
+
+def _is_step(row: Row) -> bool:
+    return row["level"] == "model"
+
+
+def _is_any(row: Row) -> bool:
+    return True
+
+
+def _counts_neurons(row: Row) -> bool:
+    return bool(row.get("active"))
+
+
+def _is_usual(row: Row) -> bool:
+    """A layer, or the usual workloads in the usual shape."""
+    return _is_layer(row) or (row["workload"] in {"skew29", "skew100", "skew1000"} and _what(row) == row["workload"])
+
+
+def _is_gated_fp32(row: Row) -> bool:
+    return bool(row["kind"] == "gated" and row["dtype"] == "float32")
+
+
+def _what(row: Row) -> str:
+    """A row's workload, and what is unusual about it."""
+    notes = [str(row["workload"])]
+    notes += ["plain"] if row["kind"] == "plain" else []
+    notes += ["graph"] if row.get("graph") else []
+    notes += [f"D {row['D']}, F {row['F']}"] if (row["D"], row["F"]) != (2048, 5632) else []
+    return ", ".join(notes)
+
+
+def _ffn(rows: list[Row]) -> list[str]:
+    return _lines(
+        ("workload", "tokens", "active", "dense ms", "sparse ms", "speedup"),
+        (
+            (
+                _what(r),
+                str(r["M"]),
+                f"{r['mean_active']:.0f}",
+                _ms(_dense(r)),
+                _ms(r["sparse_ms"]),
+                _speedup(r["speedup"]),
+            )
+            for r in rows
+        ),
+    )
+
+
+def _layers(rows: list[Row]) -> list[str]:
+    """Layers of a trace, and their mean."""
+    lines = _lines(
+        ("layer", "active", "hot", "dense ms", "sparse ms", "speedup", "predicted"),
+        (
+            (
+                str(r["workload"]).removeprefix("layer "),
+                f"{r['mean_active']:.0f}",
+                str(r["plan"]["hot"]),
+                _ms(_dense(r)),
+                _ms(r["sparse_ms"]),
+                f"{r['speedup']:.2f}x",
+                f"{r['plan']['predicted']:.2f}x",
+            )
+            for r in rows
+        ),
+    )
+    summed = sum(_dense(r)["p50"] for r in rows) / sum(r["sparse_ms"]["p50"] for r in rows)
+    return [*lines, f"| mean | | | | | {_speedup(_mean_speedup(rows))} ({summed:.2f}x of the summed times) | |"]
+
+
+def _model(rows: list[Row]) -> list[str]:
+    return _lines(
+        ("activations", "model", "dense ms", "sparse ms", "tokens/ms", "speedup"),
+        (
+            (
+                str(r["workload"]),
+                "compiled, layer by layer" if r["compiled"] else "eager",
+                _ms(r["dense_ms"]),
+                _ms(r["sparse_ms"]),
+                f"{r['tokens_per_ms']['dense']:.0f} -> {r['tokens_per_ms']['sparse']:.0f}",
+                _speedup(r["speedup"]),
+            )
+            for r in rows
+        ),
+    )
+
+
+def _train_ffn(rows: list[Row]) -> list[str]:
+    def joules(row: Row) -> str:
+        measured = row.get("joules") or {}
+        return f"{measured['sparse'] / measured['dense']:.2f}x" if measured.get("sparse") else ""
+
+    return _lines(
+        (
+            "workload",
+            "tokens",
+            "eager ms",
+            "compiled ms",
+            "sparse ms",
+            "over eager",
+            "over compiled",
+            "memory",
+            "energy",
+        ),
+        (
+            (
+                _what(r),
+                str(r["M"]),
+                _ms(r["dense_ms"]),
+                _ms(r["compiled_ms"]),
+                _ms(r["sparse_ms"]),
+                _speedup(r["speedup_eager"]),
+                _speedup(r["speedup"]),
+                f"{r['memory']['ratio']:.2f}x",
+                joules(r),
+            )
+            for r in rows
+        ),
+    )
+
+
+def _train_step(rows: list[Row]) -> list[str]:
+    def gigabytes(row: Row, what: str) -> str:
+        dense, sparse = (row[side]["memory"][what] / 1e9 for side in ("dense", "sparse"))
+        return f"{dense:.1f} -> {sparse:.1f} ({sparse / dense:.3f}x)"
+
+    return _lines(
+        ("model", "workload", "tokens", "dense ms", "sparse ms", "speedup", "peak GB", "of it activations", "energy"),
+        (
+            (
+                str(r.get("preset", f"{r['layers']} layers")),
+                str(r["workload"]),
+                f"{r['batch']} x {r['length']}",
+                _ms(r["dense"]["step_ms"]),
+                _ms(r["sparse"]["step_ms"]),
+                _speedup(r["speedup"]),
+                gigabytes(r, "peak"),
+                gigabytes(r, "activations"),
+                f"{r['joules_ratio']:.2f}x" if r.get("joules_ratio") else "",
+            )
+            for r in rows
+        ),
+    )
+
+
+def _grid(rows: list[Row], sizes: Sequence[int]) -> list[str]:
+    """Workloads down, tokens across; the last row of several counts."""
+    found = {(r["workload"], r["M"]): f"{r['speedup']:.2f}x" for r in rows}
+    names = {r["workload"]: f"{re.sub(r'[a-z]+', '', r['workload'])} of {r['F']}" for r in rows if r["M"] in sizes}
+    head = ("active neurons a token", f"{sizes[0]} token{'s' if sizes[0] > 1 else ''}", *map(str, sizes[1:]))
+    return _lines(head, ((names[w], *(found.get((w, M), "") for M in sizes)) for w in names))
+
+
+def _readme_gpu(rows: list[Row]) -> list[str]:
+    layers = [r for r in rows if _is_layer(r)]
+    least, most = (f(r["mean_active"] for r in layers) for f in (min, max))
+    name = f"{len(layers)} layers of a trained model ({least:.0f} to {most:.0f} active), mean"
+    lines = _grid([r for r in rows if not _is_layer(r)], (4096, 16384, 131072))
+    return [*lines, f"| {name} | | {_mean_speedup(layers):.2f}x | |"]
+
+
+def _readme_models(rows: list[Row]) -> list[str]:
+    """Whole models, and training: one line each."""
+
+    def line(row: Row) -> tuple[str, str, str, str]:
+        if row["bench"] == "model":
+            how = "compiled" if row["compiled"] else "eager"
+            return f"forward of a model, {how}, {row['workload']}", f"{row['speedup']:.2f}x", "", ""
+        if row["level"] == "ffn":
+            energy = row["joules"]["sparse"] / row["joules"]["dense"]
+            memory = row["memory"]["ratio"]
+            return f"training, one FFN, {row['workload']}", f"{row['speedup']:.2f}x", f"{memory:.2f}x", f"{energy:.2f}x"
+        what = f"training, a step of a model, {row['workload']}"
+        return what, f"{row['speedup']:.2f}x", f"{row['peak_ratio']:.2f}x", f"{row['joules_ratio']:.2f}x"
+
+    return _lines(("1.5B shape", "speed", "memory", "energy"), map(line, rows))
+
+
+def _readme_cpu(rows: list[Row]) -> list[str]:
+    return _grid(rows, (1, 16, 256, 2048))
+
+
+_RUNS = {
+    "silu": "SiLU, no L1",
+    "relu-0": "ReLU, l1 0",
+    "relu-1e-4": "ReLU, l1 1e-4",
+    "relu-4e-4": "**ReLU, l1 4e-4**",
+    "relu-1e-3": "ReLU, l1 1e-3",
+    "restart": "l1 4e-4, dead neurons restarted",
+    "warmup": "l1 4e-4, warmed up",
+    "plain": "l1 4e-4, plain FFN (F 3072, same parameters)",
+}
+
+
+def _run(row: Row) -> str:
+    name = str(row["name"])
+    return _RUNS.get(name, name)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _small(rows: list[Row]) -> list[str]:
+    def active(row: Row) -> str:
+        if row.get("active_mean") is None:
+            return "all"
+        return f"{row['active_mean']:.1f} ({_percent(row['active_share'])})"
+
+    return _lines(
+        ("run", "validation loss", "bits per byte", "active", "dead", "silent", "tokens/s"),
+        (
+            (
+                _run(r),
+                f"{r['validation_loss']:.3f}",
+                f"{r['bits_per_byte']:.4f}",
+                active(r),
+                _percent(r.get("dead_share")),
+                _percent(r.get("silent_share")),
+                f"{r['tokens_per_second'] / 1000:.0f}k",
+            )
+            for r in rows
+        ),
+    )
+
+
+def _small_layers(rows: list[Row]) -> list[str]:
+    head = ("run", *(str(i) for i in range(len(rows[0]["active"]))))
+    return _lines(head, ((_run(r), *(f"{n:.0f}" for n in r["active"])) for r in rows))
+
+
+def _small_text(rows: list[Row]) -> list[str]:
+    def last_words(row: Row) -> str:
+        of = row["lambada"]
+        return f"{100 * of['accuracy']:.2f} ± {100 * of['accuracy_error']:.2f} %"
+
+    return _lines(
+        ("run", "WikiText-2 bits per byte", "word perplexity", "LAMBADA last word", "its perplexity"),
+        (
+            (
+                _run(r),
+                f"{r['wikitext2']['bits_per_byte']:.3f}",
+                f"{r['wikitext2']['word_perplexity']:.0f}",
+                last_words(r),
+                f"{r['lambada']['perplexity']:.0f}",
+            )
+            for r in rows
+        ),
+    )
+
+
+_FFN = "twell bench ffn --device cuda"
+_TRAIN = "twell bench train"
+_SMALL = "twell train --preset small --compile --data train.u16.xz --validation val.u16 --tokenizer tokenizer.json"
+_TEXT = "twell eval RUN/model --text wikitext2_raw_test.txt --last-words lambada_test.jsonl"
+TABLES = {
+    "ffn": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 4096 -m 16384 -m 131072", _is_workload, _ffn),
+    "ffn-layers": Table(("ffn-h200.jsonl",), f"{_FFN} --trace TRACE.npz", _is_layer, _layers),
+    "model": Table(
+        ("model-h200.jsonl",), "twell bench model -w skew29 [--compile] [--trace TRACE.npz]", _is_any, _model
+    ),
+    "train-ffn": Table(("train-h200.jsonl",), f"{_TRAIN} -w skew29 -w skew100 -m 16384", _is_workload, _train_ffn),
+    "train-layers": Table(("train-h200.jsonl",), f"{_TRAIN} --trace TRACE.npz -m 16384", _is_layer, _layers),
+    "train-step": Table(("train-h200.jsonl",), f"{_TRAIN} --model --batch 17 -w skew29", _is_step, _train_step),
+    "small": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _is_any, _small),
+    "small-layers": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _counts_neurons, _small_layers),
+    "small-text": Table(("train-small.jsonl",), _TEXT, _is_any, _small_text),
+    "readme-gpu": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 16384", _is_usual, _readme_gpu),
+    "readme-models": Table(
+        ("model-h200.jsonl", "train-h200.jsonl"),
+        "twell bench model; twell bench train [--model]",
+        lambda row: not _is_layer(row),
+        _readme_models,
+    ),
+    "readme-cpu": Table(("cpu-ffn.jsonl",), "make bench", _is_gated_fp32, _readme_cpu),
+}

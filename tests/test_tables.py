@@ -1,0 +1,100 @@
+"""The tables of documents: made from rows, and up to date."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from twell.bench import tables
+from twell.cli import app
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "docs" / "results.md", ROOT / "README.md"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_are_up_to_date(document: Path) -> None:
+    assert tables.updated(document, ROOT / "results") == document.read_text(), "run twell results"
+
+
+def test_every_table_is_in_a_document() -> None:
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    assert {name for name in tables.TABLES if f"<!-- table {name} -->" in text} == set(tables.TABLES)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def change(path: Path, **fields: object) -> None:
+    """Set fields in every row."""
+    path.write_text("".join(json.dumps(json.loads(line) | fields) + "\n" for line in path.read_text().splitlines()))
+
+
+@pytest.mark.parametrize("name", ["ffn", "ffn-layers", "model", "train-ffn", "train-layers", "train-step"])
+def test_numbers_come_from_rows(name: str, rows: Path) -> None:
+    (file,) = tables.TABLES[name].files
+    assert "**98.77x**" not in tables.render(name, rows, "results")
+    change(rows / file, speedup=98.765)
+    text = tables.render(name, rows, "elsewhere/results")
+    assert "**98.77x**" in text
+    assert f"(elsewhere/results/{file})" in text and tables.TABLES[name].command in text
+
+
+def test_a_table_names_machine_versions_and_commits_of_its_own_rows(rows: Path) -> None:
+    lines = (rows / "train-h200.jsonl").read_text().splitlines()
+    marked = [json.loads(line) for line in lines]
+    for row in marked:
+        row["commit"] = row["level"]
+    (rows / "train-h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in marked))
+    assert "NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, commit model;" in tables.render("train-step", rows, "r")
+    assert "commit ffn;" in tables.render("train-layers", rows, "r")
+
+
+def test_a_document_is_changed_between_the_comments_alone(rows: Path, tmp_path: Path) -> None:
+    document = tmp_path / "docs" / "page.md"
+    document.parent.mkdir()
+    document.write_text("before\n<!-- table model -->\nold\n<!-- end -->\nafter\n")
+    text = tables.updated(document, rows)
+    assert text.startswith("before\n<!-- table model -->\n| activations |") and text.endswith("<!-- end -->\nafter\n")
+    assert "old" not in text and "(../results/model-h200.jsonl)" in text
+    document.write_text(text)
+    assert tables.updated(document, rows) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("<!-- table nothing -->\n<!-- end -->\n", "unknown table 'nothing'"),
+        ("<!-- table ffn -->\n", "not closed"),
+        ("<!-- table ffn --> here\n<!-- end -->\n", "not closed"),
+        ("<!-- table model -->\n<!-- end -->\n", "needs"),
+        ("<!-- table ffn -->\n<!-- end -->\n", "has no rows"),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, says: str, rows: Path, tmp_path: Path) -> None:
+    (rows / "model-h200.jsonl").unlink()
+    (rows / "ffn-h200.jsonl").write_text("")
+    document = tmp_path / "page.md"
+    document.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        tables.updated(document, rows)
+
+
+def test_command(rows: Path, tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text("<!-- table model -->\n<!-- end -->\n")
+    command = ["results", str(document), "--rows", str(rows)]
+    stale = CliRunner().invoke(app, [*command, "--check"])
+    assert stale.exit_code != 0 and "not up to date" in stale.output + str(stale.exception)
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert "| skew29 | eager |" in document.read_text()
+    fresh = CliRunner().invoke(app, [*command, "--check"])
+    assert fresh.exit_code == 0 and "up to date" in fresh.output
+    assert CliRunner().invoke(app, ["results", str(tmp_path / "none.md")]).exit_code != 0
