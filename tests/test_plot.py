@@ -170,7 +170,7 @@ def test_modelled_curve_is_the_cost_model_down_to_1() -> None:
 
 
 def test_a_batch_too_small_for_the_split_has_an_earlier_break_even_or_none() -> None:
-    large, small = (plot.modelled_break_even(SHAPE._replace(M=m)) for m in (16384, 2048))
+    large, small = (plot.modelled_break_even(SHAPE._replace(M=m)) for m in (16384, 4096))
     assert large is not None
     assert small is not None
     assert small < large

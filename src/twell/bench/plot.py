@@ -114,7 +114,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     axes.margins(x=0.08, y=0.1)
     axes.set_ylim(bottom=min(0.7, axes.get_ylim()[0]))
     _write_speedups(axes, families)
-    ran_densely = {row["mean_active"] for row in rows if _runs_densely(row)}  # 1x whatever sparse would have been
+    ran_densely = {row.get("mean_active") for row in rows if _runs_densely(row)}  # 1x whatever sparse would have been
     measured_at = measured_break_even([p for p in families.get("iid", []) if p.mean_active not in ran_densely])
     if measured_at is not None:
         _mark_break_even(axes, measured_at, "measured")
