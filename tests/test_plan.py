@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -56,10 +58,24 @@ def test_small_batches_do_not_pay() -> None:
     counts = counts_of((256, 500), (1792, 2))
     plan = choose_plan(counts, 1000, COSTS)
     saved = 3 * 2048 - (3 * 256 + 1792 + 200 * 1792 * 0.002)
-    assert plan.min_tokens == 2048  # the least, since 1e6 / saved is less
-    costly = COSTS._replace(batch=1e7)
-    assert choose_plan(counts, 1000, costly).min_tokens == int(1e7 / saved)
-    assert choose_plan(counts, 1000, costly, width=1024).min_tokens == int(2e7 / saved)
+    assert plan.min_tokens == 4096  # the least, since 1e6 / saved is less
+    costly = COSTS._replace(batch=2e7)
+    assert choose_plan(counts, 1000, costly).min_tokens == int(2e7 / saved)
+    assert choose_plan(counts, 1000, costly, width=1024).min_tokens == int(4e7 / saved)
+
+
+def test_training_plans_for_a_longer_tail_and_keeps_short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = costs_for(torch.device("cpu"), training=True)
+    frequency = 0.2 * torch.exp(-torch.arange(4096) / 500)
+    counts = (frequency * 1e6).round()
+    plan = choose_plan(counts, 1_000_000, costs)
+    tail = frequency[len(plan.hot) :].sum().item()
+    assert plan.cap == 16 * math.ceil((6 + 4 * tail) / 16) < costs.heavy * 2 * (4096 - len(plan.hot)) / costs.gather
+    monkeypatch.setattr("twell.plan._LATER_TAIL", 1.0)
+    assert len(choose_plan(counts, 1_000_000, costs).hot) < len(plan.hot)
+    monkeypatch.setattr("twell.plan._MEMORY_MARGIN", 0.0)
+    fastest = choose_plan(counts, 1_000_000, costs)
+    assert (fastest.predicted or 0) > (plan.predicted or 0) * 0.99  # what it costs where the text stays the same
 
 
 def test_hot_neurons_must_pay_for_their_second_pass_over_y() -> None:
