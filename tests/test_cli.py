@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from twell import __version__, cli, cpu, doctor
+from twell.analyze import Analysis
 from twell.hf.convert import sparsify_
 from twell.trace import Trace
 from twell.train.data import SAMPLE, read_texts
@@ -60,6 +61,9 @@ def test_runs_as_a_module() -> None:
         ["calibrate"],
         ["eval"],
         ["tune"],
+        ["analyze"],
+        ["compare"],
+        ["results"],
         ["doctor"],
         ["demo"],
     ],
@@ -136,8 +140,28 @@ def test_bench_model_writes_a_row(twell: Twell, tmp_path: Path, monkeypatch: pyt
     command = ("bench", "model", "--preset", "tiny", "-w", "skew10", "--batch", "1", "--length", "8", "--device", "cpu")
     result = twell(*command, "--seconds", "0", "--out", str(out))
     assert result.returncode == 0, result.stderr
-    assert "1 x 8 tokens, skew10: dense" in result.stdout
+    assert "tiny, skew10" in result.stdout and "1 x 8" in result.stdout
     assert json.loads(out.read_text())["layers"] == 4
+
+
+def test_compare_says_noise_and_worse(twell: Twell, tmp_path: Path) -> None:
+    def spread(ms: float) -> dict[str, float]:
+        return {"p20": 0.99 * ms, "p50": ms, "p80": 1.01 * ms}
+
+    def write(name: str, sparse_ms: float) -> str:
+        row = {"bench": "ffn", "workload": "skew29", "M": 8, "gpu": "G", "time": "2026-01-01"}
+        times = {"dense_ms": spread(2.0), "sparse_ms": spread(sparse_ms), "speedup": round(2.0 / sparse_ms, 3)}
+        (tmp_path / name).write_text(json.dumps(row | times) + "\n")
+        return str(tmp_path / name)
+
+    old, same, slow = write("old.jsonl", 1.0), write("same.jsonl", 1.01), write("slow.jsonl", 1.2)
+    equal = twell("compare", old, same)
+    assert equal.returncode == 0 and "noise" in equal.stdout and "worse" not in equal.stdout
+    worse = twell("compare", old, slow, "--json")
+    assert worse.returncode == 1 and any(d["verdict"] == "worse" for d in json.loads(worse.stdout) if "verdict" in d)
+    assert twell("compare", old, slow, "--threshold", "0.5").returncode == 0
+    alone = twell("compare", old)
+    assert alone.returncode == 2 and len(alone.stderr.splitlines()) == 1
 
 
 def test_doctor_reports_and_passes_here(twell: Twell) -> None:
@@ -203,6 +227,14 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
     assert [layer["mean"] for layer in json.loads(result.stdout)] == pytest.approx([c.mean() for c in trace.counts])
     result = twell("trace", model, "--text", str(text), "--out", str(out), "--tokens", "64")
     assert "busiest tenth" in result.stdout
+
+    written = tmp_path / "analysis.json"
+    result = twell("analyze", model, "--text", str(text), "--tokens", "256", "--out", str(written))
+    assert result.returncode == 0, result.stderr
+    assert "layers.1.mlp" in result.stdout and "tokens that wake most neurons" in result.stdout
+    facts = json.loads(twell("analyze", model, "--text", str(text), "--tokens", "256", "--json").stdout)
+    assert facts == json.loads(written.read_text()) and facts["model"] == model
+    assert Analysis.from_json(facts["analysis"]).facts.tokens == 256
 
     result = twell("calibrate", model, "--text", str(text), "--tokens", "256", "--json")
     assert result.returncode == 0, result.stderr

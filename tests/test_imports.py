@@ -32,11 +32,12 @@ LEVELS = {
     "train": 10,
     "evaluate": 11,
     "trace": 11,
-    "report": 11,
     "doctor": 11,
-    "demo": 11,
-    "cli": 12,
-    "__main__": 13,
+    "analyze": 12,
+    "report": 13,
+    "demo": 14,
+    "cli": 15,
+    "__main__": 16,
 }
 
 

@@ -495,9 +495,15 @@ def tiny_llama() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
+def bench_of(workload: str, patterns: list[Tensor] | None = None) -> dict[str, Any]:
+    model = tiny_llama()
+    ids = torch.randint(model.config.vocab_size, (2, 8))
+    return model_bench.measure(model_bench.synthetic(model, workload, (2, 8), patterns), ids, seconds=0)
+
+
 @pytest.mark.usefixtures("timed_once")
 def test_bench_of_a_model() -> None:
-    row = model_bench.measure(tiny_llama(), "skew10", batch=2, length=8, seconds=0)
+    row = bench_of("skew10")
     assert row["layers"] == 2 and row["difference"] < 1e-3 and len(row["plans"]) == 1
     assert row["plans"][0]["hot"] < 2048  # the sparse model ran sparsely
     assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], abs=1e-3)
@@ -507,7 +513,7 @@ def test_bench_of_a_model() -> None:
 def test_bench_of_a_model_with_a_trace() -> None:
     torch.manual_seed(0)
     patterns = [torch.rand(20, 2048) < 0.004, torch.rand(20, 2048) < 0.6]
-    row = model_bench.measure(tiny_llama(), "skew10", batch=2, length=8, patterns=patterns, seconds=0)
+    row = bench_of("skew10", patterns)
     assert row["workload"] == "trace" and row["difference"] is None
     assert [plan["hot"] == 2048 for plan in row["plans"]] == [False, True]  # the second layer runs densely
 
@@ -516,7 +522,7 @@ def test_a_model_that_computes_something_else_is_not_timed(monkeypatch: pytest.M
     right = gpu.forward
     monkeypatch.setattr(gpu, "forward", lambda *args: 1.5 * right(*args))
     with pytest.raises(ffn_bench.WrongResult, match="logits differ"):
-        model_bench.measure(tiny_llama(), "skew10", batch=2, length=8, seconds=0)
+        bench_of("skew10")
 
 
 # -- classes of tokens ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from twell import cli
-from twell.bench import plot
+from twell.bench import plot, rows
 from twell.plan import costs_for
 
 SHAPE = plot.Shape("NVIDIA H200", True, 2048, 5632, "bfloat16", 16384)
@@ -240,7 +240,7 @@ def test_command_joins_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     a, b, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "speedup.svg"
     a.write_text("".join(json.dumps(r) + "\n" for r in UNIFORM) + "\n")
     b.write_text("".join(json.dumps(r) + "\n" for r in SKEWED))
-    assert plot.select(plot.read_rows([a, b])) == plot.select([*UNIFORM, *SKEWED])
+    assert plot.select(rows.read([a, b])) == plot.select([*UNIFORM, *SKEWED])
     assert twell_bench_plot(monkeypatch, a, b, "--out", out) == 0
     plot.speedup([*UNIFORM, *SKEWED], tmp_path / "expected.svg")
     assert out.read_text() == (tmp_path / "expected.svg").read_text()

@@ -150,62 +150,185 @@ def bench_ffn(
 
 @bench_app.command("model")
 def bench_model(
-    preset: Annotated[str, typer.Option(help="Shape of the model: tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "1.5b",
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub name of a model with ReLU FFNs. [default: random weights]")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Run MODEL on this text: .txt, .jsonl or .parquet. [default: random tokens]")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Shape of a model of random weights: tiny, small, 0.5b, 1b, 1.5b or 2b.")
+    ] = None,
     workload: Annotated[
-        str, typer.Option("--workload", "-w", help="What every FFN computes: iidN or skewN.")
-    ] = "skew29",
+        str | None, typer.Option("--workload", "-w", help="What its FFNs compute: iidN or skewN. [default: skew29]")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="Activations of this trace (twell trace) instead.")] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 32,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 2048,
+    paper: Annotated[bool, typer.Option("--paper", help="The paper's protocol: 64 x 2048 random tokens.")] = False,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. [default: 32, on a CPU 4]")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a sequence; repeatable. [default: 2048 or the model's context]")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the layers of both models.")] = False,
-    device: Annotated[str, typer.Option(help="cuda, or cpu in Triton's interpreter.")] = "cuda",
-    seconds: Annotated[float, typer.Option(help="Timing budget, after 5 repeats.")] = 3.0,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON line on standard output.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also append the row to this .jsonl file.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Also time every FFN of MODEL by itself.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. [default: cuda where there is one]")] = None,
+    seconds: Annotated[float, typer.Option(help="Timing budget of a row, after 5 repeats.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
 ) -> None:
-    """Time the forward pass of a whole model of random weights, dense against sparse.
+    """Time the forward pass of a whole model, dense against sparse: tokens, first token, memory, energy.
 
-    Example: [bold]twell bench model --preset 1.5b -w skew29 --batch 32[/bold]
+    Example: [bold]twell bench model my-run/model --text book.txt --layers[/bold]
+
+    Without MODEL: random weights, whose FFNs compute a workload:
+    [bold]twell bench model --preset 1.5b -w skew29 --paper[/bold]
     """
+    import torch
+
+    if paper and (batch or length or text is not None):
+        raise ValueError("--paper is 64 x 2048 random tokens: leave out --batch, --length and --text")
+    if min([*(batch or []), *(length or [])], default=1) < 1:
+        raise ValueError("--batch and --length must be at least 1")
+    torch_device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    batches = [64] if paper else batch or [4 if torch_device.type == "cpu" else 32]
+    if model is not None:
+        if preset is not None or workload is not None or trace is not None:
+            raise ValueError("--preset, --workload and --trace are for models of random weights: leave out MODEL")
+        n_rows, measured = _real_model_rows(
+            model, text, batches, [2048] if paper else length, torch_device, compiled, seconds, layers
+        )
+    else:
+        if text is not None or layers:
+            raise ValueError("--text and --layers are for a real model: name one")
+        sizes = [(b, n) for b in batches for n in ([2048] if paper else length or [2048])]
+        measured = _random_model_rows(
+            preset or "1.5b", workload or "skew29", trace, sizes, torch_device, compiled, seconds
+        )
+        n_rows = len(sizes)
+    rows = _collect(
+        ({**row, "case": "paper"} if paper else row for row in measured),
+        n_rows,
+        as_json,
+        out,
+        lambda row: f"{row['batch']} x {row['length']} tokens: {row['speedup']:.2f}x",
+    )
+    if not as_json:
+        _print_model_table(rows)
+
+
+def _real_model_rows(
+    name: str,
+    text: Path | None,
+    batches: list[int],
+    lengths: list[int] | None,
+    device: Any,
+    compiled: bool,
+    seconds: float,
+    layers: bool,
+) -> tuple[int, Iterator[dict[str, Any]]]:
+    """How many rows there will be, and the rows of a model as it is."""
+    import torch
+
+    from twell.bench import model as bench
+
+    language_model, tokenizer = _load(name)
+    language_model.to(device)
+    context = getattr(language_model.config, "max_position_embeddings", None) or 2048
+    lengths = lengths or [min(2048, context)]
+    if max(lengths) > context:
+        raise ValueError(f"the model's context is {context} tokens, --length asks for {max(lengths)}")
+    if text is None:
+        ids = torch.randint(language_model.config.vocab_size, (max(batches) * max(lengths),))
+    else:
+        from twell.train.data import read_texts
+
+        ids = tokenizer("\n".join(read_texts(text)), return_tensors="pt").input_ids[0]
+    needed = max(batches) * max(lengths)
+    if len(ids) < needed:
+        raise ValueError(f"{text} has {len(ids):,} tokens, --batch times --length asks for {needed:,}")
+    subject = bench.real(language_model, name)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for b in batches:
+            for n in lengths:
+                some = ids[: b * n].view(b, n).to(device)
+                row = bench.measure(subject, some, compiled=compiled, seconds=seconds, wants_layers=layers)
+                yield {**row, "case": "random" if text is None else "text"}
+
+    return len(batches) * len(lengths), rows()
+
+
+def _random_model_rows(
+    preset: str,
+    workload: str,
+    trace: Path | None,
+    sizes: list[tuple[int, int]],
+    device: Any,
+    compiled: bool,
+    seconds: float,
+) -> Iterator[dict[str, Any]]:
+    """Rows of a model of random weights, made anew for every size."""
     import torch
     from transformers import LlamaForCausalLM
 
     from twell import ops
-    from twell.bench import cases, model
+    from twell.bench import cases
+    from twell.bench import model as bench
     from twell.trace import Trace
     from twell.train import recipes
 
-    recipe, torch_device = recipes.preset(preset), _device(device)
+    recipe = recipes.preset(preset)
     cases.get_workload(workload)
-    if min(batch, length) < 1:
-        raise ValueError("--batch and --length must be at least 1")
-    ops.choose_backend("triton", torch_device)
+    ops.choose_backend("triton", device)
     patterns = None
     if trace is not None:
         recorded = Trace.load(trace)
         F = recipe.intermediate_size if recorded.hidden_sizes is None else None
         patterns = [recorded.pattern(i, F) for i in range(recorded.layers)]
         workload = f"skew{max(1, round(sum(p.sum().item() / len(p) for p in patterns) / len(patterns)))}"
-    dtype = torch.bfloat16 if torch_device.type == "cuda" else torch.float32
-    with torch_device:
-        dense: Any = LlamaForCausalLM(_dense_config(recipe, length))
-    row = model.measure(
-        dense.to(dtype).eval(),
-        workload,
-        batch=batch,
-        length=length,
-        patterns=patterns,
-        compiled=compiled,
-        seconds=seconds,
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for batch, length in sizes:
+            with device:
+                dense: Any = LlamaForCausalLM(_dense_config(recipe, length))
+            subject = bench.synthetic(dense.to(dtype).eval(), workload, (batch, length), patterns)
+            ids = torch.randint(recipe.vocab_size, (batch, length), device=device)
+            yield {**bench.measure(subject, ids, compiled=compiled, seconds=seconds), "preset": preset}
+
+    return rows()
+
+
+def _print_model_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = rows[0]
+    what = first.get("model") or f"{first['preset']}, {first['workload']}"
+    table = Table(
+        title=f"{what}, {first['dtype']}, {_machine(first)}{', compiled' if first['compiled'] else ''}",
+        caption="ms: median, and half the distance of the 20th and 80th percentile; memory: of a pass, besides weights",
     )
-    _append(row, out)
-    if as_json:
-        print(json.dumps(row))
-        return
-    print(
-        f"{preset}, {batch} x {length} tokens, {row['workload']}{', compiled' if compiled else ''}: "
-        f"dense {row['dense_ms']['p50']:.1f} ms, sparse {row['sparse_ms']['p50']:.1f} ms, {row['speedup']:.2f}x"
-    )
+    head = ("tokens", "", "ms", "tokens/ms", "first token ms", "memory MB", "mJ a token", "speedup")
+    for name in head:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        for side in ("dense", "sparse"):
+            joules = row["joules_per_token"][side]
+            table.add_row(
+                f"{row['batch']} x {row['length']}" if side == "dense" else "",
+                side,
+                _ms(row[f"{side}_ms"]),
+                f"{row['tokens_per_ms'][side]:.3g}",
+                _ms(row["first_token_ms"][side]),
+                f"{row['memory'][side]['pass'] / 1e6:.0f}",
+                "not available" if joules is None else f"{1000 * joules:.3g}",
+                f"[bold]{row['speedup']:.2f}x[/bold]" if side == "sparse" else "",
+                end_section=side == "sparse",
+            )
+    Console().print(table)
+    for row in rows:
+        for layer in row.get("ffns", ()):
+            print(f"{layer['name']}: {layer['mean_active']:.0f} active, {layer['speedup']:.2f}x")
 
 
 @bench_app.command("train")
@@ -343,9 +466,8 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     first = rows[0]
-    machine = first["gpu"] if "gpu" in first else f"{first['cpu']}, {first['threads']} threads"
     table = Table(
-        title=f"training a {first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine}",
+        title=f"training a {first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {_machine(first)}",
         caption="median ms of forward and backward; speedup over the faster dense one; "
         "error: largest of y and gradients, relative, against float64",
         box=box.SIMPLE,
@@ -412,8 +534,9 @@ def bench_plot(
     [bold]twell bench plot rows.jsonl --out speedup.svg[/bold]
     """
     from twell.bench import plot
+    from twell.bench import rows as files
 
-    plot.speedup(plot.read_rows(rows), out)
+    plot.speedup(files.read(rows), out)
 
 
 @bench_app.command("curves")
@@ -451,8 +574,9 @@ def _collect(
 
 def _append(row: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        with out.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
+        from twell.bench import rows
+
+        rows.append(row, out)
 
 
 def _trace_rows(
@@ -498,29 +622,33 @@ def _device(name: str) -> Any:
     return device
 
 
+def _machine(row: dict[str, Any]) -> str:
+    return str(row["gpu"]) if "gpu" in row else f"{row['cpu']}, {row['threads']} threads"
+
+
+def _ms(s: dict[str, float]) -> str:
+    return f"{s['p50']:.2f} ±{(s['p80'] - s['p20']) / 2 / s['p50']:.0%}"
+
+
 def _print_speed_table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     first = rows[0]
-    machine = first["gpu"] if "gpu" in first else f"{first['cpu']}, {first['threads']} threads"
     table = Table(
-        title=f"{first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine}",
+        title=f"{first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {_machine(first)}",
         caption="ms: median, and half the distance of the 20th and 80th percentile; error: relative, against float64",
     )
     timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
     for name in ("workload", "tokens", "active", *(f"{name} ms" for name in timed), "speedup", "error"):
         table.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
 
-    def ms(s: dict[str, float]) -> str:
-        return f"{s['p50']:.2f} ±{(s['p80'] - s['p20']) / 2 / s['p50']:.0%}"
-
     for row in rows:
         table.add_row(
             row["workload"],
             str(row["M"]),
             f"{row['mean_active']:.0f}",
-            *(ms(row[f"{name}_ms"]) for name in timed),
+            *(_ms(row[f"{name}_ms"]) for name in timed),
             f"[bold]{row['speedup']:.2f}x[/bold]",
             f"{row['error']['sparse']:.1e}",
         )
@@ -553,6 +681,41 @@ def _bar() -> Any:
     )
     console = Console(stderr=True)
     return rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# compare
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def compare(
+    files: Annotated[list[Path], typer.Argument(metavar="ROWS.jsonl...", help="Two or more files of rows, or one.")],
+    by: Annotated[
+        str | None, typer.Option(help="Compare the rows of one file by this field: commit, gpu, versions.torch, ...")
+    ] = None,
+    first: Annotated[str | None, typer.Option(help="Which side the others are compared with.")] = None,
+    floor: Annotated[float, typer.Option(help="A smaller relative difference is noise whatever the spread.")] = 0.02,
+    check: Annotated[
+        list[str] | None, typer.Option(help="What must not get worse; repeatable. [default: speedup and sparse times]")
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="By how much it may, beyond noise.")] = 0.05,
+    as_json: Annotated[bool, typer.Option("--json", help="The differences as a JSON list on standard output.")] = False,
+) -> None:
+    """Measured rows side by side; a difference below the spread is called noise. Exit code 1 where something got worse.
+
+    Example: [bold]twell compare old.jsonl new.jsonl --check speedup[/bold]
+    """
+    from twell.bench import compare as comparing
+
+    comparison = comparing.compare_files(files, by=by, first=first, floor=floor)
+    if as_json:
+        print(json.dumps(comparison.to_json()))
+    else:
+        from rich.console import Console
+
+        Console().print(comparing.table(comparison))
+    raise typer.Exit(comparing.verdict(comparison, check or None, threshold))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -747,6 +910,71 @@ def trace(
     for s in layers:
         table.add_row(s.layer, f"{s.mean:.1f}", f"{s.p99:.0f}", str(s.max), f"{s.dead:.1%}", f"{s.top_tenth:.0%}")
     Console().print(table)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# analyze
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def analyze(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")],
+    text: Annotated[Path, typer.Option(help="The text to run it on: .txt, .jsonl or .parquet.")],
+    tokens: Annotated[int, typer.Option(help="How many tokens to look at.")] = 16384,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens a sequence. Default: 1024, or the model's context.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write everything to this .json file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON on standard output.")] = False,
+) -> None:
+    """What the FFNs of a model do on a text: how many neurons fire, where, for which tokens, and what that is worth.
+
+    Example: [bold]twell analyze my-run/model --text book.txt --out analysis.json[/bold]
+    """
+    from twell.analyze import analyze as analyze_model
+
+    language_model, tokenizer = _load(model)
+    with _counted("reading") as progress:
+        analysis = analyze_model(language_model, tokenizer, text, tokens=tokens, length=length, progress=progress)
+    facts = {"model": model, "text": str(text), "analysis": analysis.to_json()}
+    if out is not None:
+        out.write_text(json.dumps(facts))
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        _print_analysis(analysis)
+
+
+def _print_analysis(analysis: Any) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    facts = analysis.facts
+    table = Table(title=f"active neurons a token, {facts.tokens:,} tokens in sequences of {facts.length}")
+    head = ("layer", "of", "mean", "p50", "p99", "max", "silent", "top 10 % carry", "shared with next", "GPU plan")
+    for name in head:
+        table.add_column(name, justify="left" if name in ("layer", "GPU plan") else "right", no_wrap=True)
+    for layer, F in zip(analysis.layers, facts.hidden_sizes, strict=True):
+        overlap, plan = layer.overlap.neighbours, layer.plan
+        table.add_row(
+            layer.name,
+            str(F),
+            f"{layer.mean:.1f}",
+            f"{layer.p50:.0f}",
+            f"{layer.p99:.0f}",
+            str(layer.max),
+            f"{layer.silent:.1%}",
+            f"{layer.top_shares['10']:.0%}",
+            "" if overlap is None else f"{overlap:.0%}",
+            "dense" if plan.dense else f"{plan.hot} hot, {plan.predicted:.2f}x",
+        )
+    console.print(table)
+    for what, tokens in (("most", analysis.most_active), ("fewest", analysis.least_active)):
+        some = ", ".join(f"{token.text!r} {token.mean:.0f}" for token in tokens[:8])
+        console.print(f"tokens that wake {what} neurons, all layers together: {escape(some)}", highlight=False)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twell.bench import plot
+from twell.bench import rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
     for path in paths:
         file = path / "metrics.jsonl" if path.is_dir() else path
         name = path.name if path.is_dir() else path.stem
-        for row in plot.read_rows([file]):
+        for row in rows.read([file]):
             if "ce_loss" in row and "step" in row:
                 runs.setdefault(str(row.get("run", name)), {})[int(row["step"])] = row
     if not runs:

@@ -1,8 +1,11 @@
 """``twell bench model``: the forward pass of a whole Hugging Face model, dense against sparse.
 
-A model of random weights has no sparse activations, so every FFN gets the weights of a workload and, by a hook, its
-input: dense and sparse models alike. With a trace, the FFNs of the sparse model run their gate on that input and
-everything else on the trace's positions (see ``traced.py``), the trace's layers repeated through the depth.
+Two kinds of models. A real one runs on text or random ids as it is. One of random weights has no sparse activations,
+so every FFN of it gets the weights of a workload and, by a hook, its input: dense and sparse models alike. With a
+trace, the FFNs of the sparse model run their gate on that input and everything else on the trace's positions (see
+``traced.py``), the trace's layers repeated through the depth.
+
+Where outputs can be compared they are, before anything is timed: models that disagree have no speedup.
 """
 
 from __future__ import annotations
@@ -10,47 +13,63 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from twell.bench import cases, ffn, timing
-from twell.hf.convert import sparsify_
+from twell import weights
+from twell.bench import cases, energy, ffn, timing
+from twell.hf.convert import desparsify_, sparsify_
 from twell.nn import SparseFFNBase
+from twell.plan import Plan
 from twell.reference import Weights
 
+ENERGY_SECONDS = 3.0
+_LAYER_TOKENS = 16384  # of one FFN's input, where layers are timed one by one
+_TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 1e-3}  # of logits; bf16: 0.01 after 28 layers
 
-@torch.inference_mode()
-def measure(
-    model: Any,
-    workload: str,
-    *,
-    batch: int,
-    length: int,
-    patterns: Sequence[Tensor] | None = None,
-    compiled: bool = False,
-    seconds: float = 3.0,
-) -> dict[str, Any]:
-    """A JSON-ready row. ``model``: a dense Llama-like model with ReLU; its FFN weights are overwritten.
+
+class Subject(NamedTuple):
+    """What is compared: two models that compute the same."""
+
+    dense: Any
+    sparse: Any
+    facts: dict[str, Any]  # of the row
+    comparable: bool = True  # with recorded positions they compute different things
+    plans: tuple[Plan, ...] = ()  # of the layers, where they are made here
+
+
+@torch.no_grad()
+def real(model: Any, name: str) -> Subject:
+    """A model as it is. Its sparse copy plans by calibration or by its first batches, as for every user."""
+    dense, sparse = copy.deepcopy(model), model
+    desparsify_(dense)
+    report = sparsify_(sparse)
+    if not any(isinstance(m, SparseFFNBase) for m in sparse.modules()) and not report.changed:
+        raise ValueError(f"{name} has no FFN that can run sparsely:\n{report}")
+    return Subject(dense, sparse, {"workload": "model", "model": name})
+
+
+@torch.no_grad()
+def synthetic(model: Any, workload: str, x_shape: tuple[int, int], patterns: Sequence[Tensor] | None = None) -> Subject:
+    """``model``: a dense Llama-like model with ReLU; its FFN weights are overwritten. ``x_shape``: batch, length.
 
     ``patterns``: bool [tokens, F] of the layers of a trace.
     """
     device, dtype, config = model.device, model.dtype, model.config
-    D, F, tokens = config.hidden_size, config.intermediate_size, batch * length
-    with torch.inference_mode(False), torch.no_grad():
-        inputs = cases.make(workload, tokens + ffn.PLAN_TOKENS, D, F, dtype=dtype, device=device)
-        blocks = [layer.mlp for layer in model.model.layers]
-        for block in blocks:
-            block.gate_proj.weight.copy_(inputs.w_gate)
-            block.up_proj.weight.copy_(inputs.w_up)
-            block.down_proj.weight.copy_(inputs.w_down)
-        x = inputs.x[:tokens].view(batch, length, D)
-        sparse_model = copy.deepcopy(model)
-        sparsify_(sparse_model)
+    D, F, tokens = config.hidden_size, config.intermediate_size, x_shape[0] * x_shape[1]
+    inputs = cases.make(workload, tokens + ffn.PLAN_TOKENS, D, F, dtype=dtype, device=device)
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight.copy_(inputs.w_gate)
+        layer.mlp.up_proj.weight.copy_(inputs.w_up)
+        layer.mlp.down_proj.weight.copy_(inputs.w_down)
+    x = inputs.x[:tokens].view(*x_shape, D)
+    sparse = copy.deepcopy(model)
+    sparsify_(sparse)
     fired = (torch.relu(inputs.x[tokens:] @ inputs.w_gate.T) != 0).sum(0)
     plans = []
-    for i, layer in enumerate(sparse_model.model.layers):
+    for i, layer in enumerate(sparse.model.layers):
         assert isinstance(layer.mlp, SparseFFNBase)
         layer.mlp.backend = "triton"
         if patterns is None:
@@ -58,34 +77,59 @@ def measure(
         else:
             layer.mlp = _TracedFFN.of(layer.mlp, x.flatten(0, 1), patterns, i)
             plans.append(layer.mlp.plan)
-    ids = torch.randint(config.vocab_size, (batch, length), device=device)
-    runs: dict[str, Callable[[], Any]] = {}
-    for name, each in (("dense", model), ("sparse", sparse_model)):
+    for each in (model, sparse):
         for layer in each.model.layers:
-            layer.mlp.register_forward_pre_hook(lambda _, args: (x, *args[1:]))
-            if compiled:
+            layer.mlp.register_forward_pre_hook(functools.partial(_replaced_input, x))
+    facts = {"workload": workload if patterns is None else "trace"}
+    return Subject(model, sparse, facts, patterns is None, tuple(plans[: len(patterns or [0])]))
+
+
+def _replaced_input(x: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The workload's tokens, as many as there are in what came."""
+    batch, length = args[0].shape[:2]
+    return (x[:batch, :length], *args[1:])
+
+
+@torch.inference_mode()
+def measure(
+    subject: Subject, ids: Tensor, *, compiled: bool = False, seconds: float = 3.0, wants_layers: bool = False
+) -> dict[str, Any]:
+    """A JSON-ready row for ids [batch, length]. ``wants_layers``: time every FFN of a real model by itself, too."""
+    dense, sparse = models = subject.dense, subject.sparse
+    device, config, tokens = dense.device, dense.config, ids.numel()
+    if compiled:
+        for each in models:
+            for layer in each.model.layers:
                 layer.compile(dynamic=False)  # a layer at a time: they all share what is compiled once
-        runs[name] = functools.partial(_logits, each, ids)
-    error = None
-    if patterns is None:
-        dense, sparse = (runs[name]()[:, -1] for name in ("dense", "sparse"))
-        error = _disagreement(dense, sparse)
+    runs = {name: functools.partial(_logits, each, ids) for name, each in zip(("dense", "sparse"), models, strict=True)}
+    difference = None
+    if subject.comparable:
+        difference = _disagreement(runs["dense"]()[:, -1], runs["sparse"]()[:, -1])
     times = timing.compare(runs, seconds=seconds, warmups=2, device=device)
+    prompts = {name: functools.partial(_first_token, each, ids[:1]) for name, each in zip(runs, models, strict=True)}
+    waits = timing.compare(prompts, seconds=seconds / 3, warmups=1, device=device)
+    joules = {name: energy.joules(run, device, min(seconds, ENERGY_SECONDS)) for name, run in runs.items()}
+    layers = _layers(dense, sparse, ids, seconds) if wants_layers else None
     return {
         "bench": "model",
-        "workload": workload if patterns is None else "trace",
-        "layers": len(blocks),
-        "D": D,
-        "F": F,
-        "batch": batch,
-        "length": length,
+        **subject.facts,
+        "layers": config.num_hidden_layers,
+        "D": config.hidden_size,
+        "F": config.intermediate_size,
+        "batch": ids.shape[0],
+        "length": ids.shape[1],
         "compiled": compiled,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(dense.dtype).removeprefix("torch."),
         **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
-        "tokens_per_ms": {name: round(tokens / spread.p50, 1) for name, spread in times.items()},
+        "first_token_ms": {name: spread._asdict() for name, spread in waits.items()},
+        "tokens_per_ms": {name: round(tokens / spread.p50, 3) for name, spread in times.items()},
         "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
-        "difference": error,
-        "plans": [ffn.plan_facts(plan) for plan in plans[: len(patterns or [0])]],
+        "difference": difference,
+        "memory": {name: _memory(each, runs[name]) for name, each in zip(runs, models, strict=True)},
+        "joules_per_token": {name: None if j is None else float(f"{j / tokens:.4g}") for name, j in joules.items()},
+        "joules_ratio": _ratio(joules),
+        **({"plans": [ffn.plan_facts(plan) for plan in subject.plans]} if subject.plans else {}),
+        **({"ffns": layers} if layers is not None else {}),
         **timing.environment(device),
     }
 
@@ -94,38 +138,97 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     return model(ids, use_cache=False).logits
 
 
+def _first_token(model: Any, ids: Tensor) -> Tensor:
+    """A prompt's pass, cache included, up to the logits of the next token."""
+    return model(ids, use_cache=True, logits_to_keep=1).logits
+
+
 def _disagreement(dense: Tensor, sparse: Tensor) -> float:
     """Relative difference of the logits; raises where the models do not compute the same."""
     difference = ffn.relative_error(sparse, dense.double())
-    if not difference < 0.05:  # two bf16 models of the same weights differ by about 0.01 after 28 layers
+    if not difference < _TOLERANCE.get(dense.dtype, 1e-6):
         raise ffn.WrongResult(f"the sparse model's logits differ from the dense model's by {difference:.2e}")
     return float(f"{difference:.3g}")
+
+
+def _ratio(joules: dict[str, float | None]) -> float | None:
+    dense, sparse = joules["dense"], joules["sparse"]
+    return None if not dense or sparse is None else round(sparse / dense, 4)
+
+
+def _memory(model: Any, run: Callable[[], Any]) -> dict[str, int]:
+    """Bytes: of the weights, of copies that kernels read, and the most that a pass takes besides."""
+    own = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+    copies = weights.copied_bytes() if any(isinstance(m, SparseFFNBase) for m in model.modules()) else 0
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+        torch.cuda.reset_peak_memory_stats(model.device)
+        before = torch.cuda.memory_allocated(model.device)
+        run()
+        passing = torch.cuda.max_memory_allocated(model.device) - before
+    else:
+        passing = timing.peak_bytes(run)
+    return {"weights": sum(own.values()), "copies": copies, "pass": passing}
+
+
+def _layers(dense: Any, sparse: Any, ids: Tensor, seconds: float) -> list[dict[str, Any]]:
+    """Each FFN by itself on the input it has in the model: its active neurons, both times, the speedup."""
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs[name] = args[0].flatten(0, -2)[:_LAYER_TOKENS].clone()
+
+    ffns = {name: module for name, module in sparse.named_modules() if isinstance(module, SparseFFNBase)}
+    hooks = [dense.get_submodule(name).register_forward_pre_hook(functools.partial(keep, name)) for name in ffns]
+    _logits(dense, ids)
+    for hook in hooks:
+        hook.remove()
+    rows = []
+    for name, module in ffns.items():
+        x = inputs.pop(name)
+        first = getattr(module, module.projections[0])
+        active = (torch.relu(nn.functional.linear(x, first.weight, first.bias)) != 0).sum().item()
+        times = timing.compare(
+            {"dense": functools.partial(dense.get_submodule(name), x), "sparse": functools.partial(module, x)},
+            seconds=min(0.3, seconds / len(ffns)),
+            device=x.device,
+        )
+        rows.append(
+            {
+                "name": name,
+                "tokens": len(x),
+                "mean_active": round(active / len(x), 2),
+                **{f"{side}_ms": spread._asdict() for side, spread in times.items()},
+                "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
+            }
+        )
+    return rows
 
 
 class _TracedFFN(nn.Module):
     """A layer that runs its gate on x and everything after it on recorded positions: for timing alone."""
 
-    def __init__(self, weights: nn.ParameterList, x: Tensor, active: Tensor) -> None:
+    def __init__(self, projections: nn.ParameterList, x: Tensor, active: Tensor) -> None:
         from twell.bench.parts import Parts  # needs triton
         from twell.bench.traced import plan_and_rest
 
         super().__init__()
-        self.weights = weights
+        self.weights = projections
         self.plan, timed = plan_and_rest(active.to(x.device), *x.shape)
         self.parts = None
         if not self.plan.is_dense and self.plan.min_tokens <= len(x):
-            self.parts = Parts(x, Weights(*weights), self.plan)
+            self.parts = Parts(x, Weights(*projections), self.plan)
             self.parts.replay(timed)
 
     @classmethod
     def of(cls, layer: SparseFFNBase, x: Tensor, patterns: Sequence[Tensor], index: int) -> _TracedFFN:
-        weights = nn.ParameterList([getattr(layer, name).weight for name in layer.projections])
-        return cls(weights, x, patterns[index % len(patterns)])
+        projections = nn.ParameterList([getattr(layer, name).weight for name in layer.projections])
+        return cls(projections, x, patterns[index % len(patterns)])
 
     def forward(self, x: Tensor) -> Tensor:
         from twell import gpu
 
-        if self.parts is None:
+        if self.parts is None or x.shape[:-1].numel() != len(self.parts.x):
             return gpu.forward(x.flatten(0, 1), Weights(*self.weights), "relu", None).view(x.shape)
         self.parts.gate_into_nothing()
         return self.parts.after_gate().view(x.shape)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -54,21 +52,6 @@ _STYLES = {
     "skew": Style("skewed workloads", "tab:orange", "s", "-"),
     "trace": Style("layers of a trace", "tab:green", "^", ""),
 }
-
-
-def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The rows of JSON lines files."""
-    rows = []
-    for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                row = json.loads(line) if line.strip() else {}
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number} is no JSON object")
-            rows.append(row)
-    return rows
 
 
 def speedup(rows: list[dict[str, Any]], path: Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from twell.bench import plot
+from twell.bench import rows as files
 
 Row = dict[str, Any]
 _BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -49,14 +49,14 @@ def render(name: str, folder: Path, link: str) -> str:
     for path in paths:
         if not path.exists():
             raise ValueError(f"the table {name!r} needs {path}")
-    rows = [row for row in plot.read_rows(paths) if table.keeps(row)]
+    rows = [row for row in files.read(paths) if table.keeps(row)]
     if not rows:
         raise ValueError(f"{' and '.join(map(str, paths))} has no rows for the table {name!r}")
-    files = " and ".join(f"[`{file}`]({link}/{file})" for file in table.files)
-    return "\n".join([*table.make(rows), "", _source(rows, files, table.command), ""])
+    links = " and ".join(f"[`{file}`]({link}/{file})" for file in table.files)
+    return "\n".join([*table.make(rows), "", _source(rows, links, table.command), ""])
 
 
-def _source(rows: list[Row], files: str, command: str) -> str:
+def _source(rows: list[Row], links: str, command: str) -> str:
     """Machine, versions, commit, files and command."""
     first = rows[0]
     if "gpu" in first:
@@ -70,7 +70,7 @@ def _source(rows: list[Row], files: str, command: str) -> str:
     commits = sorted({str(row["commit"]) for row in rows if row.get("commit")})
     measured = [f"commit {' and '.join(commits)}"] if commits else []
     facts = ", ".join([machine[0].upper() + machine[1:], *versions, *measured])
-    return f"{facts}; rows: {files}; `{command}`"
+    return f"{facts}; rows: {links}; `{command}`"
 
 
 def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -1,0 +1,165 @@
+"""A real model, dense against sparse, on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from twell import cli, nn
+from twell.bench import ffn, model, timing
+from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from twell.nn import SparseFFNBase
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture(autouse=True)
+def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1))
+
+
+def dense_llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE | {"hidden_act": "relu"} | changes)).eval()
+
+
+def ids_of(batch: int = 2, length: int = 16) -> torch.Tensor:
+    return torch.randint(SHAPE["vocab_size"], (batch, length))
+
+
+@pytest.mark.parametrize("is_sparse_type", [False, True])
+def test_row_of_a_real_model(is_sparse_type: bool) -> None:
+    torch.manual_seed(0)
+    made = LlamaSparseReluForCausalLM(LlamaSparseReluConfig(**SHAPE)).eval() if is_sparse_type else dense_llama()
+    row = model.measure(model.real(made, "a model"), ids_of(), seconds=0, wants_layers=True)
+    assert (row["model"], row["layers"], row["D"], row["F"], row["batch"], row["length"]) == (
+        "a model",
+        2,
+        64,
+        256,
+        2,
+        16,
+    )
+    assert row["difference"] < 1e-5
+    assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], abs=2e-3)
+    assert row["tokens_per_ms"]["sparse"] == pytest.approx(32 / row["sparse_ms"]["p50"], rel=1e-2)
+    assert row["first_token_ms"]["dense"]["p50"] > 0
+    assert row["joules_per_token"] == {"dense": None, "sparse": None} and row["joules_ratio"] is None
+    weights = sum(p.numel() * 4 for p in dense_llama().parameters())
+    for side in ("dense", "sparse"):
+        assert row["memory"][side]["weights"] == pytest.approx(weights, rel=0.01)
+        assert row["memory"][side]["pass"] > 32 * 64 * 4
+    assert row["memory"]["dense"]["copies"] == 0 or is_sparse_type
+    json.dumps(row)
+
+
+def test_layers_are_timed_on_the_input_they_have_in_the_model() -> None:
+    made = dense_llama()
+    ids = ids_of()
+    seen: list[torch.Tensor] = []
+    hook = made.model.layers[1].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        made(ids)
+    hook.remove()
+    gate = made.model.layers[1].mlp.gate_proj.weight
+    expected = (torch.relu(seen[0] @ gate.T) != 0).sum().item() / ids.numel()
+    layers = model.measure(model.real(made, "m"), ids, seconds=0, wants_layers=True)["ffns"]
+    assert [layer["name"] for layer in layers] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert layers[1]["mean_active"] == pytest.approx(expected, abs=0.01) and layers[1]["tokens"] == ids.numel()
+    assert all(layer["speedup"] > 0 for layer in layers)
+
+
+def test_both_sides_run_as_they_say() -> None:
+    subject = model.real(dense_llama(), "m")
+    assert not any(isinstance(m, SparseFFNBase) for m in subject.dense.modules())
+    assert sum(isinstance(m, SparseFFNBase) for m in subject.sparse.modules()) == 2
+
+
+def test_models_that_disagree_have_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, right = model.real(dense_llama(), "m"), nn.GatedSparseFFN._ffn
+    monkeypatch.setattr(nn.GatedSparseFFN, "_ffn", lambda *args: 1.5 * right(*args))
+    with pytest.raises(ffn.WrongResult, match="logits differ"):
+        model.measure(subject, ids_of(), seconds=0)
+
+
+def test_a_model_without_relu_is_refused() -> None:
+    with pytest.raises(ValueError, match="no FFN that can run sparsely"):
+        model.real(dense_llama(hidden_act="silu"), "m")
+
+
+# -- the command -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model")
+    dense_llama().save_pretrained(path)
+    words = {word: i for i, word in enumerate(["a", "b", "c", "?", "<end>"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", eos_token="<end>").save_pretrained(path)
+    return path
+
+
+def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["twell", "bench", "model", *map(str, args)])
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr()
+    return int(stop.value.code or 0), said.out, said.err
+
+
+def test_a_grid_of_rows_on_text(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "new" / "rows.jsonl"
+    text.write_text("a b c d " * 40)
+    sizes = ("--batch", 1, "--batch", 2, "--length", 8, "--length", 16, "--device", "cpu", "--seconds", 0)
+    code, said, _ = twell(monkeypatch, capsys, folder, "--text", text, "--layers", *sizes, "--out", out)
+    assert code == 0
+    assert "2 x 16" in said and "not available" in said and "model.layers.1.mlp: " in said
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["batch"], r["length"], r["case"]) for r in rows] == [(b, n, "text") for b in (1, 2) for n in (8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--paper", "--batch", "2"], "--paper is 64 x 2048 random tokens"),
+        (["MODEL", "--preset", "tiny"], "leave out MODEL"),
+        (["--text", "a.txt"], "are for a real model"),
+        (["MODEL", "--length", "65"], "context is 64 tokens"),
+        (["MODEL", "--text", "TEXT", "--batch", "9"], "has 4 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_said(
+    args: list[str],
+    message: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a b c d")
+    named = [{"MODEL": str(folder), "TEXT": str(text)}.get(arg, arg) for arg in args]
+    code, _, errors = twell(monkeypatch, capsys, *named, "--device", "cpu")
+    assert code == 2 and message in errors and len(errors.splitlines()) == 1
