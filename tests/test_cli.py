@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ def test_runs_as_a_module() -> None:
         ["eval"],
         ["tune"],
         ["analyze"],
+        ["sweep"],
         ["compare"],
         ["results"],
         ["doctor"],
@@ -142,6 +143,25 @@ def test_bench_model_writes_a_row(twell: Twell, tmp_path: Path, monkeypatch: pyt
     assert result.returncode == 0, result.stderr
     assert "tiny, skew10" in result.stdout and "1 x 8" in result.stdout
     assert json.loads(out.read_text())["layers"] == 4
+
+
+def test_what_was_measured_before_an_interrupt_is_there(
+    twell: Twell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from twell.bench import ffn
+
+    measure = ffn.run
+
+    def stops_after_one(*args: object, **options: object) -> Iterator[dict[str, object]]:
+        yield next(measure(*args, **options))  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ffn, "run", stops_after_one)
+    out = tmp_path / "rows.jsonl"
+    result = twell("bench", "ffn", "-w", "skew10", "-m", "1", "-m", "2", *SMALL, "--out", str(out))
+    assert result.returncode == 130
+    assert f"1 of 2 rows are done, in {out}" in result.stderr
+    assert json.loads(out.read_text())["M"] == 1
 
 
 def test_compare_says_noise_and_worse(twell: Twell, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ LEVELS = {
     "trace": 11,
     "doctor": 11,
     "analyze": 12,
+    "sweep": 12,
     "report": 13,
     "demo": 14,
     "cli": 15,

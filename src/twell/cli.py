@@ -151,26 +151,26 @@ def bench_ffn(
 @bench_app.command("model")
 def bench_model(
     model: Annotated[
-        str | None, typer.Argument(help="Folder or hub name of a model with ReLU FFNs. [default: random weights]")
+        str | None, typer.Argument(help="Folder or hub name of a model with ReLU FFNs. Default: random weights.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Run MODEL on this text: .txt, .jsonl or .parquet. [default: random tokens]")
+        Path | None, typer.Option(help="Run MODEL on this text: .txt, .jsonl or .parquet. Default: random tokens.")
     ] = None,
     preset: Annotated[
         str | None, typer.Option(help="Shape of a model of random weights: tiny, small, 0.5b, 1b, 1.5b or 2b.")
     ] = None,
     workload: Annotated[
-        str | None, typer.Option("--workload", "-w", help="What its FFNs compute: iidN or skewN. [default: skew29]")
+        str | None, typer.Option("--workload", "-w", help="What its FFNs compute: iidN or skewN. Default: skew29.")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Activations of this trace (twell trace) instead.")] = None,
     paper: Annotated[bool, typer.Option("--paper", help="The paper's protocol: 64 x 2048 random tokens.")] = False,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. [default: 32, on a CPU 4]")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. Default: 32, on a CPU 4.")] = None,
     length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a sequence; repeatable. [default: 2048 or the model's context]")
+        list[int] | None, typer.Option(help="Tokens of a sequence; repeatable. Default: 2048 or the model's context.")
     ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the layers of both models.")] = False,
     layers: Annotated[bool, typer.Option("--layers", help="Also time every FFN of MODEL by itself.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. [default: cuda where there is one]")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
     seconds: Annotated[float, typer.Option(help="Timing budget of a row, after 5 repeats.")] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
@@ -561,14 +561,19 @@ def _collect(
     measured: Iterator[dict[str, Any]], n_rows: int, as_json: bool, out: Path | None, says: Callable[[Any], str]
 ) -> list[dict[str, Any]]:
     """All rows, each printed and written as it is done, under a progress bar that says something of the last."""
-    rows = []
-    with _progress("measuring", n_rows) as advance:
-        for row in measured:
-            rows.append(row)
-            if as_json:
-                print(json.dumps(row), flush=True)
-            _append(row, out)
-            advance(says(row))
+    rows: list[dict[str, Any]] = []
+    try:
+        with _progress("measuring", n_rows) as advance:
+            for row in measured:
+                rows.append(row)
+                if as_json:
+                    print(json.dumps(row), flush=True)
+                _append(row, out)
+                advance(says(row))
+    except KeyboardInterrupt:
+        where = "" if out is None else f", in {out}"
+        print(f"twell: interrupted: {len(rows)} of {n_rows} rows are done{where}", file=sys.stderr)
+        raise
     return rows
 
 
@@ -697,7 +702,7 @@ def compare(
     first: Annotated[str | None, typer.Option(help="Which side the others are compared with.")] = None,
     floor: Annotated[float, typer.Option(help="A smaller relative difference is noise whatever the spread.")] = 0.02,
     check: Annotated[
-        list[str] | None, typer.Option(help="What must not get worse; repeatable. [default: speedup and sparse times]")
+        list[str] | None, typer.Option(help="What must not get worse; repeatable. Default: speedup and sparse times.")
     ] = None,
     threshold: Annotated[float, typer.Option(help="By how much it may, beyond noise.")] = 0.05,
     as_json: Annotated[bool, typer.Option("--json", help="The differences as a JSON list on standard output.")] = False,
@@ -726,7 +731,7 @@ def compare(
 @app.command()
 def results(
     documents: Annotated[
-        list[Path] | None, typer.Argument(help="Markdown files with tables. [default: docs/results.md README.md]")
+        list[Path] | None, typer.Argument(help="Markdown files with tables. Default: docs/results.md README.md.")
     ] = None,
     rows: Annotated[Path, typer.Option(help="The folder of .jsonl files the tables are made from.")] = Path("results"),
     check: Annotated[
@@ -869,6 +874,77 @@ def train(
     )
     if as_json:
         print(json.dumps(json.loads((out / SUMMARY_FILE).read_text())))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# sweep
+# ---------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def sweep(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the preset, for all runs.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the sweep; one that exists goes on.")] = Path("sweep"),
+    l1: Annotated[list[float] | None, typer.Option(help="Repeatable. Default: the paper's eight.")] = None,
+    ablation: Annotated[
+        list[str] | None, typer.Option(help="silu, plain or restart, at the preset's l1; repeatable.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "small",
+    data: Annotated[list[str] | None, typer.Option(help="As for twell train. Default: the bundled text.")] = None,
+    validation: Annotated[list[Path] | None, typer.Option(help="Files to validate and to time on.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder, file or hub name. Default: one is trained.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the training.")] = False,
+    seconds: Annotated[float, typer.Option(help="Timing budget of a run's model.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output, all else on error.")] = False,
+) -> None:
+    """Train a model for each l1, evaluate and time it: the table and the figure of what sparsity costs and gives.
+
+    Example: [bold]twell sweep --preset tiny --l1 0 --l1 1e-3 --l1 3e-3 --ablation silu --out my-sweep[/bold]
+
+    Interrupted, the same command goes on where it was.
+    """
+    from twell import sweep as sweeping
+    from twell.train import recipes
+    from twell.train.data import SAMPLE
+    from twell.train.run import quiet_libraries
+
+    quiet_libraries()
+    recipe = recipes.override(recipes.preset(preset), overrides or [])
+    todo = sweeping.variants(
+        recipe, list(sweeping.PAPER_L1) if l1 is None and not ablation else l1 or [], ablation or []
+    )
+
+    def say(line: str) -> None:
+        print(line, flush=True, file=sys.stderr if as_json else sys.stdout)
+
+    measured = sweeping.sweep(
+        recipe,
+        todo,
+        data or [str(SAMPLE)],
+        out,
+        validation=validation or [],
+        tokenizer=tokenizer,
+        seconds=seconds,
+        say=say,
+        torch_compile=compiled,
+    )
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in measured:
+            rows.append(row)
+            say(f"{len(rows)} of {len(todo)} runs are done")
+            if as_json:
+                print(json.dumps(row), flush=True)
+    except KeyboardInterrupt:
+        print(
+            f"twell: interrupted: {len(rows)} of {len(todo)} runs are done; the same command goes on", file=sys.stderr
+        )
+        raise
+    if not as_json:
+        print("\n".join(sweeping.table(rows)))
+    say(f"the sweep is in {out}: {sweeping.ROWS_FILE}, {sweeping.TABLE_FILE}, {sweeping.FIGURE_FILE}")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""A sweep: variants, going on where it was, the table and the figure."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from twell import sweep as sweeping
+from twell.bench import timing
+from twell.train import run as training
+from twell.train.data import SAMPLE, read_texts
+from twell.train.recipes import Recipe, override, tiny
+
+MINI = "hidden_size=32 intermediate_size=64 layers=2 heads=2 context=32 vocab_size=300 steps=4 sequences_per_step=4"
+HOUSEKEEPING = "micro_batch=4 log_every=2 eval_every=4 save_every=2 dead_after_tokens=64"
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return override(tiny(), [*MINI.split(" "), *HOUSEKEEPING.split(" ")])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n<|endoftext|>\n".join(t[:3000] for t in list(read_texts(SAMPLE))[:8]))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
+
+
+def run(recipe: Recipe, text: Path, out: Path, todo: list[sweeping.Variant]) -> list[dict[str, Any]]:
+    quiet: dict[str, Any] = {"say": lambda line: None, "seconds": 0}
+    return list(sweeping.sweep(recipe, todo, [text], out, **quiet))
+
+
+def test_rows_table_and_figure(recipe: Recipe, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    rows = run(recipe, text, out, sweeping.variants(recipe, [0, 1e-2], ["silu", "plain", "restart"]))
+    names = [row["sweep"] for row in rows]
+    assert names == ["l1-0", "l1-0.01", "silu", "plain", "restart"]
+    assert [row["recipe"]["l1"] for row in rows] == [0, 1e-2, 0, recipe.l1, recipe.l1]
+    assert rows[3]["recipe"]["intermediate_size"] == 96 and not rows[3]["recipe"]["gated"]
+    assert rows[2]["speed"] is None and rows[2]["recipe"]["activation"] == "silu"
+    for row in (rows[0], rows[1], rows[3], rows[4]):
+        assert row["speed"]["difference"] < 1e-3 and len(row["speed"]["ffns"]) == 2
+    assert [json.loads(line) for line in (out / sweeping.ROWS_FILE).read_text().splitlines()] == rows
+    lines = (out / sweeping.TABLE_FILE).read_text().splitlines()
+    assert len(lines) == 2 + 5
+    assert f"| l1-0 | {rows[0]['validation_loss']:.3f} | +0.0 % |" in lines[2]
+    assert "| silu |" in lines[4] and "| all |" in lines[4]
+    assert (out / sweeping.FIGURE_FILE).stat().st_size > 5000
+
+
+def test_a_finished_run_stays_and_a_cut_one_resumes(
+    recipe: Recipe, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "sweep"
+    todo = sweeping.variants(recipe, [0, 1e-2])
+    first = run(recipe, text, out, todo[:1])
+    started: list[tuple[Path, bool]] = []
+
+    def cut_short(*args: Any, **options: Any) -> Any:
+        started.append((args[2], options.get("go_on", False)))
+        if len(started) == 1:  # dies after its checkpoint, before its model is saved
+            trainer = training.run(*args, **options)
+            for name in (training.SUMMARY_FILE,):
+                (args[2] / name).unlink()
+            assert trainer.state.global_step == 4
+            raise KeyboardInterrupt
+        return training.run(*args, **options)
+
+    monkeypatch.setattr(sweeping, "run", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe, text, out, todo)
+    assert started == [(out / "l1-0.01", False)]  # the first one was finished
+    assert json.loads((out / sweeping.ROWS_FILE).read_text()) == first[0]  # what was done is there
+    rows = run(recipe, text, out, todo)
+    assert started[1:] == [(out / "l1-0.01", True)]
+    assert [row["sweep"] for row in rows] == ["l1-0", "l1-0.01"] and rows[0] == first[0]
+
+
+def test_a_run_without_a_checkpoint_starts_anew(recipe: Recipe, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    todo = sweeping.variants(recipe, [0])
+    whole = run(recipe, text, out, todo)
+    folder = out / "l1-0"
+    for path in (folder / training.SUMMARY_FILE, folder / sweeping.SPEED_FILE):
+        path.unlink()
+    for checkpoint in folder.glob("checkpoint-*/sparsity.pt"):
+        checkpoint.unlink()
+    again = run(recipe, text, out, todo)
+    assert again[0]["validation_loss"] == pytest.approx(whole[0]["validation_loss"])
+
+
+def test_another_recipe_in_the_folder_is_refused(recipe: Recipe, text: Path, tmp_path: Path) -> None:
+    run(recipe, text, tmp_path / "sweep", sweeping.variants(recipe, [0]))
+    with pytest.raises(ValueError, match="another recipe"):
+        run(override(recipe, ["steps=8"]), text, tmp_path / "sweep", sweeping.variants(recipe, [0]))
+
+
+@pytest.mark.parametrize(
+    ("l1", "ablations", "says"),
+    [([], [], "at least one"), ([1e-3, 1e-3], [], "the same l1 twice"), ([0], ["gelu"], "unknown ablation 'gelu'")],
+)
+def test_what_makes_no_sweep_is_said(l1: list[float], ablations: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        sweeping.variants(tiny(), l1, ablations)
+
+
+def test_every_recipe_is_checked_before_the_first_run(recipe: Recipe, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="l1 must not be negative"):
+        run(recipe, text, tmp_path / "sweep", sweeping.variants(recipe, [0, -1.0]))
+    assert not (tmp_path / "sweep").exists()
