@@ -410,3 +410,26 @@ def test_bad_input_is_one_clear_line(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, _, errors = bench_train(*args, "--device", "cpu")
     assert code == 2 and message in errors and len(errors.splitlines()) == 1
+
+
+# -- the largest batch -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fits", [1, 2, 3, 7, 40, 97, 98, 100, 103, 250])
+def test_the_largest_batch_that_fits_is_found(fits: int) -> None:
+    tried: list[int] = []
+
+    def measure(batch: int) -> dict[str, Any] | None:
+        tried.append(batch)
+        return {"memory": {"peak": 1000 + 10 * batch}, "batch": batch} if batch <= fits else None
+
+    batch, result = train_model.largest(measure, room=1000 + 10 * 100)  # memory says 100; something else says fits
+    assert batch == fits == result["batch"]
+    assert fits < 98 or fits > 103 or len(tried) <= 8  # near what memory says, few are tried
+
+
+def test_where_nothing_fits_it_is_said() -> None:
+    with pytest.raises(RuntimeError, match="not even one sequence"):
+        train_model.largest(lambda batch: None, room=100)
+    with pytest.raises(ValueError, match="a question to a GPU"):
+        train_model.measure_largest(None, "skew29", length=8, l1=0.0, dtype=torch.float32, device=torch.device("cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import sys
@@ -353,6 +354,9 @@ def bench_train(
     preset: Annotated[str, typer.Option(help="With --model, its shape: tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "1.5b",
     batch: Annotated[int, typer.Option(help="With --model: sequences of a step.")] = 8,
     length: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 2048,
+    largest: Annotated[
+        bool, typer.Option("--largest", help="With --model: each at the largest batch that fits the GPU.")
+    ] = False,
     variant: Annotated[str, typer.Option(help="With --model: dense, sparse or both.")] = "both",
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
@@ -385,6 +389,8 @@ def bench_train(
         raise ValueError(f"unknown variant {variant!r}: expected both, dense or sparse")
     if whole_model and (tokens or plain or trace is not None):
         raise ValueError("--model has gated FFNs on --batch times --length tokens: no --tokens, --plain or --trace")
+    if largest and not whole_model:
+        raise ValueError("--largest goes with --model")
     if variant != "both" and not whole_model:
         raise ValueError("--variant goes with --model: one FFN is always measured both ways")
     if trace is not None and (workload or plain):
@@ -397,7 +403,7 @@ def bench_train(
         variants = ("dense", "sparse") if variant == "both" else (variant,)
         of_model: dict[str, Any] = {
             "preset": preset,
-            "batch": batch,
+            "batch": None if largest else batch,
             "length": length,
             "variants": variants,
             "backend": backend,
@@ -430,7 +436,10 @@ def _ffn_steps(
     return train.run(todo, seconds=seconds)
 
 
-def _model_steps(names: list[str], *, preset: str, length: int, **how: Any) -> Iterator[dict[str, Any]]:
+def _model_steps(
+    names: list[str], *, preset: str, batch: int | None, length: int, **how: Any
+) -> Iterator[dict[str, Any]]:
+    """``batch`` None: the largest that fits."""
     try:
         from twell.bench import train_model
     except ImportError as error:
@@ -438,11 +447,11 @@ def _model_steps(names: list[str], *, preset: str, length: int, **how: Any) -> I
     from twell.train import recipes
 
     recipe = recipes.preset(preset)
-    config = _dense_config(recipe, length)
-    return (
-        {**train_model.measure_model(config, name, length=length, l1=recipe.l1, **how), "preset": preset}
-        for name in names
-    )
+    of_all = {"length": length, "l1": recipe.l1, **how}
+    measure: Callable[..., dict[str, Any]] = train_model.measure_largest
+    if batch is not None:
+        measure = functools.partial(train_model.measure_model, batch=batch)
+    return ({**measure(_dense_config(recipe, length), name, **of_all), "preset": preset} for name in names)
 
 
 def _dense_config(recipe: Recipe, length: int) -> LlamaConfig:
@@ -503,18 +512,22 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
 
 def _print_model_steps(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        print(f"{row['preset']}, {row['batch']} x {row['length']} tokens, {row['workload']}, {row['dtype']}:")
+        batch = f"{row['batch']} x {row['length']}" if "batch" in row else f"largest batch x {row['length']}"
+        print(f"{row['preset']}, {batch} tokens, {row['workload']}, {row['dtype']}:")
         for name in ("dense", "sparse"):
             if isinstance(of := row.get(name), str):
                 print(f"    {name}: {of}")
             elif of is not None:
                 peak, activations = (of["memory"][key] / 1e9 for key in ("peak", "activations"))
                 energy = "" if of["joules"] is None else f", {of['joules']:.0f} J"
+                own = f"{of['batch']} sequences, " if "batch" in of else ""
                 print(
-                    f"    {name}: {of['step_ms']['p50']:.1f} ms a step, {of['tokens_per_ms']:.1f} tokens/ms, "
+                    f"    {name}: {own}{of['step_ms']['p50']:.1f} ms a step, {of['tokens_per_ms']:.1f} tokens/ms, "
                     f"peak {peak:.2f} GB, activations {activations:.2f} GB{energy}"
                 )
-        if "speedup" in row:
+        if "batch_ratio" in row:
+            print(f"    sparse over dense: {row['batch_ratio']:.2f}x the sequences, {row['speedup']:.2f}x as fast")
+        elif "speedup" in row:
             print(
                 f"    sparse over dense: {row['speedup']:.2f}x as fast, peak memory {row['peak_ratio']:.2f}x, "
                 f"activations {row['activations_ratio']:.2f}x"

@@ -6,9 +6,10 @@ and its input, written over the hidden states by a hook through which gradients 
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
@@ -44,30 +45,109 @@ def measure_model(
     A variant is a dict, or "out of memory". Its ``memory``, in bytes: ``peak`` of a step; ``activations``, the peak
     less weights, gradients and optimiser state; ``kept``, what a forward leaves for its backward (None on a CPU).
     """
-    results: dict[str, Any] = {}
-    for name in variants:
-        try:
-            results[name] = _measure_variant(name, config, workload, batch, length, l1, dtype, device, backend, seconds)
-        except torch.OutOfMemoryError:
-            results[name] = OUT_OF_MEMORY
-        gc.collect()  # modules and their hooks refer to each other
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    setting = _Setting(config, workload, length, l1, dtype, device, backend)
+    results = {name: _alone(name, setting, batch, seconds) or OUT_OF_MEMORY for name in variants}
     return {
-        "bench": "train",
-        "level": "model",
-        "workload": workload,
-        "layers": config.num_hidden_layers,
-        "D": config.hidden_size,
-        "F": config.intermediate_size,
+        **_facts("model", setting),
         "batch": batch,
-        "length": length,
-        "dtype": str(dtype).removeprefix("torch."),
-        "backend": ops.choose_backend(backend, device),
         **results,
         **_compared(results),
         **timing.environment(device),
     }
+
+
+def measure_largest(
+    config: Any,
+    workload: str,
+    *,
+    length: int,
+    l1: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str = "auto",
+    variants: Sequence[str] = ("dense", "sparse"),
+    seconds: float = 3.0,
+) -> dict[str, Any]:
+    """A JSON-ready row: each variant at the largest batch that fits this GPU, its own, and its speed there."""
+    setting = _Setting(config, workload, length, l1, dtype, device, backend)
+    if device.type != "cuda":
+        raise ValueError("the largest batch that fits is a question to a GPU")
+    room = torch.cuda.get_device_properties(device).total_memory
+    results: dict[str, Any] = {}
+    for name in variants:
+        batch, result = largest(functools.partial(_alone, name, setting, seconds=seconds), room)
+        results[name] = {"batch": batch, **result}
+    both = {"dense", "sparse"} <= set(results)
+    dense, sparse = results.get("dense", {}), results.get("sparse", {})
+    return {
+        **_facts("largest", setting),
+        **results,
+        **({"batch_ratio": round(sparse["batch"] / dense["batch"], 3)} if both else {}),
+        **({"speedup": round(sparse["tokens_per_ms"] / dense["tokens_per_ms"], 3)} if both else {}),
+        **timing.environment(device),
+    }
+
+
+def largest(measure: Callable[[int], dict[str, Any] | None], room: int) -> tuple[int, dict[str, Any]]:
+    """The largest batch that ``measure`` does not give None for, and what it gives; ``room``: bytes there are.
+
+    Memory grows by the same amount with every sequence, so two small batches tell about where it ends. From there one
+    at a time, down to what fits, then up to what does not.
+    """
+    first, second = measure(1), measure(2)
+    if first is None:
+        raise RuntimeError("not even one sequence fits")
+    if second is None:
+        return 1, first
+    base = first["memory"]["peak"]
+    each = max(1, second["memory"]["peak"] - base)
+    batch = max(2, 1 + int((room - base) / each))
+    best, found = 2, second
+    while batch > best:
+        result = measure(batch)
+        if result is not None:
+            best, found = batch, result
+            break
+        batch -= max(1, batch // 50)
+    while (result := measure(best + 1)) is not None:
+        best, found = best + 1, result
+    return best, found
+
+
+class _Setting(NamedTuple):
+    config: Any
+    workload: str
+    length: int
+    l1: float
+    dtype: torch.dtype
+    device: torch.device
+    backend: str
+
+
+def _facts(level: str, setting: _Setting) -> dict[str, Any]:
+    return {
+        "bench": "train",
+        "level": level,
+        "workload": setting.workload,
+        "layers": setting.config.num_hidden_layers,
+        "D": setting.config.hidden_size,
+        "F": setting.config.intermediate_size,
+        "length": setting.length,
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        "backend": ops.choose_backend(setting.backend, setting.device),
+    }
+
+
+def _alone(name: str, setting: _Setting, batch: int, seconds: float) -> dict[str, Any] | None:
+    """One variant, and nothing of it left in memory; None where it does not fit."""
+    try:
+        return _measure_variant(name, setting, batch, seconds)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()  # modules and their hooks refer to each other
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _compared(results: dict[str, Any]) -> dict[str, Any]:
@@ -92,18 +172,8 @@ def _compared(results: dict[str, Any]) -> dict[str, Any]:
     return ratios
 
 
-def _measure_variant(
-    name: str,
-    config: Any,
-    workload: str,
-    batch: int,
-    length: int,
-    l1: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str,
-    seconds: float,
-) -> dict[str, Any]:
+def _measure_variant(name: str, setting: _Setting, batch: int, seconds: float) -> dict[str, Any]:
+    config, workload, length, l1, dtype, device, backend = setting
     torch.manual_seed(0)
     with device:
         model: Any = LlamaForCausalLM(config)
