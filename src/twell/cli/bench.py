@@ -1,0 +1,327 @@
+"""``twell bench ffn | model | plot | curves``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from twell.cli.app import bench_app
+from twell.cli.common import (
+    collect,
+    dense_config,
+    device_of,
+    dtype_of,
+    load_model,
+    machine_of,
+    ms,
+    print_speed_table,
+    trace_rows,
+)
+
+
+@bench_app.command("ffn")
+def bench_ffn(
+    workload: Annotated[
+        list[str] | None,
+        typer.Option("--workload", "-w", help="iidN or skewN, for a mean count of N; repeatable."),
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option("--tokens", "-m", help="Token count M; repeatable.")] = None,
+    width: Annotated[int, typer.Option("--width", "-d", help="Model width D.")] = 2048,
+    hidden: Annotated[int, typer.Option("--hidden", "-f", help="Hidden width F.")] = 5632,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32, on a GPU bfloat16.")
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Plain FFN instead of the gated one.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda where there is one.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Timing budget per row, after 5 repeats.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
+) -> None:
+    """Time one FFN, dense against sparse, side by side.
+
+    Example: [bold]twell bench ffn -w skew29 -w skew2800 -m 1 -m 256 --json[/bold]
+    """
+    import torch
+
+    from twell import ops
+    from twell.bench import cases, ffn
+    from twell.doctor import bf16_problem
+
+    torch_device = device_of(device)
+    dtype = dtype or ("bfloat16" if torch_device.type == "cuda" else "float32")
+    torch_dtype = dtype_of(dtype)
+    ops.choose_backend(backend, torch_device)
+    if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
+        raise RuntimeError(problem)
+    names, sizes = workload or ["skew29"], tokens or [1, 16, 256, 2048]
+    for name in names:
+        cases.get_workload(name)
+    if min(*sizes, width, hidden) < 1:
+        raise ValueError("--tokens, --width and --hidden must be at least 1")
+    if graph and torch_device.type != "cuda":
+        raise ValueError("--graph needs a GPU: use --device cuda")
+    if trace is not None and (workload or plain or graph):
+        raise ValueError("--trace times gated FFNs as they were recorded: it takes no --workload, --plain or --graph")
+    if trace is not None:
+        ops.choose_backend("triton", torch_device)
+        from twell.bench import traced
+
+        n_rows, measured = trace_rows(
+            traced.measure,
+            trace,
+            tokens or [16384],
+            width,
+            hidden,
+            dtype=torch_dtype,
+            device=torch_device,
+            seconds=seconds,
+        )
+    else:
+        todo = [
+            ffn.Case(
+                workload=name,
+                M=m,
+                D=width,
+                F=hidden,
+                dtype=torch_dtype,
+                gated=not plain,
+                device=device,
+                backend=backend,
+                graph=graph,
+            )
+            for name in names
+            for m in sizes
+        ]
+        n_rows, measured = len(todo), ffn.run(todo, seconds=seconds)
+    rows = collect(
+        measured, n_rows, as_json, out, lambda row: f"{row['workload']}, {row['M']} tokens: {row['speedup']:.2f}x"
+    )
+    if not as_json:
+        print_speed_table(rows)
+
+
+@bench_app.command("model")
+def bench_model(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub name of a model with ReLU FFNs. Default: random weights.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Run MODEL on this text: .txt, .jsonl or .parquet. Default: random tokens.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Shape of a model of random weights: tiny, small, 0.5b, 1b, 1.5b or 2b.")
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option("--workload", "-w", help="What its FFNs compute: iidN or skewN. Default: skew29.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Activations of this trace (twell trace) instead.")] = None,
+    paper: Annotated[bool, typer.Option("--paper", help="The paper's protocol: 64 x 2048 random tokens.")] = False,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. Default: 32, on a CPU 4.")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(help="Tokens of a sequence; repeatable. Default: 2048 or the model's context.")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the layers of both models.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Also time every FFN of MODEL by itself.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
+    seconds: Annotated[float, typer.Option(help="Timing budget of a row, after 5 repeats.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
+) -> None:
+    """Time the forward pass of a whole model, dense against sparse: tokens, first token, memory, energy.
+
+    Example: [bold]twell bench model my-run/model --text book.txt --layers[/bold]
+
+    Without MODEL: random weights, whose FFNs compute a workload:
+    [bold]twell bench model --preset 1.5b -w skew29 --paper[/bold]
+    """
+    import torch
+
+    if paper and (batch or length or text is not None):
+        raise ValueError("--paper is 64 x 2048 random tokens: leave out --batch, --length and --text")
+    if min([*(batch or []), *(length or [])], default=1) < 1:
+        raise ValueError("--batch and --length must be at least 1")
+    torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    batches = [64] if paper else batch or [4 if torch_device.type == "cpu" else 32]
+    if model is not None:
+        if preset is not None or workload is not None or trace is not None:
+            raise ValueError("--preset, --workload and --trace are for models of random weights: leave out MODEL")
+        n_rows, measured = _real_model_rows(
+            model, text, batches, [2048] if paper else length, torch_device, compiled, seconds, layers
+        )
+    else:
+        if text is not None or layers:
+            raise ValueError("--text and --layers are for a real model: name one")
+        sizes = [(b, n) for b in batches for n in ([2048] if paper else length or [2048])]
+        measured = _random_model_rows(
+            preset or "1.5b", workload or "skew29", trace, sizes, torch_device, compiled, seconds
+        )
+        n_rows = len(sizes)
+    rows = collect(
+        ({**row, "case": "paper"} if paper else row for row in measured),
+        n_rows,
+        as_json,
+        out,
+        lambda row: f"{row['batch']} x {row['length']} tokens: {row['speedup']:.2f}x",
+    )
+    if not as_json:
+        _print_model_table(rows)
+
+
+def _real_model_rows(
+    name: str,
+    text: Path | None,
+    batches: list[int],
+    lengths: list[int] | None,
+    device: Any,
+    compiled: bool,
+    seconds: float,
+    layers: bool,
+) -> tuple[int, Iterator[dict[str, Any]]]:
+    """How many rows there will be, and the rows of a model as it is."""
+    import torch
+
+    from twell.bench import model as bench
+
+    language_model, tokenizer = load_model(name)
+    language_model.to(device)
+    context = getattr(language_model.config, "max_position_embeddings", None) or 2048
+    lengths = lengths or [min(2048, context)]
+    if max(lengths) > context:
+        raise ValueError(f"the model's context is {context} tokens, --length asks for {max(lengths)}")
+    if text is None:
+        ids = torch.randint(language_model.config.vocab_size, (max(batches) * max(lengths),))
+    else:
+        from twell.train.data import read_texts
+
+        ids = tokenizer("\n".join(read_texts(text)), return_tensors="pt").input_ids[0]
+    needed = max(batches) * max(lengths)
+    if len(ids) < needed:
+        raise ValueError(f"{text} has {len(ids):,} tokens, --batch times --length asks for {needed:,}")
+    subject = bench.real(language_model, name)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for b in batches:
+            for n in lengths:
+                some = ids[: b * n].view(b, n).to(device)
+                row = bench.measure(subject, some, compiled=compiled, seconds=seconds, wants_layers=layers)
+                yield {**row, "case": "random" if text is None else "text"}
+
+    return len(batches) * len(lengths), rows()
+
+
+def _random_model_rows(
+    preset: str,
+    workload: str,
+    trace: Path | None,
+    sizes: list[tuple[int, int]],
+    device: Any,
+    compiled: bool,
+    seconds: float,
+) -> Iterator[dict[str, Any]]:
+    """Rows of a model of random weights, made anew for every size."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from twell import ops
+    from twell.bench import cases
+    from twell.bench import model as bench
+    from twell.trace import Trace
+    from twell.train import recipes
+
+    recipe = recipes.preset(preset)
+    cases.get_workload(workload)
+    ops.choose_backend("triton", device)
+    patterns = None
+    if trace is not None:
+        recorded = Trace.load(trace)
+        F = recipe.intermediate_size if recorded.hidden_sizes is None else None
+        patterns = [recorded.pattern(i, F) for i in range(recorded.layers)]
+        workload = f"skew{max(1, round(sum(p.sum().item() / len(p) for p in patterns) / len(patterns)))}"
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for batch, length in sizes:
+            with device:
+                dense: Any = LlamaForCausalLM(dense_config(recipe, length))
+            subject = bench.synthetic(dense.to(dtype).eval(), workload, (batch, length), patterns)
+            ids = torch.randint(recipe.vocab_size, (batch, length), device=device)
+            yield {**bench.measure(subject, ids, compiled=compiled, seconds=seconds), "preset": preset}
+
+    return rows()
+
+
+def _print_model_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = rows[0]
+    what = first.get("model") or f"{first['preset']}, {first['workload']}"
+    table = Table(
+        title=f"{what}, {first['dtype']}, {machine_of(first)}{', compiled' if first['compiled'] else ''}",
+        caption="ms: median, and half the distance of the 20th and 80th percentile; memory: of a pass, besides weights",
+    )
+    head = ("tokens", "", "ms", "tokens/ms", "first token ms", "memory MB", "mJ a token", "speedup")
+    for name in head:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        for side in ("dense", "sparse"):
+            joules = row["joules_per_token"][side]
+            table.add_row(
+                f"{row['batch']} x {row['length']}" if side == "dense" else "",
+                side,
+                ms(row[f"{side}ms"]),
+                f"{row['tokens_per_ms'][side]:.3g}",
+                ms(row["first_token_ms"][side]),
+                f"{row['memory'][side]['pass'] / 1e6:.0f}",
+                "not available" if joules is None else f"{1000 * joules:.3g}",
+                f"[bold]{row['speedup']:.2f}x[/bold]" if side == "sparse" else "",
+                end_section=side == "sparse",
+            )
+    Console().print(table)
+    for row in rows:
+        for layer in row.get("ffns", ()):
+            print(f"{layer['name']}: {layer['mean_active']:.0f} active, {layer['speedup']:.2f}x")
+
+
+@bench_app.command("plot")
+def bench_plot(
+    rows: Annotated[
+        list[Path], typer.Argument(metavar="ROWS.jsonl", help="Rows of bench ffn, as --json or --out wrote them.")
+    ],
+    out: Annotated[Path, typer.Option(help="The .png or .svg file to write.")],
+) -> None:
+    """Plot speedup against mean active neurons, with the count at which sparse breaks even.
+
+    Draws gated FFNs of the shape with the most rows. Example:
+    [bold]twell bench plot rows.jsonl --out speedup.svg[/bold]
+    """
+    from twell.bench import plot
+    from twell.bench import rows as files
+
+    plot.speedup(files.read(rows), out)
+
+
+@bench_app.command("curves")
+def bench_curves(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of twell train, or their metrics.jsonl.")
+    ],
+    out: Annotated[Path, typer.Option(help="The .png or .svg file to write.")],
+    first: Annotated[str | None, typer.Option(help="Name of the run the others are compared with.")] = None,
+) -> None:
+    """Plot training runs over each other: losses, their difference, active neurons, layers that train sparsely.
+
+    Example: [bold]twell bench curves dense-run sparse-run --out curves.png[/bold]
+    """
+    from twell.bench import curves, plot
+
+    plot.check_suffix(out)
+    plot.save(curves.draw(curves.read_runs(runs), first), out)

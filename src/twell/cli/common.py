@@ -1,0 +1,186 @@
+"""What commands share: devices and models by name, bars, rows as they come, tables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from twell.train.recipes import Recipe
+
+
+def device_of(name: str) -> Any:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"unknown device {name!r}: expected cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}: expected cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch sees no GPU here; use --device cpu")
+    return device
+
+
+def dtype_of(name: str) -> Any:
+    import torch
+
+    from twell import ops
+
+    dtype = getattr(torch, name, None)
+    if dtype not in ops.DTYPES:
+        raise ValueError(f"unknown dtype {name!r}: expected float32, bfloat16, float16 or float64")
+    return dtype
+
+
+def load_model(name: str) -> tuple[Any, Any]:
+    """A causal language model, on the GPU where there is one, and its tokenizer; from a folder or by hub name."""
+    try:
+        from transformers import AutoModelForCausalLM
+
+        from twell.train.run import quiet_libraries
+        from twell.train.tokenizer import load_tokenizer
+    except ImportError as error:
+        raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
+    import torch
+
+    quiet_libraries()
+    tokenizer = load_tokenizer(name)
+    language_model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    return language_model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def collect(
+    measured: Iterator[dict[str, Any]], n_rows: int, as_json: bool, out: Path | None, says: Callable[[Any], str]
+) -> list[dict[str, Any]]:
+    """All rows, each printed and written as it is done, under a progress bar that says something of the last."""
+    rows: list[dict[str, Any]] = []
+    try:
+        with progress_bar("measuring", n_rows) as advance:
+            for row in measured:
+                rows.append(row)
+                if as_json:
+                    print(json.dumps(row), flush=True)
+                append(row, out)
+                advance(says(row))
+    except KeyboardInterrupt:
+        where = "" if out is None else f", in {out}"
+        print(f"twell: interrupted: {len(rows)} of {n_rows} rows are done{where}", file=sys.stderr)
+        raise
+    return rows
+
+
+def append(row: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        from twell.bench import rows
+
+        rows.append(row, out)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int) -> Iterator[Any]:
+    """A progress bar that each call advances by one, with a line of text."""
+    with new_bar() as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda text: bar.update(task, advance=1, description=text)
+
+
+@contextlib.contextmanager
+def counted_bar(what: str) -> Iterator[Any]:
+    """A progress bar told (done, total)."""
+    with new_bar() as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def new_bar() -> Any:
+    """A progress bar with remaining time on standard error; silent where that is no terminal."""
+    from rich import progress as rp
+    from rich.console import Console
+
+    columns = (
+        rp.TextColumn("{task.description}"),
+        rp.BarColumn(),
+        rp.MofNCompleteColumn(),
+        rp.TimeElapsedColumn(),
+        rp.TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    return rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def machine_of(row: dict[str, Any]) -> str:
+    return str(row["gpu"]) if "gpu" in row else f"{row['cpu']}, {row['threads']} threads"
+
+
+def ms(s: dict[str, float]) -> str:
+    return f"{s['p50']:.2f} ±{(s['p80'] - s['p20']) / 2 / s['p50']:.0%}"
+
+
+def print_speed_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = rows[0]
+    table = Table(
+        title=f"{first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine_of(first)}",
+        caption="ms: median, and half the distance of the 20th and 80th percentile; error: relative, against float64",
+    )
+    timed = [name for name in ("dense", "compiled", "sparse") if f"{name}ms" in first]
+    for name in ("workload", "tokens", "active", *(f"{name} ms" for name in timed), "speedup", "error"):
+        table.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
+
+    for row in rows:
+        table.add_row(
+            row["workload"],
+            str(row["M"]),
+            f"{row['mean_active']:.0f}",
+            *(ms(row[f"{name}ms"]) for name in timed),
+            f"[bold]{row['speedup']:.2f}x[/bold]",
+            f"{row['error']['sparse']:.1e}",
+        )
+    Console().print(table)
+    for row in rows:
+        if row.get("parts_ms"):
+            plan, parts = row["plan"], ", ".join(f"{name} {ms:.3g}" for name, ms in row["parts_ms"].items())
+            print(f"{row['workload']}, {row['M']} tokens: {plan['hot']} hot, heavy above {plan['cap']}: {parts}")
+
+
+def trace_rows(
+    measure: Callable[..., dict[str, Any]], path: Path, sizes: list[int], width: int, hidden: int, **how: Any
+) -> tuple[int, Iterator[dict[str, Any]]]:
+    """How many rows a trace gives, and the rows: ``measure`` of each of its layers."""
+    from twell.bench import traced
+    from twell.trace import Trace
+
+    trace = Trace.load(path)
+    names = trace.names or [f"layer {i}" for i in range(trace.layers)]
+    width_of = hidden if trace.hidden_sizes is None else None
+    rows = (
+        measure(traced.Layer(name, trace.pattern(i, width_of)), m, width, **how)
+        for m in sizes
+        for i, name in enumerate(names)
+    )
+    return len(sizes) * len(names), rows
+
+
+def dense_config(recipe: Recipe, length: int) -> LlamaConfig:
+    """A dense Llama with ReLU of the recipe's shape, for sequences of ``length`` tokens."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        vocab_size=recipe.vocab_size,
+        max_position_embeddings=max(length, recipe.context),
+        hidden_act="relu",
+    )

@@ -1,0 +1,73 @@
+"""``twell doctor | demo``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Annotated, Any
+
+import typer
+
+from twell.cli.app import app
+from twell.cli.common import print_speed_table, progress_bar
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a causal language model: also show the plans of its layers.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show what would run here and why, and compare sparse with dense on this machine.
+
+    With a model also how the GPU kernels would split the work of each layer, by the counts of twell calibrate. Exits
+    with 1 if something is broken. Example: [bold]twell doctor my-run/model[/bold]
+    """
+    from twell.doctor import examine, plans
+
+    layers = None if model is None else plans(model)
+    report = examine()
+    if as_json:
+        of_model = {} if layers is None else {"plans": [layer._asdict() for layer in layers]}
+        print(json.dumps({"healthy": report.healthy, **report.facts, **of_model}))
+    else:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for name, fact in report.facts.items():
+            table.add_row(f"[bold]{name}[/bold]", str(fact))
+        Console().print(table)
+        if layers is not None:
+            _print_plans(layers)
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+def _print_plans(layers: list[Any]) -> None:
+    """Layers in a row whose plans read the same share a line."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not layers:
+        print("no feed-forward layers found")
+        return
+    table = Table("layer", "plan", "predicted")
+    for (plan, predicted), group in itertools.groupby(layers, key=lambda layer: (layer.plan, layer.predicted)):
+        first, *others = (layer.layer for layer in group)
+        names = f"{first} to {others[-1]}" if others else first
+        table.add_row(names, escape(plan), "" if predicted is None else f"{predicted:.2f}x")
+    Console().print(table)
+
+
+@app.command()
+def demo() -> None:
+    """Pack a sparse activation, time an FFN sparse and dense, train a small sparse model and let it write.
+
+    Takes about two minutes. Example: [bold]twell demo[/bold]
+    """
+    from twell.demo import run_demo
+
+    run_demo(progress_bar, print_speed_table)

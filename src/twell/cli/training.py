@@ -1,0 +1,144 @@
+"""``twell train | sweep``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from twell.cli.app import app
+
+
+@app.command()
+def train(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Change the recipe.")] = None,
+    preset: Annotated[str, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "tiny",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A file (.txt, .jsonl, .parquet, .u16, .u16.xz) or folder, repeatable; or a Hugging Face dataset, "
+            "owner/name[:config[:split]]. Default: the bundled text."
+        ),
+    ] = None,
+    validation: Annotated[
+        list[Path] | None,
+        typer.Option(help="Files to validate on; repeatable. Default: one document in a hundred is held out."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("run"),
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokenizer.json, folder or name; without it a BPE is trained on the data.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="torch.compile the model: a minute's start for a faster run on a GPU.")
+    ] = False,
+    report_to: Annotated[
+        str, typer.Option(help="Also log to tensorboard, wandb or trackio, as the Trainer does.")
+    ] = "none",
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Under torchrun: shard weights and optimiser over the processes (FSDP2).")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="What the run reached, as one JSON object on standard output.")
+    ] = False,
+) -> None:
+    """Train a sparse language model: ReLU and L1, on the Hugging Face Trainer.
+
+    On a terminal the run is shown as one screen, elsewhere line by line. Example:
+    [bold]twell train --preset tiny --out my-run l1=5e-3 steps=200[/bold]
+    """
+    try:
+        from twell.train import recipes
+        from twell.train.data import SAMPLE
+        from twell.train.run import SUMMARY_FILE, quiet_libraries, run
+        from twell.train.trainer import FSDP2
+    except ImportError as error:
+        raise RuntimeError(f"training needs more packages ({error}): pip install 'twell[train]'") from None
+    quiet_libraries()
+    if resume and overrides:
+        raise ValueError(f"a resumed run keeps its recipe: leave out {' '.join(overrides)}")
+    recipe = None if resume else recipes.override(recipes.preset(preset), overrides or [])
+    run(
+        recipe,
+        data or ([] if resume else [SAMPLE]),
+        out,
+        validation=validation or [],
+        tokenizer=tokenizer,
+        go_on=resume,
+        say=lambda line: print(line, flush=True, file=sys.stderr if as_json else sys.stdout),
+        live=sys.stdout.isatty() and not as_json,
+        torch_compile=compiled,
+        report_to=report_to,
+        **(FSDP2 if fsdp else {}),
+    )
+    if as_json:
+        print(json.dumps(json.loads((out / SUMMARY_FILE).read_text())))
+
+
+@app.command()
+def sweep(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the preset, for all runs.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the sweep; one that exists goes on.")] = Path("sweep"),
+    l1: Annotated[list[float] | None, typer.Option(help="Repeatable. Default: the paper's eight.")] = None,
+    ablation: Annotated[
+        list[str] | None, typer.Option(help="silu, plain or restart, at the preset's l1; repeatable.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "small",
+    data: Annotated[list[str] | None, typer.Option(help="As for twell train. Default: the bundled text.")] = None,
+    validation: Annotated[list[Path] | None, typer.Option(help="Files to validate and to time on.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder, file or hub name. Default: one is trained.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the training.")] = False,
+    seconds: Annotated[float, typer.Option(help="Timing budget of a run's model.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output, all else on error.")] = False,
+) -> None:
+    """Train a model for each l1, evaluate and time it: the table and the figure of what sparsity costs and gives.
+
+    Example: [bold]twell sweep --preset tiny --l1 0 --l1 1e-3 --l1 3e-3 --ablation silu --out my-sweep[/bold]
+
+    Interrupted, the same command goes on where it was.
+    """
+    from twell import sweep as sweeping
+    from twell.train import recipes
+    from twell.train.data import SAMPLE
+    from twell.train.run import quiet_libraries
+
+    quiet_libraries()
+    recipe = recipes.override(recipes.preset(preset), overrides or [])
+    todo = sweeping.variants(
+        recipe, list(sweeping.PAPER_L1) if l1 is None and not ablation else l1 or [], ablation or []
+    )
+
+    def say(line: str) -> None:
+        print(line, flush=True, file=sys.stderr if as_json else sys.stdout)
+
+    measured = sweeping.sweep(
+        recipe,
+        todo,
+        data or [str(SAMPLE)],
+        out,
+        validation=validation or [],
+        tokenizer=tokenizer,
+        seconds=seconds,
+        say=say,
+        torch_compile=compiled,
+    )
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in measured:
+            rows.append(row)
+            say(f"{len(rows)} of {len(todo)} runs are done")
+            if as_json:
+                print(json.dumps(row), flush=True)
+    except KeyboardInterrupt:
+        print(
+            f"twell: interrupted: {len(rows)} of {len(todo)} runs are done; the same command goes on", file=sys.stderr
+        )
+        raise
+    if not as_json:
+        print("\n".join(sweeping.table(rows)))
+    say(f"the sweep is in {out}: {sweeping.ROWS_FILE}, {sweeping.TABLE_FILE}, {sweeping.FIGURE_FILE}")
