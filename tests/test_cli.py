@@ -90,7 +90,14 @@ def test_bench_prints_a_table(twell: Twell) -> None:
     result = twell("bench", "ffn", "-w", "skew10", "-m", "4", *SMALL, "--plain", "--dtype", "bfloat16")
     assert result.returncode == 0, result.stderr
     assert "plain FFN, D 64, F 256, bfloat16" in result.stdout
-    assert "skew10" in result.stdout
+    assert "skew10" in result.stdout and "dense ms" in result.stdout and "sparse ms" in result.stdout
+
+
+def test_bench_train_prints_a_table(twell: Twell) -> None:
+    result = twell("bench", "train", "-w", "skew10", "-m", "4", *SMALL, "--dtype", "float32", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    head = next(line for line in result.stdout.splitlines() if "workload" in line)
+    assert [word for word in head.split() if word in ("dense", "sparse", "speedup")] == ["dense", "sparse", "speedup"]
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def _print_model_table(rows: list[dict[str, Any]]) -> None:
             table.add_row(
                 f"{row['batch']} x {row['length']}" if side == "dense" else "",
                 side,
-                ms(row[f"{side}ms"]),
+                ms(row[f"{side}_ms"]),
                 f"{row['tokens_per_ms'][side]:.3g}",
                 ms(row["first_token_ms"][side]),
                 f"{row['memory'][side]['pass'] / 1e6:.0f}",

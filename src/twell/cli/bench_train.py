@@ -147,7 +147,7 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
         "error: largest of y and gradients, relative, against float64",
         box=box.SIMPLE,
     )
-    timed = [name for name in ("dense", "compiled", "sparse") if f"{name}ms" in first]
+    timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
     for name in ("workload", "tokens", "active", *timed, "speedup", "error"):
         is_name = name == "workload"
         table.add_column(name, justify="left" if is_name else "right", no_wrap=not is_name)
@@ -156,7 +156,7 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
             row["workload"],
             str(row["M"]),
             f"{row['mean_active']:.0f}",
-            *(f"{row[f'{name}ms']['p50']:.2f}" for name in timed),
+            *(f"{row[f'{name}_ms']['p50']:.2f}" for name in timed),
             f"[bold]{row['speedup']:.2f}x[/bold]",
             "" if row["error"] is None else f"{max(row['error']['sparse'].values()):.1e}",
         )

@@ -133,7 +133,7 @@ def print_speed_table(rows: list[dict[str, Any]]) -> None:
         title=f"{first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine_of(first)}",
         caption="ms: median, and half the distance of the 20th and 80th percentile; error: relative, against float64",
     )
-    timed = [name for name in ("dense", "compiled", "sparse") if f"{name}ms" in first]
+    timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
     for name in ("workload", "tokens", "active", *(f"{name} ms" for name in timed), "speedup", "error"):
         table.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
 
@@ -142,7 +142,7 @@ def print_speed_table(rows: list[dict[str, Any]]) -> None:
             row["workload"],
             str(row["M"]),
             f"{row['mean_active']:.0f}",
-            *(ms(row[f"{name}ms"]) for name in timed),
+            *(ms(row[f"{name}_ms"]) for name in timed),
             f"[bold]{row['speedup']:.2f}x[/bold]",
             f"{row['error']['sparse']:.1e}",
         )
