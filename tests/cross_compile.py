@@ -236,7 +236,7 @@ for kernel, inputs, outputs, sizes, constants in (
         | outputs
         | sizes,
         constants
-        | {"BD": weight_gradients._BLOCK_D, "SPLIT": weight_gradients.SPLIT}
+        | {"BD": weight_gradients._BLOCK_D, "SPLIT": tail_backward.SPLIT}
         | {"STAGES": 1, "WANTS_GATE": True, "WANTS_UP": True, "WANTS_DOWN": True}
         | {"WANTS_GATE_BIAS": True, "WANTS_UP_BIAS": True}
         | OVERLAPS,

@@ -218,6 +218,15 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
     assert torch.equal(pairs.owners[: len(starts)], torch.searchsorted(pairs_before, starts, right=True).int() - 1)
 
 
+@pytest.mark.parametrize("M", [1, 2048, 16384, 34816, 131072, 1 << 20])
+def test_room_for_shares_does_not_grow_without_end(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the lists' real sizes
+    size = M * 64 + lists.n_long(M) * lists.LONG
+    split = tail_backward.split_at(size)
+    assert -(-size // split) <= 4096 and split & (split - 1) == 0 and split >= 512
+    assert split == 512 or -(-size // (split // 2)) > 4096
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (0, 4)])
 def test_turned(shape: tuple[int, int]) -> None:
     t = torch.randn(shape)

@@ -22,7 +22,8 @@ from twell.kernels.split import Layout
 from twell.kernels.tiles import RowTile, bit_of_neuron, start_after
 from twell.kernels.transpose import CHUNK, Columns, is_listed, place_of
 
-SPLIT = 512  # pairs, see ``weight_gradients.py``
+SPLIT = 512  # pairs of a share, at least: see ``weight_gradients.py``
+_MOST_SHARES = 4096  # there may be: room for their sums is 100 MB at D 2048
 
 
 class Pairs(NamedTuple):
@@ -30,7 +31,12 @@ class Pairs(NamedTuple):
 
     tokens: Tensor  # int32 [size]
     factors: Tensor  # [3, size]: dz, du, h
-    owners: Tensor  # int32 [ceil(size / SPLIT)]: the neurons ("keys") of pairs 0, SPLIT, 2 SPLIT, ...
+    owners: Tensor  # int32 [shares]: the neurons ("keys") of pairs 0, split, 2 split, ...; split = split_at(size)
+
+
+def split_at(size: int) -> int:
+    """Pairs of a share. A power of 2: kernels are compiled for it."""
+    return max(SPLIT, power_of_2(ceil_div(size, _MOST_SHARES)))
 
 
 @triton.jit
@@ -160,7 +166,7 @@ def write_tail_gradients(
     pairs = None
     if columns is not None:
         tokens = torch.empty(size, dtype=torch.int32, device=dy.device)
-        pairs = Pairs(tokens, lists.values.new_empty(3, size), tokens.new_empty(ceil_div(size, SPLIT)))
+        pairs = Pairs(tokens, lists.values.new_empty(3, size), tokens.new_empty(ceil_div(size, split_at(size))))
     if M == 0 or (dx is None and pairs is None):
         return pairs
     wide = power_of_2(D)
@@ -208,7 +214,7 @@ def write_tail_gradients(
             "LONG": LONG,
             "N_LONG": n_long(M),
             "CHUNK": CHUNK,
-            "SPLIT": SPLIT,
+            "SPLIT": split_at(size),
             "STAGES": tile.stages,
             "OVERLAPS": can_overlap(),
         },

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
-from twell.kernels.tail_backward import SPLIT, Pairs
+from twell.kernels.tail_backward import Pairs, split_at
 from twell.kernels.tiles import neuron_of_bit, start_after
 from twell.kernels.transpose import CHUNK, Columns
 
@@ -214,7 +214,7 @@ def write_weight_gradients(
     constants: dict[str, Any] = {
         "BD": block,
         "TOKENS": _SHARE_TOKENS,
-        "SPLIT": SPLIT,
+        "SPLIT": split_at(size),
         "STAGES": 1,
         "WANTS_GATE": out.gate is not None,
         "WANTS_UP": out.up is not None,
