@@ -256,7 +256,10 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
     assert "busiest tenth" in result.stdout
 
     written = tmp_path / "analysis.json"
-    result = twell("analyze", model, "--text", str(text), "--tokens", "256", "--out", str(written))
+    page, figures = tmp_path / "report.html", tmp_path / "figures"
+    pictures = ("--report", str(page), "--figures", str(figures), "--suffix", ".svg")
+    result = twell("analyze", model, "--text", str(text), "--tokens", "256", "--out", str(written), *pictures)
+    assert "<title>run" in page.read_text() and (figures / "training.svg").stat().st_size > 1000
     assert result.returncode == 0, result.stderr
     assert "layers.1.mlp" in result.stdout and "tokens that wake most neurons" in result.stdout
     facts = json.loads(twell("analyze", model, "--text", str(text), "--tokens", "256", "--json").stdout)
@@ -290,6 +293,8 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
         (["train", "--preset", "huge"], "unknown preset 'huge'"),
         (["train", "nonsense=1"], "expected key=value"),
         (["eval", "nowhere"], "nothing to evaluate on"),
+        (["analyze", "nowhere", "--text", "t.txt", "--report", "page.txt"], "ends in .html"),
+        (["analyze", "nowhere", "--text", "t.txt", "--speed", "rows.jsonl"], "are for --report or --figures"),
         (["calibrate", "nowhere", "--text", "t.txt"], "nowhere is no folder"),
         (["eval", "nowhere", "--text", "missing.txt"], "missing.txt"),
     ],

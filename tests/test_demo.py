@@ -28,3 +28,5 @@ def test_demo_trains_and_compares(tmp_path: Path) -> None:
     (out,) = tmp_path.iterdir()
     assert (out / "model" / "config.json").is_file()
     assert out.name in text.replace("\n", "")  # a long path may be broken
+    page = (out / "report.html").read_text()
+    assert "held-out text" in page and page.rstrip().endswith("</html>")

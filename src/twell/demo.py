@@ -108,7 +108,8 @@ def _show_training(console: Console, folder: Path = Path("demo-out"), steps: int
     console.print(f"validation cross-entropy {validation:.2f}; guessing by word frequency alone gives {unigram:.2f}\n")
     _show_inference(console, trainer.model, torch.stack([held_out[i]["input_ids"] for i in range(8)]))
     _show_generation(console, trainer.model, out)
-    console.print(f"\nmodel {out / 'model'}, losses and active neurons step by step {out / 'metrics.jsonl'}")
+    _write_report(console, trainer.model, held_out.tokens, out)
+    console.print(f"model {out / 'model'}, losses and active neurons step by step {out / 'metrics.jsonl'}")
 
 
 def _unigram_loss(train: np.ndarray, held_out: np.ndarray) -> float:
@@ -164,6 +165,32 @@ def _show_inference(console: Console, model: Any, ids: torch.Tensor) -> None:
             f"{same:,} of {ids.numel():,} as dense",
         )
     console.print(table)
+
+
+def _write_report(console: Console, model: Any, tokens: np.ndarray, out: Path) -> None:
+    """The page of ``twell analyze``, on the held-out text, with what ``twell bench model`` measures there."""
+    from twell import report
+    from twell.analyze import analyze
+    from twell.bench import model as bench
+    from twell.bench import rows
+    from twell.train.run import MODEL_FOLDER
+    from twell.train.tokenizer import load_tokenizer
+    from twell.train.trainer import METRICS_FILE
+
+    context = model.config.max_position_embeddings
+    analysis = analyze(model, load_tokenizer(out / MODEL_FOLDER), tokens, tokens=min(8192, len(tokens)))
+    ids = torch.as_tensor(tokens[: 4 * context].astype("int64")).view(4, context)
+    speed = bench.measure(bench.real(model, out.name), ids, seconds=2.0, wants_layers=True)
+    page = report.build(
+        analysis,
+        title=out.name,
+        model="the demo's model",
+        text="held-out text",
+        metrics=rows.read([out / METRICS_FILE]),
+        speed=[speed],
+    )
+    report.write(page, out / "report.html")
+    console.print(f"\n[bold]a page to look at: {out / 'report.html'}[/bold]")
 
 
 def _show_generation(console: Console, model: Any, out: Path) -> None:

@@ -159,7 +159,8 @@ def _ratio(joules: dict[str, float | None]) -> float | None:
 def _memory(model: Any, run: Callable[[], Any]) -> dict[str, int]:
     """Bytes: of the weights, of copies that kernels read, and the most that a pass takes besides."""
     own = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
-    copies = weights.copied_bytes() if any(isinstance(m, SparseFFNBase) for m in model.modules()) else 0
+    ffns = [m for m in model.modules() if isinstance(m, SparseFFNBase)]
+    copies = weights.copied_bytes() if any(f.backend != "reference" for f in ffns) else 0  # else they are dense
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
         torch.cuda.reset_peak_memory_stats(model.device)

@@ -47,7 +47,7 @@ class Style(NamedTuple):
     line: str  # layers of a trace are no curve
 
 
-_STYLES = {
+STYLES = {
     "iid": Style("uniform workloads", "tab:blue", "o", "-"),
     "skew": Style("skewed workloads", "tab:orange", "s", "-"),
     "trace": Style("layers of a trace", "tab:green", "^", ""),
@@ -86,7 +86,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     axes = figure.add_subplot(xscale="log")
     axes.axhline(1, color="black", linewidth=1, label="dense")
     for family, points in families.items():
-        _draw_family(axes, _STYLES[family], points)
+        _draw_family(axes, STYLES[family], points)
     predicted_at = modelled_break_even(shape)
     if predicted_at is not None:
         lowest = min(p.mean_active for points in families.values() for p in points)
@@ -97,7 +97,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     axes.margins(x=0.08, y=0.1)
     axes.set_ylim(bottom=min(0.7, axes.get_ylim()[0]))
     _write_speedups(axes, families)
-    ran_densely = {row.get("mean_active") for row in rows if _runs_densely(row)}  # 1x whatever sparse would have been
+    ran_densely = {row.get("mean_active") for row in rows if runs_densely(row)}  # 1x whatever sparse would have been
     measured_at = measured_break_even([p for p in families.get("iid", []) if p.mean_active not in ran_densely])
     if measured_at is not None:
         _mark_break_even(axes, measured_at, "measured")
@@ -126,7 +126,7 @@ def select(rows: list[dict[str, Any]]) -> tuple[Shape, dict[str, list[Point]]]:
     if not by_shape:
         raise ValueError("nothing to plot: no row of a gated FFN that was timed without --graph and has active neurons")
     shape = max(by_shape, key=lambda s: (len(by_shape[s]), s.M))
-    points: dict[str, list[Point]] = {family: [] for family in _STYLES}
+    points: dict[str, list[Point]] = {family: [] for family in STYLES}
     for row in by_shape[shape]:
         points[_family(row["workload"])].append(Point(row["mean_active"], row["speedup"]))
     return shape, {family: sorted(of_family) for family, of_family in points.items() if of_family}
@@ -138,7 +138,7 @@ def _fits(row: dict[str, Any]) -> bool:
     return row["mean_active"] > 0
 
 
-def _runs_densely(row: dict[str, Any]) -> bool:
+def runs_densely(row: dict[str, Any]) -> bool:
     return bool((row.get("plan") or {}).get("hot") == row.get("F"))
 
 
@@ -149,7 +149,7 @@ def _shape(row: dict[str, Any]) -> Shape:
 
 def _family(workload: str) -> str:
     stem = workload.rstrip("0123456789")
-    return stem if stem in _STYLES else "trace"
+    return stem if stem in STYLES else "trace"
 
 
 def measured_break_even(points: list[Point]) -> float | None:
@@ -204,7 +204,7 @@ def _write_speedups(axes: Axes, families: dict[str, list[Point]]) -> None:
     for family, points in families.items():
         for point in {points[-1], highest} & set(points):
             away = (5, 4) if point.speedup >= 1 else (5, -12)  # off the line at 1
-            _note(axes, f"{point.speedup:.2f}x", point, away, _STYLES[family].colour)
+            _note(axes, f"{point.speedup:.2f}x", point, away, STYLES[family].colour)
 
 
 def _mark_break_even(axes: Axes, mean_active: float, how: str) -> None:

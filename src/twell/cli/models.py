@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,14 +59,28 @@ def analyze(
         int | None, typer.Option(help="Tokens a sequence. Default: 1024, or the model's context.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write everything to this .json file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write a page to look at: report.html.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also write the page's figures to this folder.")] = None,
+    suffix: Annotated[str, typer.Option(help="Of the figures: .png or .svg.")] = ".png",
+    speed: Annotated[
+        list[Path] | None, typer.Option(help="Rows of bench model or bench ffn to show on the page; repeatable.")
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="metrics.jsonl of the training. Default: the one beside the model, if any.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON on standard output.")] = False,
 ) -> None:
     """What the FFNs of a model do on a text: how many neurons fire, where, for which tokens, and what that is worth.
 
-    Example: [bold]twell analyze my-run/model --text book.txt --out analysis.json[/bold]
+    Example: [bold]twell analyze my-run/model --text book.txt --report report.html[/bold]
     """
     from twell.analyze import analyze as analyze_model
 
+    if report is not None and report.suffix != ".html":
+        raise ValueError(f"{report}: a page's name ends in .html")
+    if (speed or metrics is not None) and report is None and figures is None:
+        raise ValueError("--speed and --metrics are for --report or --figures")
+    shown = _shown_with(model, metrics, speed or [])
     language_model, tokenizer = load_model(model)
     with counted_bar("reading") as progress:
         analysis = analyze_model(language_model, tokenizer, text, tokens=tokens, length=length, progress=progress)
@@ -76,6 +91,29 @@ def analyze(
         print(json.dumps(facts))
     else:
         _print_analysis(analysis)
+    if report is not None or figures is not None:
+        from twell import report as reporting
+
+        if report is not None:
+            folder = Path(model)
+            title = folder.resolve().parent.name if folder.name == "model" else folder.name  # a run keeps it in model/
+            page = reporting.build(analysis, title=title, model=model, text=text.name, **shown)
+            reporting.write(page, report)
+        drawn = [] if figures is None else reporting.figures(analysis, figures, suffix=suffix, **shown)
+        written = ([str(report)] if report is not None else []) + [str(path) for path in drawn]
+        print(f"written: {', '.join(written)}", file=sys.stderr if as_json else sys.stdout)
+
+
+def _shown_with(model: str, metrics: Path | None, speed: list[Path]) -> dict[str, Any]:
+    """What a page shows besides the analysis: the training's log and measured rows. Read first: both may be missing."""
+    from twell.bench import rows
+
+    if metrics is None and (beside := Path(model).parent / "metrics.jsonl").is_file():
+        metrics = beside
+    return {
+        "metrics": None if metrics is None else rows.read([metrics]),
+        "speed": rows.read(speed) if speed else None,
+    }
 
 
 def _print_analysis(analysis: Any) -> None:
