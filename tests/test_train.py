@@ -172,6 +172,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monk
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+def test_a_checkpoint_from_before_plans_were_kept_resumes(text: Path, tmp_path: Path) -> None:
+    train(MINI, text, tmp_path)
+    newest = latest_checkpoint(tmp_path)
+    assert newest is not None
+    saved = torch.load(newest / SPARSITY_FILE)
+    del saved["plans"]
+    torch.save(saved, newest / SPARSITY_FILE)
+    resumed = run(None, [text], tmp_path, go_on=True, say=lambda line: None)
+    assert resumed.state.global_step == MINI.steps
+
+
 def test_newest_finished_checkpoint_is_found(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     for step, finished in ((9, True), (10, True), (11, False)):

@@ -364,7 +364,8 @@ def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
     for ffn, (counts, tokens) in zip(trainer.ffns, saved["counts"], strict=True):
         ffn.neuron_counts.copy_(counts)
         ffn.tokens_seen.copy_(tokens)
-    trainer.planner.load_state_dict(saved["plans"])
+    if "plans" in saved:  # older checkpoints have none: every layer starts densely again
+        trainer.planner.load_state_dict(saved["plans"])
     step = int(checkpoint.name.removeprefix("checkpoint-"))
     if trainer.is_world_process_zero():
         _forget_metrics_after(trainer.args.output_dir, step)
