@@ -67,6 +67,19 @@ def test_row_of_a_real_model(is_sparse_type: bool) -> None:
     json.dumps(row)
 
 
+def test_opt_has_other_names_for_its_parts() -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    made: Any = OPTForCausalLM(
+        OPTConfig(
+            hidden_size=32, ffn_dim=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=100,
+            max_position_embeddings=64, word_embed_proj_dim=32,
+        )
+    ).eval()  # fmt: skip
+    row = model.measure(model.real(made, "opt"), ids_of(), seconds=0)
+    assert row["F"] == 128 and row["difference"] < 1e-5
+
+
 def test_layers_are_timed_on_the_input_they_have_in_the_model() -> None:
     made = dense_llama()
     ids = ids_of()

@@ -542,3 +542,10 @@ def test_table_of_nothing_and_of_unknowns() -> None:
     said = text(two(ffn(), ffn(speedup=math.nan)))
     assert "- " in said
     assert "unknown" in said
+
+
+def test_models_and_texts_are_not_mixed_up() -> None:
+    row = {"bench": "model", "workload": "model", "sparse_ms": spread(1.0), "time": "2026-01-01"}
+    a = [row | {"model": "m1", "case": "text"}, row | {"model": "m2", "case": "random", "sparse_ms": spread(9.0)}]
+    found = cmp.compare({"a": a, "b": a[:1]})
+    assert [d.verdict for d in found.differences] == ["noise"] and len(found.unmatched) == 1

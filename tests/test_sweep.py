@@ -96,8 +96,20 @@ def test_a_run_without_a_checkpoint_starts_anew(recipe: Recipe, text: Path, tmp_
         path.unlink()
     for checkpoint in folder.glob("checkpoint-*/sparsity.pt"):
         checkpoint.unlink()
+    (folder / training.DATA_FOLDER).mkdir()
+    downloaded = folder / training.DATA_FOLDER / "downloaded"
+    downloaded.touch()
     again = run(recipe, text, out, todo)
     assert again[0]["validation_loss"] == pytest.approx(whole[0]["validation_loss"])
+    assert downloaded.exists()
+
+
+def test_other_data_in_the_folder_is_refused(recipe: Recipe, text: Path, tmp_path: Path) -> None:
+    run(recipe, text, tmp_path / "sweep", sweeping.variants(recipe, [0]))
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text())
+    with pytest.raises(ValueError, match="other data"):
+        run(recipe, other, tmp_path / "sweep", sweeping.variants(recipe, [0]))
 
 
 def test_another_recipe_in_the_folder_is_refused(recipe: Recipe, text: Path, tmp_path: Path) -> None:

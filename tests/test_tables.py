@@ -98,3 +98,13 @@ def test_command(rows: Path, tmp_path: Path) -> None:
     fresh = CliRunner().invoke(app, [*command, "--check"])
     assert fresh.exit_code == 0 and "up to date" in fresh.output
     assert CliRunner().invoke(app, ["results", str(tmp_path / "none.md")]).exit_code != 0
+
+
+def test_rows_that_compare_nothing_are_left_out(rows: Path) -> None:
+    path = rows / "train-h200.jsonl"
+    before = tables.render("readme-models", rows, "r"), tables.render("train-step", rows, "r")
+    step = next(row for row in map(json.loads, path.read_text().splitlines()) if row["level"] == "model")
+    alone = {k: v for k, v in step.items() if k not in ("speedup", "peak_ratio")} | {"dense": "out of memory"}
+    with path.open("a") as f:
+        f.write(json.dumps(alone) + "\n" + json.dumps(alone | {"level": "largest", "speedup": 1.3}) + "\n")
+    assert before == (tables.render("readme-models", rows, "r"), tables.render("train-step", rows, "r"))

@@ -181,7 +181,7 @@ def _timed_layers(analysis: Analysis, rows: Sequence[Row]) -> Row | None:
         if len(ffns := row.get("ffns") or ()) == len(names)
         and all(str(ffn["name"]).endswith(name) for ffn, name in zip(ffns, names, strict=True))
     ]
-    return max(fitting, key=lambda row: row["ffns"][0]["tokens"], default=None)
+    return max(fitting, key=lambda row: (row["ffns"][0]["tokens"], str(row.get("time", ""))), default=None)
 
 
 def _correlation(active: Sequence[float], speedups: Sequence[float]) -> float | None:
@@ -399,8 +399,9 @@ def _percent(share: float) -> str:
 
 
 def _of_model(cases: Sequence[Case]) -> Case | None:
-    """The measurement of a real model with the most tokens: random weights tell nothing about it."""
-    return max((case for case in cases if case.whole_model and case.real), key=lambda case: case.tokens, default=None)
+    """The measurement of a real model with the most tokens, of several the last: random weights tell nothing of it."""
+    real = [case for case in reversed(cases) if case.whole_model and case.real]
+    return max(real, key=lambda case: case.tokens, default=None)
 
 
 def verdict(analysis: Analysis, cases: Sequence[Case] = ()) -> str:

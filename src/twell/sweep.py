@@ -19,7 +19,7 @@ from torch import Tensor
 
 from twell.bench import model as speed
 from twell.train.recipes import Recipe, override
-from twell.train.run import MODEL_FOLDER, RECIPE_FILE, SUMMARY_FILE, TOKENIZER_FOLDER, read_corpus, run
+from twell.train.run import DATA_FOLDER, MODEL_FOLDER, RECIPE_FILE, SUMMARY_FILE, TOKENIZER_FOLDER, read_corpus, run
 from twell.train.tokenizer import load_tokenizer
 from twell.train.trainer import latest_checkpoint
 
@@ -98,17 +98,20 @@ def sweep(
 def _train(recipe: Recipe, data: Sequence[Path | str], folder: Path, say: Callable[[str], None], **how: Any) -> None:
     """Train, go on, or leave a finished run as it is."""
     if (folder / RECIPE_FILE).exists():
-        before = Recipe(**json.loads((folder / RECIPE_FILE).read_text())["recipe"])
-        if before != recipe:
-            raise ValueError(f"{folder} holds a run of another recipe: choose another folder for this sweep")
+        saved = json.loads((folder / RECIPE_FILE).read_text())
+        before = (Recipe(**saved["recipe"]), saved["data"], saved["validation"])
+        if before != (recipe, [str(p) for p in data], [str(p) for p in how["validation"]]):
+            raise ValueError(f"{folder} holds a run of another recipe or other data: choose another folder")
     if (folder / SUMMARY_FILE).exists():
         say(f"{folder} is finished")
     elif latest_checkpoint(folder) is not None:
         how.pop("tokenizer")
         run(None, [], folder, go_on=True, say=say, **how)
     else:
-        if (folder / RECIPE_FILE).exists():  # cut short before its first checkpoint: nothing in it can be used
-            shutil.rmtree(folder)
+        if (folder / RECIPE_FILE).exists():  # cut short before its first checkpoint: only what was downloaded is of use
+            for path in folder.iterdir():
+                if path.name != DATA_FOLDER:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         run(recipe, data, folder, say=say, **how)
     gc.collect()
     if torch.cuda.is_available():
@@ -131,14 +134,16 @@ def _timed(
         ids = _held_out(recipe, data, validation, folder).to(device)
         subject = speed.real(model.to(device).eval(), folder.name)
         row = speed.measure(subject, ids, seconds=seconds, wants_layers=True)
-        kept.write_text(json.dumps(row))
+        part = kept.with_suffix(".part")  # whole, or not at all
+        part.write_text(json.dumps(row))
+        part.replace(kept)
     return dict(json.loads(kept.read_text()))
 
 
 def _held_out(recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str], folder: Path) -> Tensor:
     """Validation tokens, int64 [batch, context]."""
     tokenizer = load_tokenizer(folder / TOKENIZER_FOLDER)
-    tokens = read_corpus(recipe, data, validation, tokenizer, folder / "data", True, lambda line: None).held_out
+    tokens = read_corpus(recipe, data, validation, tokenizer, folder / DATA_FOLDER, True, lambda line: None).held_out
     wanted = _BATCH if torch.cuda.is_available() else _BATCH // 8
     batch = min(wanted, len(tokens) // recipe.context)
     if batch < 1:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_NAMES = ("bench", "level", "preset", "workload", "kind")
+_NAMES = ("bench", "level", "preset", "model", "case", "workload", "kind", "backend")
 _SIZES = ("layers", "batch", "length", "M", "D", "F")
 KEY = (*_NAMES, *_SIZES, "dtype", "graph", "compiled")  # those that a row has
 FLOOR = 0.02  # medians closer than this are noise

@@ -97,9 +97,10 @@ def measure(
     """A JSON-ready row for ids [batch, length]. ``wants_layers``: time every FFN of a real model by itself, too."""
     dense, sparse = models = subject.dense, subject.sparse
     device, config, tokens = dense.device, dense.config, ids.numel()
+    hidden = getattr(config, "intermediate_size", None) or config.ffn_dim  # OPT's name
     if compiled:
         for each in models:
-            for layer in each.model.layers:
+            for layer in getattr(each.model, "decoder", each.model).layers:
                 layer.compile(dynamic=False)  # a layer at a time: they all share what is compiled once
     runs = {name: functools.partial(_logits, each, ids) for name, each in zip(("dense", "sparse"), models, strict=True)}
     difference = None
@@ -115,7 +116,7 @@ def measure(
         **subject.facts,
         "layers": config.num_hidden_layers,
         "D": config.hidden_size,
-        "F": config.intermediate_size,
+        "F": hidden,
         "batch": ids.shape[0],
         "length": ids.shape[1],
         "compiled": compiled,

@@ -21,17 +21,20 @@ Row = dict[str, Any]
 def append(row: Mapping[str, Any], path: Path) -> None:
     """Add a row at the end of a file, which is made if need be, with the folders above it.
 
-    The whole line is one write under a lock, so rows of processes that write at once stay whole. A file whose last
-    line has no end, because its writer was killed, gets the end first: the row must not go on that line.
+    The whole line is one write under a lock, so rows of processes that write at once stay whole. What a killed writer
+    left of a last line is dropped; a last line that only lacks its end gets it.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder: expected a .jsonl file to append to")
     line = json.dumps(row).encode() + b"\n"  # before the file is touched: what is no JSON leaves it alone
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
-        _lock(file.fileno())  # until the file is closed
-        if not _ends_a_line(path, file.fileno()):
+        is_alone = _lock(file.fileno())  # until the file is closed
+        rest = _unended(path, file.fileno())
+        if rest and (_is_json(rest) or not is_alone):  # it may be a row that another process is writing
             line = b"\n" + line
+        elif rest:
+            os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - len(rest))
         while line:  # once, but for a write that a full disk or a signal cuts short
             line = line[file.write(line) :]
 
@@ -61,18 +64,32 @@ def read(paths: Iterable[Path]) -> list[Row]:
     return found
 
 
-def _lock(descriptor: int) -> None:
+def _lock(descriptor: int) -> bool:
     """Wait until no other process appends. Where there are no locks, a single write in append mode has to do."""
     if sys.platform != "win32":
         with contextlib.suppress(OSError):  # some network file systems have none
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return True
+    return False
 
 
-def _ends_a_line(path: Path, descriptor: int) -> bool:
-    """True also of an empty file, and of a pipe."""
+def _unended(path: Path, descriptor: int) -> bytes:
+    """What follows the last end of a line; nothing in an empty file, or a pipe."""
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_size == 0:
-        return True
+        return b""
     with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+        back = 1 << 16
+        while True:  # rows are short: once
+            file.seek(max(0, facts.st_size - back))
+            tail = file.read()
+            if b"\n" in tail or back >= facts.st_size:
+                return tail.rpartition(b"\n")[2]
+            back *= 16
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line.decode()), dict)
+    except ValueError:
+        return False

@@ -108,7 +108,8 @@ def _is_workload(row: Row) -> bool:
 
 
 def _is_step(row: Row) -> bool:
-    return row["level"] == "model"
+    """Of both variants: one that does not fit has nothing to compare."""
+    return row.get("level") == "model" and "speedup" in row
 
 
 def _is_any(row: Row) -> bool:
@@ -376,7 +377,7 @@ TABLES = {
     "readme-models": Table(
         ("model-h200.jsonl", "train-h200.jsonl"),
         "twell bench model; twell bench train [--model]",
-        lambda row: not _is_layer(row),
+        lambda row: row["bench"] == "model" or _is_workload(row) or _is_step(row),
         _readme_models,
     ),
     "readme-cpu": Table(("cpu-ffn.jsonl",), "make bench", _is_gated_fp32, _readme_cpu),

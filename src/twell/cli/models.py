@@ -80,7 +80,7 @@ def analyze(
         raise ValueError(f"{report}: a page's name ends in .html")
     if (speed or metrics is not None) and report is None and figures is None:
         raise ValueError("--speed and --metrics are for --report or --figures")
-    shown = _shown_with(model, metrics, speed or [])
+    shown = {} if report is None and figures is None else _shown_with(model, metrics, speed or [])
     language_model, tokenizer = load_model(model)
     with counted_bar("reading") as progress:
         analysis = analyze_model(language_model, tokenizer, text, tokens=tokens, length=length, progress=progress)
@@ -95,8 +95,8 @@ def analyze(
         from twell import report as reporting
 
         if report is not None:
-            folder = Path(model)
-            title = folder.resolve().parent.name if folder.name == "model" else folder.name  # a run keeps it in model/
+            folder = Path(model).resolve()
+            title = folder.parent.name if folder.name == "model" else folder.name  # a run keeps it in model/
             page = reporting.build(analysis, title=title, model=model, text=text.name, **shown)
             reporting.write(page, report)
         drawn = [] if figures is None else reporting.figures(analysis, figures, suffix=suffix, **shown)
@@ -108,7 +108,8 @@ def _shown_with(model: str, metrics: Path | None, speed: list[Path]) -> dict[str
     """What a page shows besides the analysis: the training's log and measured rows. Read first: both may be missing."""
     from twell.bench import rows
 
-    if metrics is None and (beside := Path(model).parent / "metrics.jsonl").is_file():
+    beside = Path(model).resolve().parent / "metrics.jsonl"
+    if metrics is None and Path(model).is_dir() and beside.is_file():
         metrics = beside
     return {
         "metrics": None if metrics is None else rows.read([metrics]),

@@ -1107,8 +1107,8 @@
             ...(part.values === run.loss ? run.validation : []),
             ...(part.ghosts || []).flat(),
           ].filter(known);
-        const high = Math.max(...own),
-          low = Math.min(...own),
+        const high = own.reduce((a, b) => Math.max(a, b), -Infinity),
+          low = own.reduce((a, b) => Math.min(a, b), Infinity),
           log = part.log && low > 0 && high / low > 8;
         const loss = part.values === run.loss,
           pad = (high - low) * 0.06 || 0.5;
