@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig, PreTrainedTokenizerFast
 
 from twell import analyze as analyze_module
+from twell import trace as trace_module
 from twell.analyze import CURVE_POINTS, FORMAT, Analysis, FFNShape, Options, analyze, analyze_trace, correlation
 from twell.hf import LlamaSparseReluConfig
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
@@ -468,12 +469,12 @@ def test_a_text_is_cut_to_the_tokens_wanted(tokenizer: Any) -> None:
 @example(" " * 1000, 2)
 @example("the lazy dog " * 100, 2)
 def test_the_beginning_of_a_long_text_gives_the_same_tokens(tokenizer: Any, text: str, tokens: int) -> None:
-    ids = analyze_module._encode(tokenizer, text, tokens)[:tokens]
+    ids = trace_module.encode_beginning(tokenizer, text, tokens)[:tokens]
     assert ids == tokenizer.encode(text)[:tokens]
 
 
 def test_only_the_beginning_of_a_long_text_is_encoded(tokenizer: Any) -> None:
-    assert len(analyze_module._encode(tokenizer, TEXT * 100, 10)) < 1000
+    assert len(trace_module.encode_beginning(tokenizer, TEXT * 100, 10)) < 1000
 
 
 def test_very_long_tokens_are_encoded_in_full() -> None:
@@ -485,7 +486,7 @@ def test_very_long_tokens_are_encoded_in_full() -> None:
             return [len(line) for line in text.splitlines()]
 
     text = "\n".join("x" * n for n in range(990, 1000))
-    assert analyze_module._encode(Lines(), text, 5) == list(range(990, 1000))
+    assert trace_module.encode_beginning(Lines(), text, 5) == list(range(990, 1000))
 
 
 @pytest.mark.parametrize("kind", [".txt", ".jsonl"])

@@ -11,7 +11,6 @@ lie within one.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,14 +21,13 @@ from torch import Tensor, nn
 
 from twell.nn import SparseFFNBase
 from twell.plan import Costs, choose_plan, costs_for
-from twell.trace import DEFAULT_LENGTH, Progress, Trace, _context, _silent, record
+from twell.trace import DEFAULT_LENGTH, Progress, Trace, _context, _silent, encode_beginning, packed_text, record
 
 FORMAT = 1  # of the JSON form
 TOP_PERCENT = (1, 5, 10, 20)  # of a layer's neurons, the busiest
 CURVE_POINTS = 200
 _PAIRS_AT_ONCE = 1024  # rows of a pattern compared at once
 _MAX_RANDOM_PAIRS = 16384
-_CHARACTERS = 32  # of a text for each token wanted: several times what a token takes
 
 Text = str | Path | Sequence[int] | np.ndarray | Tensor
 
@@ -405,43 +403,15 @@ def _ids(tokenizer: Any, text: Text, tokens: int) -> Tensor:
     if tokens < 2:
         raise ValueError(f"at least 2 tokens are needed, since neighbours are compared; got tokens={tokens}")
     if isinstance(text, Path):
-        text = _packed(tokenizer, text, tokens)
+        text = packed_text(tokenizer, text, tokens)
     elif isinstance(text, str):
-        text = _encode(tokenizer, text, tokens)
+        text = encode_beginning(tokenizer, text, tokens)
     if len(text) == 0:
         raise ValueError("the text is empty")
     ids = torch.as_tensor(text)
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"token ids must be integers [tokens], got {ids.dtype} {list(ids.shape)}")
     return ids.long()
-
-
-def _encode(tokenizer: Any, text: str, tokens: int) -> list[int]:
-    """The ids of a text; of a long one those of its beginning, well beyond the first ``tokens``."""
-    beginning = text[: _CHARACTERS * tokens]
-    ids: list[int] = tokenizer.encode(beginning, add_special_tokens=False)
-    if len(beginning) < len(text) and len(ids) < 2 * tokens:  # the last ones may be those of half a word
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids
-
-
-def _packed(tokenizer: Any, path: Path, tokens: int) -> list[int]:
-    """The ids of a file's documents with end-of-text after each, as ``twell.trace.record_text`` packs them."""
-    from twell.train.data import TEXT_SUFFIXES, find_files, read_texts
-
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end-of-text token")
-    files = find_files([path])
-    for file in files:
-        if file.suffix not in TEXT_SUFFIXES:
-            raise ValueError(f"{file}: expected text, one of {', '.join(TEXT_SUFFIXES)}")
-    packed: list[int] = []
-    for text in itertools.chain.from_iterable(map(read_texts, files)):
-        ids = _encode(tokenizer, text, tokens)
-        packed += [*ids, tokenizer.eos_token_id] if ids else []
-        if len(packed) >= tokens:
-            break
-    return packed
 
 
 def _cut(ids: Tensor, tokens: int, length: int | None, context: int | None) -> Tensor:

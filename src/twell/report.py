@@ -249,20 +249,14 @@ def _break_even(analysis: Analysis, rows: Sequence[Row]) -> BreakEven | None:
         shape, families = plot.select(given)
     except ValueError:  # no row of it
         return None
-    ran_densely = {row.get("mean_active") for row in given if plot.runs_densely(row)}
-    measured_at = plot.measured_break_even([p for p in families.get("iid", []) if p.mean_active not in ran_densely])
-    predicted_at = plot.modelled_break_even(shape)
-    curve: list[plot.Point] = []
-    if predicted_at is not None:
-        lowest = min(p.mean_active for points in families.values() for p in points)
-        curve = plot.modelled_curve(shape, min(lowest, predicted_at / 2), predicted_at)
+    found = plot.break_even(given, shape, families)
     facts = analysis.facts
     return BreakEven(
         shape=str(shape),
         families={plot.STYLES[family].label: points for family, points in families.items()},
-        predicted=[*curve[:-2:4], *curve[-2:]],  # every fourth point, and the end whole
-        at=measured_at if measured_at is not None else predicted_at,
-        measured=measured_at is not None,
+        predicted=[*found.predicted[:-2:4], *found.predicted[-2:]],  # every fourth point, and the end whole
+        at=found.at,
+        measured=found.is_measured,
         same_shape=facts.width == shape.D and set(facts.hidden_sizes) == {shape.F},
     )
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from twell.bench import model as speed
+from twell.bench import plot
 from twell.train.recipes import Recipe, override
 from twell.train.run import DATA_FOLDER, MODEL_FOLDER, RECIPE_FILE, SUMMARY_FILE, TOKENIZER_FOLDER, read_corpus, run
 from twell.train.tokenizer import load_tokenizer
@@ -163,7 +164,7 @@ def _write(rows: list[dict[str, Any]], out: Path) -> None:
         figure = draw(rows)
     except RuntimeError:  # no matplotlib
         return
-    figure.savefig(out / FIGURE_FILE, dpi=150)
+    plot.save(figure, out / FIGURE_FILE)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:

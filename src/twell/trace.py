@@ -30,6 +30,7 @@ from twell.nn import SparseFFNBase
 MAX_WIDTH = int(np.iinfo(np.uint16).max)  # a count can be as large as F
 DEFAULT_LENGTH = 1024
 _ROWS_AT_ONCE = 1024  # of a pattern, when its indices are listed
+_CHARACTERS = 32  # of a text for each token wanted: several times what a token takes
 
 Progress = Callable[[int, int], None]  # sequences done, of how many
 
@@ -264,30 +265,45 @@ def record_text(
     Documents are packed with an end-of-text token after each and cut into sequences of ``length``: by default 1024,
     or the model's context where that is shorter.
     """
-    from twell.train.data import TEXT_SUFFIXES, find_files, read_texts
-
     if length is None:
         length = min(DEFAULT_LENGTH, _context(model) or DEFAULT_LENGTH, tokens)
     if not 1 <= length <= tokens:
         raise ValueError(f"{tokens:,} tokens hold no sequence of {length:,}")
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end-of-text token")
-    files = find_files([text_path])
-    for path in files:
-        if path.suffix not in TEXT_SUFFIXES:
-            raise ValueError(f"{path}: expected text, one of {', '.join(TEXT_SUFFIXES)}")
     wanted = tokens // length * length
-    packed: list[int] = []
-    for text in (text for path in files for text in read_texts(path)):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        packed += [*ids, tokenizer.eos_token_id] if ids else []
-        if len(packed) >= wanted:
-            break
+    packed = packed_text(tokenizer, Path(text_path), wanted)
     n_sequences = min(len(packed), wanted) // length
     if n_sequences == 0:
         raise ValueError(f"{text_path} holds {len(packed):,} tokens: too few for one sequence of {length:,}")
     input_ids = torch.tensor(packed[: n_sequences * length]).view(n_sequences, length)
     return record(model, input_ids, batch_size=batch_size, progress=progress)
+
+
+def packed_text(tokenizer: Any, path: Path, tokens: int) -> list[int]:
+    """The ids of a text's documents with end-of-text after each, at least ``tokens`` of them if there are as many."""
+    from twell.train.data import TEXT_SUFFIXES, find_files, read_texts
+
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end-of-text token")
+    files = find_files([path])
+    for file in files:
+        if file.suffix not in TEXT_SUFFIXES:
+            raise ValueError(f"{file}: expected text, one of {', '.join(TEXT_SUFFIXES)}")
+    packed: list[int] = []
+    for text in (text for file in files for text in read_texts(file)):
+        ids = encode_beginning(tokenizer, text, tokens)
+        packed += [*ids, tokenizer.eos_token_id] if ids else []
+        if len(packed) >= tokens:
+            break
+    return packed
+
+
+def encode_beginning(tokenizer: Any, text: str, tokens: int) -> list[int]:
+    """The ids of a text; of a long one those of its beginning, well beyond the first ``tokens``."""
+    beginning = text[: _CHARACTERS * tokens]
+    ids: list[int] = tokenizer.encode(beginning, add_special_tokens=False)
+    if len(beginning) < len(text) and len(ids) < 2 * tokens:  # the last ones may be those of half a word
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids
 
 
 def _check_input(model: Any, input_ids: Tensor, batch_size: int) -> None:

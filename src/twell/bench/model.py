@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import weights
-from twell.bench import cases, energy, ffn, timing
+from twell.bench import cases, energy, ffn, timing, train
 from twell.hf.convert import desparsify_, sparsify_
 from twell.nn import SparseFFNBase
 from twell.plan import Plan
@@ -110,6 +110,7 @@ def measure(
     prompts = {name: functools.partial(_first_token, each, ids[:1]) for name, each in zip(runs, models, strict=True)}
     waits = timing.compare(prompts, seconds=seconds / 3, warmups=1, device=device)
     joules = {name: energy.joules(run, device, min(seconds, ENERGY_SECONDS)) for name, run in runs.items()}
+    known = {name: j for name, j in joules.items() if j is not None}
     layers = _layers(dense, sparse, ids, seconds) if wants_layers else None
     return {
         "bench": "model",
@@ -128,7 +129,7 @@ def measure(
         "difference": difference,
         "memory": {name: _memory(each, runs[name]) for name, each in zip(runs, models, strict=True)},
         "joules_per_token": {name: None if j is None else float(f"{j / tokens:.4g}") for name, j in joules.items()},
-        "joules_ratio": _ratio(joules),
+        "joules_ratio": train.ratio(known["sparse"], known["dense"]) if len(known) == 2 else None,
         **({"plans": [ffn.plan_facts(plan) for plan in subject.plans]} if subject.plans else {}),
         **({"ffns": layers} if layers is not None else {}),
         **timing.environment(device),
@@ -150,11 +151,6 @@ def _disagreement(dense: Tensor, sparse: Tensor) -> float:
     if not difference < _TOLERANCE.get(dense.dtype, 1e-6):
         raise ffn.WrongResult(f"the sparse model's logits differ from the dense model's by {difference:.2e}")
     return float(f"{difference:.3g}")
-
-
-def _ratio(joules: dict[str, float | None]) -> float | None:
-    dense, sparse = joules["dense"], joules["sparse"]
-    return None if not dense or sparse is None else round(sparse / dense, 4)
 
 
 def _memory(model: Any, run: Callable[[], Any]) -> dict[str, int]:

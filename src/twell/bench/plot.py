@@ -87,22 +87,15 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     axes.axhline(1, color="black", linewidth=1, label="dense")
     for family, points in families.items():
         _draw_family(axes, STYLES[family], points)
-    predicted_at = modelled_break_even(shape)
-    if predicted_at is not None:
-        lowest = min(p.mean_active for points in families.values() for p in points)
-        curve = modelled_curve(shape, min(lowest, predicted_at / 2), predicted_at)
-        axes.plot(
-            *zip(*curve, strict=True), color="tab:blue", linewidth=0.8, linestyle="--", label="uniform, predicted"
-        )
+    found = break_even(rows, shape, families)
+    if found.predicted:
+        counts, speedups = zip(*found.predicted, strict=True)
+        axes.plot(counts, speedups, color="tab:blue", linewidth=0.8, linestyle="--", label="uniform, predicted")
     axes.margins(x=0.08, y=0.1)
     axes.set_ylim(bottom=min(0.7, axes.get_ylim()[0]))
     _write_speedups(axes, families)
-    ran_densely = {row.get("mean_active") for row in rows if runs_densely(row)}  # 1x whatever sparse would have been
-    measured_at = measured_break_even([p for p in families.get("iid", []) if p.mean_active not in ran_densely])
-    if measured_at is not None:
-        _mark_break_even(axes, measured_at, "measured")
-    elif predicted_at is not None:
-        _mark_break_even(axes, predicted_at, "predicted")
+    if found.at is not None:
+        _mark_break_even(axes, found.at, "measured" if found.is_measured else "predicted")
 
     axes.set_title(f"Gated FFN on {shape}", fontsize=11)
     axes.set_xlabel("mean active neurons per token")
@@ -138,7 +131,26 @@ def _fits(row: dict[str, Any]) -> bool:
     return row["mean_active"] > 0
 
 
-def runs_densely(row: dict[str, Any]) -> bool:
+class BreakEven(NamedTuple):
+    """Where uniform firing stops paying: as measured, else as predicted."""
+
+    at: float | None
+    is_measured: bool
+    predicted: list[Point]  # the curve; empty without a cost model
+
+
+def break_even(rows: list[dict[str, Any]], shape: Shape, families: dict[str, list[Point]]) -> BreakEven:
+    ran_densely = {row.get("mean_active") for row in rows if _runs_densely(row)}  # 1x whatever sparse would have been
+    measured_at = measured_break_even([p for p in families.get("iid", []) if p.mean_active not in ran_densely])
+    predicted_at, curve = modelled_break_even(shape), []
+    if predicted_at is not None:
+        lowest = min(p.mean_active for points in families.values() for p in points)
+        curve = modelled_curve(shape, min(lowest, predicted_at / 2), predicted_at)
+    is_measured = measured_at is not None
+    return BreakEven(measured_at if is_measured else predicted_at, is_measured, curve)
+
+
+def _runs_densely(row: dict[str, Any]) -> bool:
     return bool((row.get("plan") or {}).get("hot") == row.get("F"))
 
 
