@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as nnf
@@ -25,6 +25,8 @@ from twell.plan import Plan
 _LEARNING_RATE = 1e-7  # weights are written at every step, and stay as sparse as they were
 _MAX_LOSS_DIFFERENCE = 0.01
 OUT_OF_MEMORY = "out of memory"
+_PROBES = (4, 8)  # sequences
+Result = TypeVar("Result")
 
 
 def measure_model(
@@ -75,7 +77,10 @@ def measure_largest(
     room = torch.cuda.get_device_properties(device).total_memory
     results: dict[str, Any] = {}
     for name in variants:
-        batch, result = largest(functools.partial(_alone, name, setting, seconds=seconds), room)
+        batch = largest(functools.partial(_peak, name, setting), room)
+        result = _alone(name, setting, batch, seconds)
+        if result is None:
+            raise RuntimeError(f"{batch} sequences fitted the GPU and then did not: is another program on it?")
         results[name] = {"batch": batch, **result}
     both = {"dense", "sparse"} <= set(results)
     dense, sparse = results.get("dense", {}), results.get("sparse", {})
@@ -88,30 +93,25 @@ def measure_largest(
     }
 
 
-def largest(measure: Callable[[int], dict[str, Any] | None], room: int) -> tuple[int, dict[str, Any]]:
-    """The largest batch that ``measure`` does not give None for, and what it gives; ``room``: bytes there are.
+def largest(peak: Callable[[int], int | None], room: int) -> int:
+    """The largest batch whose ``peak`` memory is not None; ``room``: bytes there are.
 
-    Memory grows by the same amount with every sequence, so two small batches tell about where it ends. From there one
-    at a time, down to what fits, then up to what does not.
+    Memory grows by the same amount with every sequence, so two batches tell about where it ends; not the smallest,
+    which run densely. From there down to what fits, then up, one at a time, to what does not.
     """
-    first, second = measure(1), measure(2)
-    if first is None:
-        raise RuntimeError("not even one sequence fits")
-    if second is None:
-        return 1, first
-    base = first["memory"]["peak"]
-    each = max(1, second["memory"]["peak"] - base)
-    batch = max(2, 1 + int((room - base) / each))
-    best, found = 2, second
-    while batch > best:
-        result = measure(batch)
-        if result is not None:
-            best, found = batch, result
-            break
+    near, far = (peak(batch) for batch in _PROBES)
+    if near is None or far is None:
+        batch = (_PROBES[0] if near is None else _PROBES[1]) - 1
+    else:
+        each = max(1.0, (far - near) / (_PROBES[1] - _PROBES[0]))
+        batch = max(_PROBES[1], _PROBES[0] + int((room - near) / each))
+    while batch and peak(batch) is None:
         batch -= max(1, batch // 50)
-    while (result := measure(best + 1)) is not None:
-        best, found = best + 1, result
-    return best, found
+    if not batch:
+        raise RuntimeError("not even one sequence fits")
+    while peak(batch + 1) is not None:
+        batch += 1
+    return batch
 
 
 class _Setting(NamedTuple):
@@ -140,13 +140,30 @@ def _facts(level: str, setting: _Setting) -> dict[str, Any]:
 
 def _alone(name: str, setting: _Setting, batch: int, seconds: float) -> dict[str, Any] | None:
     """One variant, and nothing of it left in memory; None where it does not fit."""
+    return _if_it_fits(functools.partial(_measure_variant, name, setting, batch, seconds), setting.device)
+
+
+def _peak(name: str, setting: _Setting, batch: int) -> int | None:
+    """Bytes of a step's peak; None where it does not fit."""
+
+    def measure() -> int:
+        training, _ = _prepare(name, setting, batch)
+        training.step()  # the first has no gradients and no optimiser state to begin with
+        peak = training.memory()["peak"]
+        assert peak is not None
+        return peak
+
+    return _if_it_fits(measure, setting.device)
+
+
+def _if_it_fits(measure: Callable[[], Result], device: torch.device) -> Result | None:
     try:
-        return _measure_variant(name, setting, batch, seconds)
+        return measure()
     except torch.OutOfMemoryError:
         return None
     finally:
         gc.collect()  # modules and their hooks refer to each other
-        if setting.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
@@ -172,7 +189,8 @@ def _compared(results: dict[str, Any]) -> dict[str, Any]:
     return ratios
 
 
-def _measure_variant(name: str, setting: _Setting, batch: int, seconds: float) -> dict[str, Any]:
+def _prepare(name: str, setting: _Setting, batch: int) -> tuple[_Training, Plan | None]:
+    """A variant's model with its batch, and the plan of its layers."""
     config, workload, length, l1, dtype, device, backend = setting
     torch.manual_seed(0)
     with device:
@@ -194,7 +212,12 @@ def _measure_variant(name: str, setting: _Setting, batch: int, seconds: float) -
     plan = _make_sparse(model, fired, backend) if name == "sparse" else None
     for layer in model.model.layers:
         layer.mlp = _MeasuredFFN(layer.mlp, x)
-    training = _Training(model, ids, l1)
+    return _Training(model, ids, l1), plan
+
+
+def _measure_variant(name: str, setting: _Setting, batch: int, seconds: float) -> dict[str, Any]:
+    training, plan = _prepare(name, setting, batch)
+    tokens, device = batch * setting.length, setting.device
     first = training.first_losses()
     training.step()  # the second warm-up
     memory = training.memory()
