@@ -37,7 +37,9 @@ def change(path: Path, **fields: object) -> None:
     path.write_text("".join(json.dumps(json.loads(line) | fields) + "\n" for line in path.read_text().splitlines()))
 
 
-@pytest.mark.parametrize("name", ["ffn", "ffn-layers", "model", "train-ffn", "train-layers", "train-step"])
+@pytest.mark.parametrize(
+    "name", ["ffn", "ffn-layers", "model", "train-ffn", "train-layers", "train-step", "train-largest"]
+)
 def test_numbers_come_from_rows(name: str, rows: Path) -> None:
     (file,) = tables.TABLES[name].files
     assert "**98.77x**" not in tables.render(name, rows, "results")
@@ -62,7 +64,9 @@ def test_a_document_is_changed_between_the_comments_alone(rows: Path, tmp_path: 
     document.parent.mkdir()
     document.write_text("before\n<!-- table model -->\nold\n<!-- end -->\nafter\n")
     text = tables.updated(document, rows)
-    assert text.startswith("before\n<!-- table model -->\n| activations |") and text.endswith("<!-- end -->\nafter\n")
+    assert text.startswith("before\n<!-- table model -->\n| model | activations |") and text.endswith(
+        "<!-- end -->\nafter\n"
+    )
     assert "old" not in text and "(../results/model-h200.jsonl)" in text
     document.write_text(text)
     assert tables.updated(document, rows) == text
@@ -94,10 +98,35 @@ def test_command(rows: Path, tmp_path: Path) -> None:
     stale = CliRunner().invoke(app, [*command, "--check"])
     assert stale.exit_code != 0 and "not up to date" in stale.output + str(stale.exception)
     assert CliRunner().invoke(app, command).exit_code == 0
-    assert "| skew29 | eager |" in document.read_text()
+    assert "| 1.5b | skew29 | eager |" in document.read_text()
     fresh = CliRunner().invoke(app, [*command, "--check"])
     assert fresh.exit_code == 0 and "up to date" in fresh.output
     assert CliRunner().invoke(app, ["results", str(tmp_path / "none.md")]).exit_code != 0
+
+
+def test_the_papers_numbers_stand_beside_the_last_of_ours(rows: Path) -> None:
+    path = rows / "train-h200.jsonl"
+    step = next(row for row in map(json.loads, path.read_text().splitlines()) if row["level"] == "model")
+    with path.open("a") as f:
+        f.write(json.dumps(step | {"preset": "2b", "speedup": 1.5, "peak_ratio": 0.5}) + "\n")
+    line = next(line for line in tables.render("paper", rows, "r").splitlines() if line.startswith("| 2b |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1] == "+20.5 %" and cells[5:7] == ["+21.9 %", "+50.0 %"] and cells[-1] == "-50.0 %"
+    path.write_text("")  # then nothing of ours is known of training
+    line = next(line for line in tables.render("paper", rows, "r").splitlines() if line.startswith("| 2b |"))
+    assert line.endswith("| +21.9 % |  |  | larger micro-batch |  |")
+
+
+def test_layers_tell_how_far_counts_explain_speed(rows: Path) -> None:
+    path = rows / "ffn-h200.jsonl"
+    assert "Correlation of active neurons and speedup: -0.9" in tables.render("ffn-layers", rows, "r")
+    marked = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in marked:
+        row["speedup"] = row["mean_active"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in marked))
+    assert "Correlation of active neurons and speedup: 1.00" in tables.render("ffn-layers", rows, "r")
+    change(path, speedup=1.5)
+    assert "Correlation" not in tables.render("ffn-layers", rows, "r")
 
 
 def test_rows_that_compare_nothing_are_left_out(rows: Path) -> None:

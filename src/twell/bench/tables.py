@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import correlation
 from typing import Any, NamedTuple
 
 from twell.bench import rows as files
@@ -112,6 +113,17 @@ def _is_step(row: Row) -> bool:
     return row.get("level") == "model" and "speedup" in row
 
 
+def _is_largest(row: Row) -> bool:
+    return row.get("level") == "largest" and "speedup" in row
+
+
+def _is_of_readme(row: Row) -> bool:
+    """Training of one FFN, and the 1.5B model: its forward, and a step of the batch that fills a GPU."""
+    if row["bench"] == "model" or _is_step(row):
+        return row.get("preset") == "1.5b" and row["batch"] != 12
+    return _is_workload(row)
+
+
 def _is_any(row: Row) -> bool:
     return True
 
@@ -173,24 +185,43 @@ def _layers(rows: list[Row]) -> list[str]:
         ),
     )
     summed = sum(_dense(r)["p50"] for r in rows) / sum(r["sparse_ms"]["p50"] for r in rows)
-    return [*lines, f"| mean | | | | | {_speedup(_mean_speedup(rows))} ({summed:.2f}x of the summed times) | |"]
+    active, speedups = [r["mean_active"] for r in rows], [r["speedup"] for r in rows]
+    varies = len(set(active)) > 1 < len(set(speedups))
+    return [
+        *lines,
+        f"| mean | | | | | {_speedup(_mean_speedup(rows))} ({summed:.2f}x of the summed times) | |",
+        *(["", f"Correlation of active neurons and speedup: {correlation(active, speedups):.2f}"] if varies else []),
+    ]
 
 
 def _model(rows: list[Row]) -> list[str]:
+    def millijoules(row: Row) -> str:
+        of = row["joules_per_token"]
+        if of["sparse"] is None:
+            return ""
+        return f"{1000 * of['dense']:.2f} -> {1000 * of['sparse']:.2f} ({row['joules_ratio']:.2f}x)"
+
     return _lines(
-        ("activations", "model", "dense ms", "sparse ms", "tokens/ms", "speedup"),
+        ("model", "activations", "how", "tokens", "dense ms", "sparse ms", "tokens/ms", "speedup", "mJ a token"),
         (
             (
+                str(r["preset"]),
                 str(r["workload"]),
-                "compiled, layer by layer" if r["compiled"] else "eager",
+                _how(r),
+                f"{r['batch']} x {r['length']}",
                 _ms(r["dense_ms"]),
                 _ms(r["sparse_ms"]),
                 f"{r['tokens_per_ms']['dense']:.0f} -> {r['tokens_per_ms']['sparse']:.0f}",
                 _speedup(r["speedup"]),
+                millijoules(r),
             )
             for r in rows
         ),
     )
+
+
+def _how(row: Row) -> str:
+    return "compiled" if row["compiled"] else "eager"
 
 
 def _train_ffn(rows: list[Row]) -> list[str]:
@@ -251,6 +282,70 @@ def _train_step(rows: list[Row]) -> list[str]:
     )
 
 
+def _largest(rows: list[Row]) -> list[str]:
+    def sequences(of: Row) -> str:
+        return f"{of['batch']} ({of['memory']['peak'] / 1e9:.0f} GB)"
+
+    return _lines(
+        ("model", "workload", "dense: sequences", "tokens/ms", "sparse: sequences", "tokens/ms", "speedup"),
+        (
+            (
+                str(r["preset"]),
+                str(r["workload"]),
+                sequences(r["dense"]),
+                f"{r['dense']['tokens_per_ms']:.1f}",
+                sequences(r["sparse"]),
+                f"{r['sparse']['tokens_per_ms']:.1f}",
+                _speedup(r["speedup"]),
+            )
+            for r in rows
+        ),
+    )
+
+
+_PAPERS = {  # forward, energy a token, training, peak memory: sparse against dense, in per cent
+    "0.5b": (17.0, -11.8, -1.5, -19.2),
+    "1b": (18.1, -14.6, 7.1, -25.5),
+    "1.5b": (18.8, -15.0, 11.6, -28.1),
+    "2b": (20.5, -17.0, 21.9, None),  # at a larger micro-batch
+}
+
+
+def _paper(rows: list[Row]) -> list[str]:
+    """The paper's numbers and those of the rows; of several rows of a kind the last."""
+
+    def found(preset: str, **wanted: Any) -> Row | None:
+        of = [r for r in rows if r.get("preset") == preset and all(r.get(k) == v for k, v in wanted.items())]
+        return of[-1] if of else None
+
+    def percent(value: float | None) -> str:
+        return "" if value is None else f"{value:+.1f} %"
+
+    def change(row: Row | None, name: str) -> str:
+        return "" if row is None or row.get(name) is None else percent(100 * (row[name] - 1))
+
+    lines = []
+    for preset, (forward, energy, training, memory) in _PAPERS.items():
+        ours = found(preset, case="paper", compiled=False, workload="skew29")
+        step, largest = (found(preset, level=level, workload="skew29") for level in ("model", "largest"))
+        lines.append(
+            (
+                preset,
+                percent(forward),
+                change(ours, "speedup"),
+                percent(energy),
+                change(ours, "joules_ratio"),
+                percent(training),
+                change(step, "speedup"),
+                change(largest, "speedup"),
+                percent(memory) or "larger micro-batch",
+                change(step, "peak_ratio"),
+            )
+        )
+    head = ("model", "forward: theirs", "ours", "energy a token: theirs", "ours", "training: theirs", "ours")
+    return _lines((*head, "ours, largest batches", "peak memory: theirs", "ours"), lines)
+
+
 def _grid(rows: list[Row], sizes: Sequence[int]) -> list[str]:
     """Workloads down, tokens across; the last row of several counts."""
     found = {(r["workload"], r["M"]): f"{r['speedup']:.2f}x" for r in rows}
@@ -272,8 +367,8 @@ def _readme_models(rows: list[Row]) -> list[str]:
 
     def line(row: Row) -> tuple[str, str, str, str]:
         if row["bench"] == "model":
-            how = "compiled" if row["compiled"] else "eager"
-            return f"forward of a model, {how}, {row['workload']}", f"{row['speedup']:.2f}x", "", ""
+            energy = f"{row['joules_ratio']:.2f}x" if row["joules_ratio"] else ""
+            return f"forward of a model, {_how(row)}, {row['workload']}", f"{row['speedup']:.2f}x", "", energy
         if row["level"] == "ffn":
             energy = row["joules"]["sparse"] / row["joules"]["dense"]
             memory = row["memory"]["ratio"]
@@ -365,11 +460,21 @@ TABLES = {
     "ffn": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 4096 -m 16384 -m 131072", _is_workload, _ffn),
     "ffn-layers": Table(("ffn-h200.jsonl",), f"{_FFN} --trace TRACE.npz", _is_layer, _layers),
     "model": Table(
-        ("model-h200.jsonl",), "twell bench model -w skew29 [--compile] [--trace TRACE.npz]", _is_any, _model
+        ("model-h200.jsonl",),
+        "twell bench model --preset 1.5b -w skew29 --paper [--compile]; --batch 32 --trace TRACE.npz",
+        _is_any,
+        _model,
     ),
     "train-ffn": Table(("train-h200.jsonl",), f"{_TRAIN} -w skew29 -w skew100 -m 16384", _is_workload, _train_ffn),
     "train-layers": Table(("train-h200.jsonl",), f"{_TRAIN} --trace TRACE.npz -m 16384", _is_layer, _layers),
     "train-step": Table(("train-h200.jsonl",), f"{_TRAIN} --model --batch 17 -w skew29", _is_step, _train_step),
+    "train-largest": Table(("train-h200.jsonl",), f"{_TRAIN} --model --largest -w skew29", _is_largest, _largest),
+    "paper": Table(
+        ("model-h200.jsonl", "train-h200.jsonl"),
+        f"twell bench model --paper; {_TRAIN} --model --batch 12; {_TRAIN} --model --largest",
+        lambda row: "preset" in row,
+        _paper,
+    ),
     "small": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _is_any, _small),
     "small-layers": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _counts_neurons, _small_layers),
     "small-text": Table(("train-small.jsonl",), _TEXT, _is_any, _small_text),
@@ -377,7 +482,7 @@ TABLES = {
     "readme-models": Table(
         ("model-h200.jsonl", "train-h200.jsonl"),
         "twell bench model; twell bench train [--model]",
-        lambda row: row["bench"] == "model" or _is_workload(row) or _is_step(row),
+        _is_of_readme,
         _readme_models,
     ),
     "readme-cpu": Table(("cpu-ffn.jsonl",), "make bench", _is_gated_fp32, _readme_cpu),
