@@ -10,13 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
+from twell.hf.parallel import _parallel
 from twell.train.data import SAMPLE, read_texts
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
 from twell.train.run import run
 from twell.train.tokenizer import train_bpe
-from twell.train.trainer import METRICS_FILE, SPARSITY_FILE, latest_checkpoint, make_model, split_step
+from twell.train.trainer import (
+    METRICS_FILE,
+    SPARSITY_FILE,
+    SparseTrainer,
+    latest_checkpoint,
+    make_model,
+    split_step,
+)
 
 MINI = dataclasses.replace(
     tiny(),
@@ -281,3 +289,10 @@ def test_a_refused_run_leaves_no_folder_in_the_way(text: Path, tmp_path: Path) -
     with pytest.raises(Exception, match="nonsense is not supported"):
         train(MINI, text, tmp_path / "run", report_to="nonsense")
     train(MINI, text, tmp_path / "run")
+
+
+def test_tensor_parallel_models_are_refused(tmp_path: Path) -> None:
+    model = make_model(MINI, 300, 0)
+    model.model.layers[1].mlp.__class__ = _parallel(type(model.model.layers[1].mlp))
+    with pytest.raises(ValueError, match="tensor parallel models need a loop of their own"):
+        SparseTrainer(MINI, model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))

@@ -29,6 +29,7 @@ from twell.hf.models import (
     Qwen2SparseReluForCausalLM,
     Qwen2SparseReluModel,
 )
+from twell.hf.parallel import is_sharded, parallelize_, tensor_parallel_mesh
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, activation_of, find_activation
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
@@ -84,7 +85,8 @@ def sparsify_(model: nn.Module, counts: NeuronCounts | None = None) -> Report:
 
     Knows gated FFNs (gate_proj, up_proj, down_proj: Llama, Mistral, Qwen, Gemma and their like), plain ones
     (up_proj, down_proj: Nemotron) and OPT's fc1 / fc2. Each is compared with the dense one on a few random tokens
-    before it is taken, so a block that computes something else is skipped, not broken.
+    before it is taken, so a block that computes something else is skipped, not broken. A model that was loaded with a
+    tensor parallel plan stays parallel; call it on every process.
 
     ``counts`` make the plans of the layers; by default those that ``twell calibrate`` left beside the model.
     """
@@ -157,11 +159,18 @@ def _sparsify_one(name: str, parent: nn.Module, attribute: str, ffn: nn.Module) 
         return Row(name, was, None, f"{_activation_name(ffn)}: call relufy_ first")
     if names is _INLINE and was != "OPTDecoderLayer":
         return Row(name, was, None, "of FFNs with fc1 and fc2 only OPT's is known")
+    if names is _INLINE and is_sharded(ffn):
+        return Row(name, was, None, "OPT's FFN does not run on sharded weights")
     if names is _INLINE:
         _sparsify_inline(ffn, activation)
         return Row(name, was, f"SparseFFN (fc1, fc2), {activation}")
     cls = GatedSparseFFN if names is _GATED else SparseFFN
     sparse = cls.from_dense(ffn, activation=activation)
+    if is_sharded(ffn):
+        mesh = tensor_parallel_mesh(sparse)
+        if mesh is None:
+            return Row(name, was, None, "its weights are sharded, but not by neurons (colwise, rowwise)")
+        parallelize_(sparse, mesh)
     if not _computes_the_same(ffn, sparse):
         return Row(name, was, None, f"its forward is not that of a {'gated' if cls is GatedSparseFFN else 'plain'} FFN")
     object.__setattr__(sparse, "dense_block", ffn)  # not a submodule: the state dict stays as it is
@@ -277,13 +286,21 @@ def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
 
 def _become_sparse_type(model: Any, l1: float) -> Report:
     causal_lm, base, decoder_layer, config_class = _SPARSE_TYPES[type(model)]
+    ffns = [GatedSparseMLP.from_dense(layer.mlp, activation="relu") for layer in model.model.layers]
+    meshes = [tensor_parallel_mesh(ffn) for ffn in ffns]
+    if (model.tp_size or 1) > 1 and None in meshes:
+        raise ValueError("relufy_: tensor parallel FFNs must be sharded by neurons, as transformers 5.16 does")
     fields = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
     config = config_class.from_dict({**fields, "sparsity_l1_coeff": l1})
     config._attn_implementation = model.config._attn_implementation
+    if hasattr(model.config, "distributed_config"):
+        config.distributed_config = model.config.distributed_config
     rows = []
-    for i, layer in enumerate(model.model.layers):
+    for i, (layer, ffn, mesh) in enumerate(zip(model.model.layers, ffns, meshes, strict=True)):
         was = _activation_name(layer.mlp)
-        layer.mlp = GatedSparseMLP.from_dense(layer.mlp, activation="relu")
+        layer.mlp = ffn
+        if mesh is not None:
+            parallelize_(ffn, mesh)
         layer.__class__ = decoder_layer
         rows.append(Row(f"model.layers.{i}.mlp", was, f"relu, l1 {l1:g}"))
     for module in model.modules():

@@ -25,10 +25,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2Model
 
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
+from twell.hf.parallel import register_style
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase
 from twell.ops import Stats
 
 IGNORED_LABEL = -100
+register_style()  # the configurations' tensor parallel plans name it
 
 
 @dataclasses.dataclass
@@ -176,21 +178,38 @@ class _SparseCausalLMMixin(_InitCountsMixin, nn.Module):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
         output_sparsity: bool = False,
         **kwargs: Any,
     ) -> SparseCausalLMOutput:
-        """As the base model's, with both parts of the loss. ``output_sparsity``: statistics without labels, too."""
+        """As the base model's, with both parts of the loss. ``output_sparsity``: statistics without labels, too.
+
+        It names all that the base model's names: pipeline stages pass on nothing else, the cache for one.
+        """
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+            "inputs_embeds": inputs_embeds,
+            "use_cache": use_cache,
+            "logits_to_keep": logits_to_keep,
+        }
         if labels is None and not output_sparsity:
-            return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+            return super().forward(**inputs, **kwargs)
+        layers: Any = self.model.layers
+        if not all(hasattr(layer, "mlp") for layer in layers):  # which wrappers of layers pass on
+            raise ValueError("the loss and statistics need all layers in a process: pipeline parallel only predicts")
         kwargs.pop("return_dict", None)
         mask = _counted_tokens(labels, kwargs.get("shift_labels"), attention_mask)
         sink = _Sink(mask)
-        out = super().forward(
-            input_ids=input_ids, attention_mask=attention_mask, labels=labels, sparsity_sink=sink, **kwargs
-        )
+        out = super().forward(**inputs, labels=labels, sparsity_sink=sink, **kwargs)
         stats = sink.close()
-        layers: Any = self.model.layers
         for layer, seen in zip(layers, stats, strict=True):
             if layer.mlp.track_counts:
                 layer.mlp.commit(seen)

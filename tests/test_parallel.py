@@ -1,0 +1,319 @@
+"""Tensor parallel models compute what whole ones do: two processes on the CPU against one.
+
+This file is a program, too: the tests start it in two processes, once, since starting takes longer than computing.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+import twell
+from interpreted import shorten_lists
+from twell import cpu
+from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
+from twell.hf.counts import NeuronCounts
+from twell.hf.parallel import ParallelFFN, parallelize_
+from twell.nn import SparseFFNBase
+from twell.ops import Stats
+from twell.plan import Plan, choose_plan, costs_for
+from twell.sparsity import Planner, restart_neurons_
+
+tensor_parallel = pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers 5.16 has it")
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    # Biases; both parts of the loss about as large.
+    "llama": LlamaSparseReluConfig(
+        **SHAPE, intermediate_size=96, mlp_bias=True, sparsity_l1_coeff=0.03, tie_word_embeddings=False
+    ),
+    # A plain FFN of 65 neurons: 33 for one process, 32 for the other. Tied embeddings, running counts.
+    "qwen2": Qwen2SparseReluConfig(
+        **SHAPE,
+        intermediate_size=65,
+        sparsity_gated_mlp=False,
+        sparsity_do_track=True,
+        sparsity_l1_coeff=0.3,
+        tie_word_embeddings=True,
+    ),
+    "dense": LlamaConfig(**SHAPE, intermediate_size=96, mlp_bias=True, hidden_act="relu"),
+}
+TOLERANCE = 1e-5  # relative, fp32; sums in another order make 1e-6
+COUNTED_TOKENS = 1000
+
+
+# -- what both sides do -----------------------------------------------------------------------------------
+
+
+def make_models(folder: Path) -> None:
+    for name, config in CONFIGS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        for p in model.parameters():  # larger weights than at initialisation, and biases that are not 0
+            nn.init.normal_(p, std=0.2) if p.dim() == 2 or not bool(p.any()) else None
+        model.save_pretrained(folder / name)
+
+
+def batch() -> dict[str, Tensor]:
+    """Three sequences, one of them padded; a third of the labels masked."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, SHAPE["vocab_size"], (3, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    labels = ids.masked_fill((torch.rand(ids.shape, generator=generator) < 0.3) | (mask == 0), -100)
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
+
+
+def fired(n_neurons: int) -> Tensor:
+    """Counts whose halves differ: neurons that fire often are in the first."""
+    return torch.where(torch.arange(n_neurons) < n_neurons // 16, COUNTED_TOKENS // 2, 1)
+
+
+def whole(tensor: Any) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def observe(model: Any) -> dict[str, Any]:
+    """What a model computes, comparable whatever the number of processes."""
+    model.train()
+    model.zero_grad()
+    inputs = batch()
+    out = model(**inputs)
+    out.loss.backward()
+    seen: dict[str, Any] = {
+        "loss": out.loss.detach(),
+        "gradients": {name: whole(p.grad) for name, p in model.named_parameters()},
+    }
+    if hasattr(out, "sparsity"):
+        seen |= {"l1_loss": out.l1_loss.detach(), "l1_sums": torch.stack([s.l1_sum.detach() for s in out.sparsity])}
+        seen["counts"] = torch.cat([torch.cat([s.counts, s.tokens.reshape(1)]) for s in out.sparsity])
+    model.eval()
+    del inputs["labels"]
+    with torch.no_grad():
+        seen["logits"] = model(**inputs).logits
+        seen["tokens"] = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+    running = [torch.cat([ffn.neuron_counts, ffn.tokens_seen.reshape(1)]) for ffn in ffns(model) if ffn.track_counts]
+    return seen | ({"running counts": torch.cat(running)} if running else {})
+
+
+def ffns(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, SparseFFNBase)]
+
+
+def restart(model: nn.Module) -> dict[str, Tensor]:
+    """Weights after a third of the neurons got fresh ones."""
+    for ffn in ffns(model):
+        restart_neurons_(ffn, torch.arange(96) % 3 == 0, std=0.1, seed=3)
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def run_ffn(run: Any) -> dict[str, Tensor]:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    y, stats = run(x, None, True)
+    (y.square().sum() + stats.l1_sum).backward()
+    return {"y": y.detach(), "dx": whole(x.grad), "counts": stats.counts}
+
+
+# -- the program ------------------------------------------------------------------------------------------
+
+
+def run_by_plan(ffn: Any) -> dict[str, Tensor]:
+    """Its y by the sparse kernels, in Triton's interpreter: hot neurons, and tokens with few active ones and many."""
+    shorten_lists()
+    ffn.backend = "triton"
+    ffn.set_plan(Plan(n_neurons=48, hot=torch.tensor([5, 1]), cap=16, min_tokens=0))
+    with torch.no_grad():
+        return {"y": ffn(torch.randn(4, 32, generator=torch.Generator().manual_seed(0)))}
+
+
+def check_plans(rank: int) -> None:
+    """Each process plans for its own neurons, from counts of all."""
+    ffn: Any = twell.GatedSparseFFN(16, 4096)
+    tensor_parallel.ALL_PARALLEL_STYLES["twell_ffn"].install_forward(ffn, init_device_mesh("cpu", (2,)))
+    own = slice(2048 * rank, 2048 * rank + 2048)
+    costs = {training: costs_for(torch.device("cpu"), training=training) for training in (False, True)}
+    expected = {t: choose_plan(fired(4096)[own], COUNTED_TOKENS, costs[t], width=16) for t in costs}
+    assert [len(plan.hot) for plan in expected.values()] == ([0, 0] if rank else [256, 256])
+    assert ffn.plan_from_counts(fired(4096), COUNTED_TOKENS).predicted == expected[False].predicted
+    assert ffn.plan.equal(expected[False].encode())
+    assert ffn.plan_from_counts(fired(4096)[own], COUNTED_TOKENS).hot.equal(expected[False].hot)
+    ffn.backend = "triton"
+    planner = Planner([ffn], every=1)
+    for _ in range(2):
+        planner.advance([Stats(torch.zeros(()), fired(4096).int(), torch.tensor(COUNTED_TOKENS))])
+    assert ffn.plan.equal(expected[True].encode())
+
+
+def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
+    def load(name: str, **settings: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder / name, **settings)
+
+    two_shares = DistributedConfig(tp_size=2)
+    seen: dict[str, Any] = {}
+
+    with warnings.catch_warnings(record=True):  # newer versions would rather have distributed_config
+        model = load("llama", tp_plan="auto")
+    assert all(isinstance(ffn, ParallelFFN) and len(ffns(model)) == 2 for ffn in ffns(model))
+    assert {ffn.gate_proj.weight.to_local().shape for ffn in ffns(model)} == {(48, 32)}
+    seen["llama"] = observe(model)
+    used = set()
+    for _ in range(2):
+        with torch.no_grad(), ffns(model)[0]._as_own_neurons():
+            used.add(ffns(model)[0].down_proj.weight)
+    assert len(used) == 1  # copies in other layouts are kept by tensor: a new one each time would mean new copies
+    model.save_pretrained(folder / "llama-saved")
+
+    model.gradient_checkpointing_enable()
+    seen["llama-checkpointed"] = observe(model)
+    model.gradient_checkpointing_disable()
+
+    ffn = ffns(model)[0]
+    seen["compiled"] = run_ffn(torch.compile(ffn._ffn, fullgraph=True, backend="aot_eager"))
+    assert f"neurons {48 * rank} to {48 * rank + 47} here" in repr(ffn)
+    seen["by plan"] = run_by_plan(ffn)
+    with pytest.raises(ValueError, match="for 96 neurons, and this process has 48 of the layer's 96"):
+        ffn.set_plan(Plan(n_neurons=96, hot=torch.arange(2), cap=16))
+    ffn._look_at(torch.randn(4096, 32))
+    assert Plan.decode(ffn.plan).n_neurons == 48
+    seen["restarted"] = {"weights": restart(model)}
+
+    seen["qwen2"] = observe(load("qwen2", distributed_config=two_shares))
+
+    # A dense model that is parallel already.
+    model = load("dense", distributed_config=two_shares)
+    report = twell.sparsify_(model, NeuronCounts(fired=[fired(96)] * 2, tokens=COUNTED_TOKENS))
+    plan = choose_plan(fired(96)[48 * rank :][:48], COUNTED_TOKENS, costs_for(torch.device("cpu")), width=32)
+    assert [(row.became, row.plan) for row in report.rows] == [("GatedSparseFFN, relu", repr(plan))] * 2
+    seen["dense"] = observe(model)
+    twell.desparsify_(model)
+    assert not ffns(model)
+    seen["desparsified"] = observe(model)
+    twell.relufy_(model, l1=0.03)
+    assert all(isinstance(ffn, ParallelFFN) for ffn in ffns(model)) and len(ffns(model)) == 2
+    seen["relufied"] = observe(model)
+    model.save_pretrained(folder / "relufied")
+
+    check_plans(rank)
+
+    # FSDP2 as transformers loads it: both processes see the same batch here, and gradients are averaged.
+    model = load("llama", distributed_config=DistributedConfig(fsdp_size=2))
+    assert {ffn.down_proj.weight.to_local().shape for ffn in ffns(model)} == {(16, 96)}
+    seen["fsdp"] = observe(model)
+    model = load("dense", distributed_config=DistributedConfig(fsdp_size=2))
+    assert "not by neurons" in str(twell.sparsify_(model))
+
+    # Pipeline stages as transformers makes them predict, and no more. (Wrong for padded sequences, dense ones too.)
+    model = load("llama", distributed_config=DistributedConfig(pp_size=2))
+    inputs = {name: tensor for name, tensor in batch().items() if name != "labels"}
+    with torch.no_grad():
+        tokens = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        seen["pipeline"] = {"logits": model(**inputs).logits, "tokens": tokens[::2]}
+    with pytest.raises(ValueError, match="pipeline parallel only predicts"):
+        type(model).forward(model, **batch())
+
+    with pytest.raises(ValueError, match="an FFN of 1 neurons cannot be shared out over 2 processes"):
+        parallelize_(twell.SparseFFN(16, 1), init_device_mesh("cpu", (2,)))
+    stock = {f"model.{name}": style for name, style in LlamaConfig.base_model_tp_plan.items()}
+    with pytest.raises((ValueError, RuntimeError), match="DTensor"):  # never silently wrong
+        load("llama", distributed_config=DistributedConfig(tp_size=2, tp_plan=stock))(**batch())
+    with pytest.raises(ValueError, match="twell_ffn is for sparse FFNs, not for LlamaMLP"):
+        plan = {"model.layers.*.mlp": "twell_ffn"}
+        load("dense", distributed_config=DistributedConfig(tp_size=2, tp_plan=plan))
+    return seen
+
+
+def main(folder: Path) -> None:
+    cpu._MIN_WORK = 0  # small shapes take the fast path
+    dist.init_process_group("gloo")
+    torch.save(observe_in_parallel(folder, dist.get_rank()), folder / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+# -- the tests --------------------------------------------------------------------------------------------
+
+
+def observe_whole(folder: Path) -> dict[str, Any]:
+    """The same of one process."""
+    models = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in CONFIGS}
+    seen = {name: observe(copy.deepcopy(model)) for name, model in models.items()}
+    seen["llama-checkpointed"] = seen["fsdp"] = seen["llama"]
+    seen["desparsified"] = seen["dense"]
+    seen["pipeline"] = {"logits": seen["llama"]["logits"], "tokens": seen["llama"]["tokens"][::2]}
+    ffn = ffns(models["llama"])[0]
+    seen["compiled"] = run_ffn(ffn._ffn)
+    seen["by plan"] = {"y": seen["compiled"]["y"]}
+    seen["restarted"] = {"weights": restart(models["llama"])}
+    twell.relufy_(models["dense"], l1=0.03)
+    seen["relufied"] = observe(models["dense"])
+    return seen
+
+
+def assert_same(found: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for name in expected:
+            assert_same(found[name], expected[name], f"{what}, {name}")
+    elif expected.is_floating_point():
+        difference = float((found - expected).norm() / expected.norm())
+        assert difference < TOLERANCE, f"{what}: {difference}"
+    else:
+        assert found.equal(expected), what
+
+
+def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+    make_models(tmp_path)
+    expected = observe_whole(tmp_path)
+    assert expected["llama"]["loss"] > 1.1 * (expected["llama"]["loss"] - 0.03 * expected["llama"]["l1_loss"])
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    for rank in (0, 1):
+        assert_same(torch.load(tmp_path / f"{rank}.pt"), expected, f"process {rank}")
+
+    for saved, name in (("llama-saved", "llama"), ("relufied", "dense")):
+        files = [load_file(tmp_path / folder / "model.safetensors") for folder in (saved, name)]
+        assert_same(*files, saved)
+        assert type(AutoModelForCausalLM.from_pretrained(tmp_path / saved)) is not LlamaForCausalLM
+
+
+def test_plans_name_the_whole_ffn() -> None:
+    for config in (CONFIGS["llama"], CONFIGS["qwen2"]):
+        plan = AutoModelForCausalLM.from_config(config).tp_plan
+        assert plan["model.layers.*.mlp"] == "twell_ffn" and plan["model.layers.*.self_attn.o_proj"] == "rowwise"
+        assert not any(".mlp." in name for name in plan)
+        assert "tp_plan" not in config.to_json_string()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # on a busy machine torch's threads have been seen to abort the interpreter's shutdown
