@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from twell.kernels import (
     activation,
+    decode,
     dense,
     gate,
     heavy,
@@ -285,6 +286,36 @@ for interleaved in (False, True):
         | OVERLAPS,
         4,
         1,
+    )
+for tokens in (1, 16, 64):
+    neurons, sums = decode.tiles_for(tokens, ELEMENT_BYTES)
+    constants = {"DOTS": neurons.dots, "PRECISION": precision} | OVERLAPS | {"BM": tokens}
+    compile_kernel(
+        decode._neurons_kernel,
+        pointers(VALUES, "i_x", "i_gate", "i_gate_bias", "i_up", "i_up_bias", "o_h")
+        | pointers({8: "*u8", 16: "*i16", 32: "*i32"}[neurons.BN], "o_bits")
+        | pointers(INTEGERS, "o_arrived")
+        | integers("M", "D", "F", "x_stride"),
+        constants
+        | {"BN": neurons.BN, "BK": neurons.BK, "GATED": True, "SQUARED": False, "HAS_GATE_BIAS": False}
+        | {"HAS_UP_BIAS": False, "N_ARRIVED": 16},
+        neurons.warps,
+        neurons.stages,
+        f" {tokens}",
+    )
+    wide = triton.next_power_of_2(F // 32)
+    compile_kernel(
+        decode._sums_kernel,
+        pointers(VALUES, "i_h")
+        | pointers(INTEGERS, "i_words")
+        | pointers(VALUES, "i_down", "i_down_bias", "o_y")
+        | pointers("*fp32" if sums.splits > 1 else VALUES, "m_parts")
+        | pointers(INTEGERS, "m_arrived")
+        | integers("M", "D", "F", "columns"),
+        constants | {"BW": wide, "BU": sums.BU, "BD": sums.BD, "SPLITS": sums.splits, "HAS_DOWN_BIAS": False},
+        sums.warps_for(wide),
+        2,
+        f" {tokens}",
     )
 compile_kernel(
     dense._activate_kernel,

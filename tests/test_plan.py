@@ -97,13 +97,13 @@ def test_counts_of_nothing_are_refused() -> None:
 
 @pytest.mark.parametrize("n_hot", [0, 128, 512])
 def test_encoding(n_hot: int) -> None:
-    plan = Plan(n_neurons=512, hot=torch.randperm(512)[:n_hot], cap=77, first=5, min_tokens=9)
+    plan = Plan(n_neurons=512, hot=torch.randperm(512)[:n_hot], cap=77, first=5, min_tokens=9, few_tokens=32)
     encoded = plan.encode()
-    assert encoded.shape == (516,) and encoded.dtype == torch.int32
-    assert sorted(encoded[4:].tolist()) == list(range(512))
+    assert encoded.shape == (517,) and encoded.dtype == torch.int32
+    assert sorted(encoded[5:].tolist()) == list(range(512))
     again = Plan.decode(encoded)
     assert torch.equal(again.hot, plan.hot)
-    assert (again.cap, again.first, again.min_tokens) == (77, 5, 9)
+    assert (again.cap, again.first, again.min_tokens, again.few_tokens) == (77, 5, 9, 32)
     assert again.n_neurons == 512 and again.is_dense == (n_hot == 512)
 
 
@@ -127,9 +127,9 @@ def test_plans_that_would_change_a_result_are_refused(hot: list[int], cap: int) 
     with pytest.raises(ValueError, match="a plan needs different hot neurons of 0 to 15"):
         Plan(n_neurons=16, hot=torch.tensor(hot), cap=cap)
     right = Plan(n_neurons=16, hot=torch.tensor([0, 1]), cap=8).encode()
-    for wrong in ([2, 8, 4, 0, 5, 5], [17, 8, 4, 0, 0, 1], [-1, 8, 4, 0, 0, 1]):
+    for wrong in ([2, 8, 4, 0, 0, 5, 5], [17, 8, 4, 0, 0, 0, 1], [-1, 8, 4, 0, 0, 0, 1]):
         encoded = right.clone()
-        encoded[:6] = torch.tensor(wrong)
+        encoded[:7] = torch.tensor(wrong)
         with pytest.raises(ValueError, match="hot neurons"):
             Plan.decode(encoded)
 
@@ -138,3 +138,36 @@ def test_an_odd_number_of_hot_neurons_is_refused() -> None:
     """Two neurons share a word of the gate."""
     with pytest.raises(ValueError, match="even number of hot neurons"):
         Plan(n_neurons=16, hot=torch.arange(3), cap=8)
+
+
+# -- few tokens -------------------------------------------------------------------------------------------
+
+
+def test_few_tokens_pay_while_few_neurons_fire_for_any_of_them() -> None:
+    rare, often = torch.full((5632,), 5.0), torch.full((5632,), 300.0)  # of 1000 tokens
+    assert choose_plan(rare, 1000, COSTS).few_tokens == 64  # 27 % of the neurons fire for one of 64
+    assert choose_plan(often, 1000, COSTS).few_tokens == 2  # 51 % for one of two, 76 % for one of four
+    assert choose_plan(torch.full((5632,), 700.0), 1000, COSTS).few_tokens == 0
+    uneven = torch.cat([torch.full((512,), 900.0), torch.full((5120,), 1.0)])
+    assert choose_plan(uneven, 1000, COSTS).few_tokens == 64
+
+
+def test_not_more_tokens_than_were_seen() -> None:
+    assert [choose_plan(torch.zeros(5632), n, COSTS).few_tokens for n in (1, 3, 40, 64, 500)] == [1, 2, 32, 64, 64]
+
+
+def test_narrow_layers_and_plain_ones_save_less() -> None:
+    counts = torch.full((1024,), 5.0)
+    assert choose_plan(counts, 1000, COSTS, width=4096).few_tokens == 64
+    assert choose_plan(counts, 1000, COSTS, width=512).few_tokens == 0  # a kernel takes longer to start
+    at_limit = torch.full((5632,), 46.0)  # 53 % of the neurons fire for one of 16
+    gated, plain = (choose_plan(at_limit, 1000, COSTS, gated=g).few_tokens for g in (True, False))
+    assert (gated, plain) == (16, 8)
+
+
+def test_a_dense_layer_may_be_sparse_for_few_tokens() -> None:
+    plan = choose_plan(torch.full((5632,), 300.0), 1000, COSTS)
+    assert plan.is_dense and repr(plan) == "Plan(dense, 5632 neurons, sparse up to 2 tokens)"
+    assert Plan.decode(plan.encode()).few_tokens == 2
+    with pytest.raises(ValueError, match="at most 64"):
+        dense_plan(512, few_tokens=65)

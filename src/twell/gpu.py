@@ -1,6 +1,8 @@
-"""The GPU path of an FFN: by its plan in three parts, or densely. Results do not depend on the plan.
+"""The GPU path of an FFN: by its plan in three parts, a few tokens by their own kernels, or densely. Results do not
+depend on the plan.
 
-Small batches run densely: below the plan's ``min_tokens`` the parts take longer to start than they save.
+Batches between ``few_tokens`` and ``min_tokens`` of a plan run densely: there the parts take longer to start than they
+save, and too many neurons fire for one token or another.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell import weights
-from twell.kernels import dense, hybrid, split
+from twell.kernels import decode, dense, hybrid, split
 from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
 from twell.plan import Plan
 from twell.reference import Gradients, Weights
@@ -31,6 +33,7 @@ _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
     tail_backward=RowTile(2, 4, 2),
     use_tma=False,
 )
+_INTERPRETED_FEW = decode.NeuronTile(16, 32, 4, 2, dots=False), decode.SumTile(16, 32, 2, 4)
 
 
 def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tensor:
@@ -38,9 +41,12 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
     if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):  # where Triton launches
             return forward(x, w, activation, plan)
-    if plan is not None and (decoded := plan_for(plan, len(x))) is not None:
-        tiles, programs = launch_facts(x)
-        return split.forward(x, w, _layout(w, plan), activation, decoded, tiles, programs)
+    if plan is not None:
+        if 0 < len(x) <= _decoded(plan).few_tokens and not w.down.is_inference():
+            return decode.forward(x, w, _neuron_major(w), activation, _few_tiles(x))
+        if (decoded := plan_for(plan, len(x))) is not None:
+            tiles, programs = launch_facts(x)
+            return split.forward(x, w, _layout(w, plan), activation, decoded, tiles, programs)
     return _densely(x, w, activation)
 
 
@@ -114,7 +120,21 @@ def _densely(x: Tensor, w: Weights, activation: str) -> Tensor:
 
 def _layout(w: Weights, encoded: Tensor) -> split.Layout:
     sources = [encoded, *(t for t in w if t is not None)]
-    return weights.kept("split", sources, lambda: split.lay_out(w, _order(encoded, w.gate.device)))
+
+    def make() -> split.Layout:
+        return split.lay_out(w, _order(encoded, w.gate.device), down=_neuron_major(w))
+
+    return weights.kept("split", sources, make)
+
+
+def _neuron_major(w: Weights) -> Tensor:
+    return weights.kept("down", [w.down], lambda: split.neuron_major(w.down))
+
+
+def _few_tiles(x: Tensor) -> tuple[decode.NeuronTile, decode.SumTile]:
+    if x.device.type == "cpu":
+        return _INTERPRETED_FEW
+    return decode.tiles_for(len(x), x.element_size())
 
 
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import ops
-from twell.plan import Plan, choose_plan, costs_for
+from twell.plan import Plan, choose_plan, costs_for, dense_plan
 from twell.reference import ACTIVATIONS
 
 # Activation modules and functions by name, as PyTorch and transformers call them.
@@ -23,6 +23,7 @@ _KNOWN_ACTIVATIONS = {
 
 _LOOK_TOKENS = 4096  # what a layer sees before it plans by itself
 _LOOK_AT_LEAST = 256  # in a batch: to look costs another gate, which decoding should not pay
+_FIRST_LOOK = 64  # what it sees before it plans for few tokens: as many as kernels/decode.py takes at once
 
 
 class SparseFFNBase(nn.Module):
@@ -130,9 +131,13 @@ class SparseFFNBase(nn.Module):
     def set_plan(self, plan: Plan | None) -> None:
         """How the GPU kernels split this layer's work from now on; None: densely. Changes time, never a result.
 
-        A layer for which this was never called plans by its first batches of at least 256 tokens, 4096 in all.
+        A layer for which this was never called plans by what it sees: how to run a few tokens, as in generation, by the
+        first 64; how to run many by its first batches of at least 256, 4096 tokens in all.
         """
         self._plans_itself, self._first_batches = False, None
+        self._set_plan(plan)
+
+    def _set_plan(self, plan: Plan | None) -> None:
         n_neurons = len(self.neuron_counts)
         if plan is not None and plan.n_neurons != n_neurons:
             raise ValueError(f"the plan is for {plan.n_neurons} neurons, the layer has {n_neurons}")
@@ -147,31 +152,40 @@ class SparseFFNBase(nn.Module):
         Without them the running counts are read: that waits for the device. ``training``: what suits forward and
         backward together.
         """
-        plan = choose_plan(
-            self.neuron_counts if counts is None else counts,
-            int(self.tokens_seen) if tokens is None else tokens,
+        counts = self.neuron_counts if counts is None else counts
+        plan = self._plan_for(counts, int(self.tokens_seen) if tokens is None else tokens, training=training)
+        self.set_plan(plan)
+        return plan
+
+    def _plan_for(self, counts: Tensor, tokens: int, *, training: bool = False) -> Plan:
+        return choose_plan(
+            counts,
+            tokens,
             costs_for(self.neuron_counts.device, training=training),
             width=getattr(self, self.projections[0]).in_features,
             gated=len(self.projections) == 3,
         )
-        self.set_plan(plan)
-        return plan
 
     def _look_at(self, x: Tensor) -> None:
         """Count one of the first batches; once enough tokens were seen, plan, which waits for the device."""
         x_MD = x.reshape(-1, x.shape[-1])
-        if len(x_MD) < _LOOK_AT_LEAST or ops.choose_backend(self.backend, x.device) != "triton":
+        counts, tokens = (0, 0) if self._first_batches is None else self._first_batches
+        is_small = len(x_MD) < _LOOK_AT_LEAST and tokens >= _FIRST_LOOK
+        if is_small or len(x_MD) == 0 or ops.choose_backend(self.backend, x.device) != "triton":
             return
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         x_MD = x_MD[:_LOOK_TOKENS]
         first = getattr(self, self.projections[0])
         fired = (torch.relu(nn.functional.linear(x_MD, first.weight, first.bias)) != 0).sum(0)
-        counts, tokens = (0, 0) if self._first_batches is None else self._first_batches
-        counts, tokens = counts + fired, tokens + len(x_MD)
-        self._first_batches = counts, tokens
+        seen_before, counts, tokens = tokens, counts + fired, tokens + len(x_MD)
         if tokens >= _LOOK_TOKENS:
             self.plan_from_counts(counts, tokens)
+            return
+        if seen_before < _FIRST_LOOK <= tokens:
+            plan = self._plan_for(counts, tokens)
+            self._set_plan(dense_plan(plan.n_neurons, plan.few_tokens))
+        self._first_batches = counts, tokens
 
     # -- forward and repr ------------------------------------------------------------------------------
 

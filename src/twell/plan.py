@@ -17,6 +17,11 @@ Training counts forward and backward: densely 3 * dense * F a token, a hot neuro
 has no dense backward, a pair gathers seven rows instead of two. It keeps what it computed, so a smaller hot set and
 shorter lists are worth a little time; and it plans for a longer tail than was counted, since too small a hot set costs
 more than too large a one when other text comes.
+
+A few tokens, as in generation, are bound by the bytes of the weights, and split otherwise (kernels/decode.py): all of
+the gate is read, of up and down the U neurons that fire for any of M tokens, densely 3 F rows. That pays where
+
+    start + gate * F + 2 * gather * U(M)  <  3 F / 1.05        U(M) = sum over neurons of 1 - (1 - p)^M
 """
 
 from __future__ import annotations
@@ -57,7 +62,11 @@ _STEP = 16  # of cap and first: kernels are compiled anew where a number stops b
 _LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the one counted, since text changes
 _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
 _MIN_TOKENS = 4096  # fewer leave parts of the GPU idle in every kernel, and all of it while the host launches them
-_HEADER = 4  # numbers before the neurons in the encoded form
+_FEW_TOKENS = (64, 32, 16, 8, 4, 2, 1)  # batches that kernels/decode.py may get
+# In rows of a dense FFN's weights that take as long to read: what there is to do besides (at D 2048), a gate row, a
+# gathered row.
+_FEW_START, _FEW_GATE, _FEW_GATHER = 2000.0, 0.8, 1.5
+_HEADER = 5  # numbers before the neurons in the encoded form
 
 
 def costs_for(device: torch.device, *, training: bool = False) -> Costs:
@@ -77,38 +86,46 @@ class Plan:
     cap: int  # a token with more active cold neurons is heavy, unless there are few of them
     first: int = 32  # the tail starts with tokens that have more than this
     min_tokens: int = _MIN_TOKENS  # a smaller batch runs densely
+    few_tokens: int = 0  # but not one of at most so many tokens
     predicted: float | None = None  # speedup over dense; not part of the encoded form
 
     def __post_init__(self) -> None:
         """A neuron that is hot twice, or not there, would silently change what the layer computes."""
         hot = self.hot.unique()
         inside = len(hot) == 0 or (int(hot[0]) >= 0 and int(hot[-1]) < self.n_neurons)
-        if len(hot) != len(self.hot) or not inside or min(self.cap, self.first, self.min_tokens) < 0:
+        if len(hot) != len(self.hot) or not inside or min(self._numbers()) < 0:
             raise ValueError(
                 f"a plan needs different hot neurons of 0 to {self.n_neurons - 1} and numbers of at least 0, got "
                 f"{len(self.hot)} hot neurons, {len(hot)} of them different, cap {self.cap}, first {self.first}, "
-                f"min_tokens {self.min_tokens}"
+                f"min_tokens {self.min_tokens}, few_tokens {self.few_tokens}"
             )
+        if self.few_tokens > _FEW_TOKENS[0]:
+            raise ValueError(f"few_tokens must be at most {_FEW_TOKENS[0]}, got {self.few_tokens}")
         if self.n_neurons % 2 == 0 and len(hot) % 2:
             raise ValueError(f"a plan needs an even number of hot neurons, since kernels write pairs; got {len(hot)}")
 
     @property
     def is_dense(self) -> bool:
+        """Of batches that are not few tokens."""
         return len(self.hot) == self.n_neurons
 
+    def _numbers(self) -> tuple[int, int, int, int]:
+        return self.cap, self.first, self.min_tokens, self.few_tokens
+
     def __repr__(self) -> str:
+        few = f", sparse up to {self.few_tokens} tokens" if self.few_tokens else ""
         if self.is_dense:
-            return f"Plan(dense, {self.n_neurons} neurons)"
+            return f"Plan(dense, {self.n_neurons} neurons{few})"
         predicted = "" if self.predicted is None else f", predicted {self.predicted:.2f}x"
         return (
             f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens heavy above {self.cap}, "
-            f"from {self.min_tokens} tokens on{predicted})"
+            f"from {self.min_tokens} tokens on{predicted}{few})"
         )
 
     def encode(self) -> Tensor:
-        """int32 [F + 4] on the CPU: H, cap, first, min_tokens, then the neurons, hot ones first. Operations take
-        plans so: a tensor whose shape does not depend on the plan, so that a new plan compiles nothing anew."""
-        return torch.cat([torch.tensor([len(self.hot), self.cap, self.first, self.min_tokens]), self.order()]).int()
+        """int32 [F + 5] on the CPU: H, cap, first, min_tokens, few_tokens, then the neurons, hot ones first. Operations
+        take plans so: a tensor whose shape does not depend on the plan, so that a new plan compiles nothing anew."""
+        return torch.cat([torch.tensor([len(self.hot), *self._numbers()]), self.order()]).int()
 
     def order(self) -> Tensor:
         """int64 [F] on the CPU: the hot neurons, then the cold ones."""
@@ -118,20 +135,20 @@ class Plan:
 
     @classmethod
     def decode(cls, encoded: Tensor) -> Plan:
-        n_hot, cap, first, min_tokens = encoded[:_HEADER].tolist()
+        n_hot, cap, first, min_tokens, few_tokens = encoded[:_HEADER].tolist()
         F = len(encoded) - _HEADER
         if not 0 <= n_hot <= F:
             raise ValueError(f"the plan names {n_hot} hot neurons of {F}")
         hot = encoded[_HEADER : _HEADER + n_hot].long()
-        return cls(n_neurons=F, hot=hot, cap=cap, first=first, min_tokens=min_tokens)
+        return cls(n_neurons=F, hot=hot, cap=cap, first=first, min_tokens=min_tokens, few_tokens=few_tokens)
 
 
 def encoded_length(n_neurons: int) -> int:
     return _HEADER + n_neurons
 
 
-def dense_plan(n_neurons: int) -> Plan:
-    return Plan(n_neurons=n_neurons, hot=torch.arange(n_neurons), cap=0, predicted=1.0)
+def dense_plan(n_neurons: int, few_tokens: int = 0) -> Plan:
+    return Plan(n_neurons=n_neurons, hot=torch.arange(n_neurons), cap=0, few_tokens=few_tokens, predicted=1.0)
 
 
 def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048, gated: bool = True) -> Plan:
@@ -140,8 +157,8 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     >>> counts = torch.tensor([900] * 256 + [3] * 1792)  # of 1000 tokens: some neurons fire nearly always, most hardly
     >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
     >>> choose_plan(counts, 1000, costs)
-    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on, predicted 1.77x)
-    >>> choose_plan(torch.full((2048,), 500), 1000, costs)
+    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on, predicted 1.77x, sparse up to 64 tokens)
+    >>> choose_plan(torch.full((2048,), 900), 1000, costs)
     Plan(dense, 2048 neurons)
     """
     F = len(counts)
@@ -159,8 +176,9 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     best = int(near.nonzero()[0])  # the smallest of them
     dense = projections * costs.dense * F
     H, predicted = int(n_hot[best]), dense / float(cost[best])
+    few_tokens = few_tokens_for(frequency, tokens, width=width, gated=gated)
     if predicted < _MIN_GAIN:
-        return dense_plan(F)
+        return dense_plan(F, few_tokens)
     cap = heavy * (F - H) / gather
     if training:  # which keeps the lists; the few tokens beyond have lists of their own
         cap = _STEP * math.ceil(min(cap, 6 + 4 * float(tail[H])) / _STEP)
@@ -170,8 +188,23 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
         cap=max(_STEP, _rounded(cap)),
         first=_rounded(8 + 2 * float(tail[H])),
         min_tokens=max(_MIN_TOKENS, int(costs.batch * 2048 / width / (dense - float(cost[best])))),
+        few_tokens=few_tokens,
         predicted=predicted,
     )
+
+
+def few_tokens_for(frequency: Tensor, tokens: int, *, width: int, gated: bool) -> int:
+    """Up to how many tokens at once kernels/decode.py pays; 0: never. ``frequency`` [F]: how often each neuron fired.
+
+    Not more than the ``tokens`` that were seen: of neurons that wait for rarer ones nothing is known.
+    """
+    F, others = len(frequency), 2 if gated else 1  # projections beside the gate
+    fixed = _FEW_START * 2048 / width + _FEW_GATE * F
+    for M in _FEW_TOKENS:
+        union = float((1 - (1 - frequency.clamp(max=1)) ** M).sum())
+        if tokens >= M and fixed + others * _FEW_GATHER * union < (1 + others) * F / _MIN_GAIN:
+            return M
+    return 0
 
 
 def _rounded(n: float) -> int:

@@ -63,14 +63,15 @@ class Layout(NamedTuple):
         return None if self.order is None else self.order.rows
 
 
-def lay_out(w: Weights, order: Order | None, *, for_backward: bool = False) -> Layout:
+def lay_out(w: Weights, order: Order | None, *, down: Tensor | None = None, for_backward: bool = False) -> Layout:
     """Copies of what the kernels read in another order. A backward needs no gate rows of the cold neurons.
 
+    ``down``: ``neuron_major(w.down)``, where there is one already.
     What is not copied is another tensor than the weight all the same: a layout must not keep a weight alive.
     """
     w = Weights._make(None if t is None else t.detach() for t in w)
     gate, up = aligned(w.gate.contiguous()), None if w.up is None else w.up.contiguous()
-    down = w.down.t() if w.down.t().is_contiguous() else turned(w.down.contiguous())
+    down = neuron_major(w.down) if down is None else down
     if order is None:
         return Layout(None, gate[:0], None, down[:0], gate, w.gate_bias, gate, up, down)
 
@@ -94,6 +95,12 @@ def lay_out(w: Weights, order: Order | None, *, for_backward: bool = False) -> L
         up=up,
         down=down,
     )
+
+
+def neuron_major(down: Tensor) -> Tensor:
+    """Wd [D, F] as contiguous [F, D], copied unless it lies so."""
+    down = down.detach()
+    return down.t() if down.t().is_contiguous() else turned(down.contiguous())
 
 
 def aligned(t: Tensor) -> Tensor:

@@ -1,0 +1,226 @@
+"""The kernels for few tokens against the reference, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from test_kernels import assert_right, make_weights
+from twell import GatedSparseFFN, SparseFFN, gpu, ops, weights
+from twell.kernels import decode
+from twell.plan import Plan, dense_plan
+from twell.reference import Weights
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+f16, f32 = torch.float16, torch.float32
+ONE, SOME = decode.NeuronTile(8, 32, 4, 2, dots=False), decode.NeuronTile(16, 32, 4, 2)
+
+
+def run(x: Tensor, w: Weights, activation: str = "relu", **tile: int) -> Tensor:
+    neurons = (ONE if len(x) == 1 else SOME)._replace(**{k: v for k, v in tile.items() if k in ("BN", "BK")})
+    sums = decode.SumTile(16, 32, 2, 4)._replace(**{k: v for k, v in tile.items() if k in ("BU", "BD", "splits")})
+    return decode.forward(x, w, w.down.t().contiguous(), activation, (neurons, sums))
+
+
+def spread(D: int, F: int, dtype: torch.dtype, share: float, *, gated: bool = True) -> Weights:
+    """Weights of which about ``share`` of the neurons fire, by their bias."""
+    w = make_weights(D, F, dtype, gated=gated, bias=True)
+    sigma = D**0.5 / 4
+    bias = torch.full((F,), sigma * torch.special.ndtri(torch.tensor(share).double()).item())
+    return w._replace(gate_bias=bias.to(dtype))
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("M", "D", "F", "dtype"), [(1, 48, 80, f16), (5, 64, 96, f32), (16, 32, 48, f16), (33, 32, 48, f32)]
+)
+def test_few_tokens(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, gated: bool, activation: str) -> None:
+    w, x = make_weights(D, F, dtype, gated=gated, bias=bias), torch.randn(M, D, dtype=dtype)
+    assert_right(run(x, w, activation), x, w, activation)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    M=st.integers(1, 64),
+    D=st.integers(1, 6),
+    F=st.integers(1, 12),
+    share=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+    BN=st.sampled_from([8, 16, 32]),
+    splits=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_and_any_share(M: int, D: int, F: int, share: float, BN: int, splits: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    w, x = spread(16 * D, 16 * F, f32, min(max(share, 1e-9), 1 - 1e-9)), torch.randn(M, 16 * D)
+    assert_right(run(x, w, BN=16 if M > 1 and BN == 8 else BN, splits=splits), x, w)
+
+
+@pytest.mark.parametrize("M", [1, 3])
+def test_infinite_and_missing_numbers_are_as_in_a_dense_layer(M: int) -> None:
+    for value in (float("inf"), float("-inf"), float("nan")):
+        for gated in (True, False):
+            w, x = make_weights(32, 64, f32, gated=gated), torch.randn(M, 32)
+            x[0, 7] = value
+            y = run(x, w)
+            expected = (
+                ops.gated_ffn(x, *w, backend="reference") if gated else ops.ffn(x, w.gate, w.down, backend="reference")
+            )
+            assert torch.equal(y.isnan(), expected.isnan())
+            assert torch.allclose(y[1:], expected[1:], rtol=1e-4, atol=1e-4)
+    w = make_weights(32, 64, f32)
+    w.gate[5, 3] = float("nan")  # a neuron that is nan for all tokens
+    assert run(torch.randn(M, 32), w).isnan().all()
+
+
+def test_where_nothing_fires_the_bias_is_left() -> None:
+    w = spread(32, 64, f32, 1e-12)
+    w = w._replace(gate_bias=torch.full((64,), -1e9))
+    for M in (1, 4):
+        assert torch.equal(run(torch.randn(M, 32), w), w.down_bias.expand(M, 32))
+
+
+def test_one_dense_token_among_sparse_ones() -> None:
+    w, x = spread(64, 160, f32, 0.02), torch.randn(6, 64)
+    x[3] = 40 * w.gate.mean(0) + 30 * torch.randn(64)
+    assert_right(run(x, w), x, w)
+
+
+def test_the_same_bits_every_time_and_whatever_else_is_in_the_batch() -> None:
+    w, x = make_weights(64, 160, f32), torch.randn(7, 64)
+    y = run(x, w)
+    assert torch.equal(run(x, w), y)
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    w, x = make_weights(32, 48, f32), torch.randn(4, 64)
+    assert_right(run(x[:, :32], w), x[:, :32], w)
+    assert_right(run(x.t()[:32, :].t(), w), x.t()[:32, :].t(), w)
+    loose = w._replace(gate=w.gate.t().contiguous().t())
+    assert_right(run(x[:, 32:], loose), x[:, 32:], w)
+
+
+def test_only_few_tokens_are_taken() -> None:
+    w = make_weights(32, 48, f32)
+    for M in (0, 65):
+        with pytest.raises(ValueError, match=f"1 to 64 tokens, got {M}"):
+            run(torch.randn(M, 32), w)
+
+
+def test_tiles_fit_every_count() -> None:
+    for M in range(1, 65):
+        neurons, sums = decode.tiles_for(M, 2)
+        assert neurons.BN in (8, 16, 32) and sums.splits >= 1 and (neurons.BN >= 16 or not neurons.dots)
+        assert neurons.dots or M == 1
+
+
+# -- who calls them ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Token counts that came to the kernels."""
+    seen: list[int] = []
+    forward = decode.forward
+
+    def watched(x: Tensor, *rest: object) -> Tensor:
+        seen.append(len(x))
+        return forward(x, *rest)
+
+    monkeypatch.setattr(decode, "forward", watched)
+    return seen
+
+
+def test_the_plan_says_up_to_how_many_tokens(calls: list[int]) -> None:
+    w = make_weights(32, 64, f32)
+    plan = dense_plan(64, few_tokens=4).encode()
+    for M in (0, 1, 4, 5):
+        x = torch.randn(M, 32)
+        assert_right(gpu.forward(x, w, "relu", plan), x, w) if M else gpu.forward(x, w, "relu", plan)
+    assert calls == [1, 4]
+    assert_right(gpu.forward(x[:1], w, "relu", None), x[:1], w)
+    assert calls == [1, 4]
+
+
+def test_a_split_layer_and_few_tokens_share_the_copy_of_down(calls: list[int]) -> None:
+    w = make_weights(32, 256, f32)
+    plan = Plan(n_neurons=256, hot=torch.arange(128), cap=16, min_tokens=0, few_tokens=2).encode()
+    before = weights.copied_bytes()
+    gpu.forward(torch.randn(8, 32), w, "relu", plan)
+    with_layout = weights.copied_bytes()
+    gpu.forward(torch.randn(2, 32), w, "relu", plan)
+    assert calls == [2] and before < with_layout == weights.copied_bytes()
+
+
+def test_weights_that_change_are_read_again(calls: list[int]) -> None:
+    layer = GatedSparseFFN(32, 64, backend="triton")
+    layer.set_plan(dense_plan(64, few_tokens=8))
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        first = layer(x)
+        layer.down_proj.weight.mul_(2)
+        assert torch.allclose(layer(x), 2 * first, rtol=1e-5, atol=1e-6)
+    assert calls == [2, 2]
+
+
+@pytest.mark.parametrize("kind", [GatedSparseFFN, SparseFFN])
+def test_layers_plan_for_few_tokens_by_the_first_ones(
+    kind: type, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("twell.nn._FIRST_LOOK", 8)
+    monkeypatch.setattr("twell.plan._FEW_START", 0.0)
+    layer = kind(32, 64, bias=True, backend="triton")
+    with torch.no_grad():
+        getattr(layer, layer.projections[0]).bias.fill_(-1.0)  # few fire
+        layer(torch.randn(5, 32))
+        assert layer.plan is None and not calls
+        layer(torch.randn(1, 3, 32))  # the eighth token was seen: this batch runs by the plan
+        assert layer.plan is not None
+        plan = Plan.decode(layer.plan)
+        assert plan.is_dense and plan.few_tokens == 8
+        assert layer._first_batches[1] == 8 and calls == [3]
+        layer(torch.randn(1, 32))
+        assert layer._first_batches[1] == 8  # no more looks at small batches
+        layer(torch.randn(300, 32))
+        assert layer._first_batches[1] == 308
+    assert calls == [3, 1]
+
+
+def test_training_does_not_use_them(calls: list[int]) -> None:
+    layer = GatedSparseFFN(32, 64, backend="triton")
+    layer.set_plan(dense_plan(64, few_tokens=8))
+    layer(torch.randn(2, 32)).sum().backward()
+    assert not calls
+
+
+def test_one_operation_for_the_compiler(calls: list[int]) -> None:
+    layer = GatedSparseFFN(32, 64, backend="triton").requires_grad_(False)
+    layer.set_plan(dense_plan(64, few_tokens=8))
+    x = torch.randn(2, 32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x))
+    assert calls == [2, 2]
+
+
+def test_older_plans_of_a_checkpoint_are_forgotten() -> None:
+    from twell.sparsity import Planner
+
+    layer = GatedSparseFFN(32, 64, backend="triton")
+    planner = Planner([layer])
+    layer.set_plan(dataclasses.replace(dense_plan(64), few_tokens=4))
+    state = planner.state_dict()
+    planner.load_state_dict(state)
+    assert layer.plan is not None
+    state["plans"] = [torch.cat([state["plans"][0][:4], state["plans"][0][5:]])]  # before few_tokens
+    planner.load_state_dict(state)
+    assert layer.plan is None
