@@ -11,7 +11,7 @@ from torch import Tensor
 from twell import gpu, reference
 from twell.kernels import pack
 from twell.kernels.gate import gate_and_bitmap
-from twell.plan import Plan
+from twell.plan import Plan, dense_plan
 from twell.reference import Weights
 
 
@@ -57,6 +57,11 @@ def main() -> None:
             if dtype == torch.bfloat16:
                 pack.twell_words(r)
             gpu.forward(x, w, "relu", None)
+            for few in (1, 3, 16, 33, 64):
+                some = x[:few]
+                y = gpu.forward(some, w, "relu", dense_plan(F, few_tokens=64).encode())
+                truth = reference.forward(some.double(), w.to(torch.float64), want_stats=False).y
+                assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (len(some), D, F, dtype)
     torch.cuda.synchronize()
     print("every kernel ran, and its results are right")
 

@@ -184,13 +184,13 @@ def test_a_gpu_is_part_of_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None
     assert facts["gpu"] == "a GPU"
     assert facts["kernels"].startswith("Triton, tiles of sm_90")
     assert facts["backend on cuda"].startswith("triton (not cpu: ")
-    assert facts["self-test"] == "sparse equals dense, on the GPU too"
+    assert facts["self-test"] == "sparse equals dense, forward and backward, on the GPU too"
     problem = "Triton kernels: wrong"
     healthy, facts = doctor.examine()
     assert not healthy and facts["self-test"] == problem
     pretend_gpu(monkeypatch, (7, 5))  # too old for the kernels, not broken
     healthy, facts = doctor.examine()
-    assert healthy and facts["self-test"] == "sparse equals dense"
+    assert healthy and facts["self-test"] == "sparse equals dense, forward and backward"
     assert len(tested) == 2
 
 
@@ -234,6 +234,75 @@ def test_a_broken_part_of_the_kernels_is_found(
     assert all(8 < tokens < 64 for tokens in changed)  # some light, some heavy
 
 
+@pytest.mark.parametrize(("module", "part"), [("decode", "forward"), ("hybrid", "backward")])
+def test_broken_kernels_for_few_tokens_and_for_training_are_found(
+    interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, module: str, part: str
+) -> None:
+    from twell.kernels import decode, hybrid
+
+    broken = {"decode": decode, "hybrid": hybrid}[module]
+    right = getattr(broken, part)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        result = right(*args, **kwargs)
+        if module == "decode":
+            return result * 1.01
+        result.weights.up.mul_(1.01)
+        return result
+
+    monkeypatch.setattr(broken, part, wrong)
+    problem = doctor.kernel_problem(**interpreted)
+    assert problem is not None and "is wrong" in problem
+
+
+def test_a_broken_backward_on_the_cpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from twell import cpu
+
+    assert doctor._self_test() is None
+    right = cpu._tail_backward
+
+    def wrong(*args: Any) -> Any:
+        gradients = right(*args)
+        gradients.weights.gate.mul_(1.001)
+        return gradients
+
+    monkeypatch.setattr(cpu, "_tail_backward", wrong)
+    problem = doctor._self_test()
+    assert problem is not None and "dw_gate is wrong" in problem
+
+
+def test_extras_that_are_not_whole_come_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    required = ["torch>=2", "numpy>=1; extra == 'train'", 'no-such-thing>=2; extra == "eval"', "numpy; extra == 'eval'"]
+    required += ["twell[train]; extra == 'dev'", "never-there; python_version > '3' and extra == 'dev'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    assert doctor._extras() == (
+        "train installed; eval lacks no-such-thing: pip install 'twell[eval]'; "
+        "dev lacks never-there: pip install 'twell[dev]'"
+    )
+
+    def missing(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert doctor._extras().startswith("unknown: twell is not installed")
+
+
+def test_what_triton_needs_to_build_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import shutil
+    import sysconfig
+
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name == "gcc" else None)
+    assert doctor._compiler() == "/bin/gcc, Python.h"
+    (tmp_path / "Python.h").unlink()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    said = doctor._compiler()
+    assert "a C compiler" in said and "Python.h (Debian" in said
+
+
 def test_kernels_that_cannot_be_built_are_a_finding(
     interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,9 +340,10 @@ def test_command_with_a_model(
     assert found["healthy"] is True and found["self-test"].startswith("sparse equals dense")
     assert found["plans"] == [{"layer": p.layer, "plan": p.plan, "predicted": p.predicted} for p in expected]
 
+    monkeypatch.setattr(doctor, "_extras", lambda: "eval lacks lm-eval: pip install 'twell[eval]'")
     assert run(monkeypatch, str(relu_model)) == 0
     shown = capsys.readouterr().out
-    assert "self-test" in shown
+    assert "self-test" in shown and "pip install 'twell[eval]'" in shown
     assert shown.count("256 of 2048 neurons hot") == 1  # the first two layers on one line
     assert "model.layers.0.mlp to model.layers.1.mlp" in shown
     assert f"{expected[0].predicted:.2f}x" in shown

@@ -6,9 +6,12 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +19,9 @@ import torch
 from torch import Tensor
 
 from twell import ops, plan
-from twell.bench import cases, ffn, timing
+from twell.bench import cases, ffn, timing, train
 from twell.nn import SparseFFNBase
+from twell.reference import Weights
 
 
 class Report(NamedTuple):
@@ -28,10 +32,10 @@ class Report(NamedTuple):
 def examine() -> Report:
     """Collect the facts and run the self-test.
 
-    About a second; two more where the CPU advertises AMX, and a few where GPU kernels are compiled for the first time.
+    About a second; two more where the CPU advertises AMX, and ten where GPU kernels are compiled for the first time.
     """
     bf16, gpu = bf16_problem(), _gpu()
-    self_test, passed = _self_test(), "sparse equals dense"
+    self_test, passed = _self_test(), "sparse equals dense, forward and backward"
     if self_test is None and gpu is not None and ops.why_unavailable("triton", gpu) is None:
         self_test, passed = kernel_problem(gpu), f"{passed}, on the GPU too"
     facts = {
@@ -42,9 +46,12 @@ def examine() -> Report:
         "transformers": _version_of("transformers"),
         "cpu": f"{timing.cpu_name()}, {torch.get_num_threads()} threads",
         "gpu": "none" if gpu is None else torch.cuda.get_device_name(gpu),
+        "driver": _driver(),
         "backend on cpu": _backend_and_why(torch.device("cpu")),
         "backend on cuda": _backend_and_why(torch.device("cuda")),
         "kernels": _kernels(gpu),
+        "compiler": _compiler(),
+        "extras": _extras(),
         "bf16 on cpu": bf16 or "works",
         "self-test": self_test or passed,
     }
@@ -88,15 +95,53 @@ def _kernels(gpu: torch.device | None) -> str:
     return f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; {plans_by}"
 
 
+def _driver() -> str:
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace").partition("\n")[0]
+    except OSError:
+        return (
+            "none found" if torch.version.cuda is None else f"none found (torch is built for CUDA {torch.version.cuda})"
+        )
+    number = re.search(r"\d+\.\d+(\.\d+)?", first)
+    return f"NVIDIA {number[0] if number else first.strip()}, torch is built for CUDA {torch.version.cuda or 'no GPU'}"
+
+
+def _compiler() -> str:
+    """Triton builds a small C module at a kernel's first launch."""
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(os.environ.get("CC", name)))), None)
+    missing = [] if found else ["a C compiler (Debian: apt install gcc)"]
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        missing.append("Python.h (Debian: apt install python3-dev)")
+    return f"GPU kernels would miss {' and '.join(missing)}" if missing else f"{found}, Python.h"
+
+
+def _extras() -> str:
+    """Which extras are whole, and the command that makes the others so."""
+    try:
+        required = importlib.metadata.requires("twell") or []
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown: twell is not installed as a package"
+    packages: dict[str, list[str]] = {}
+    for line in required:
+        if found := re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line):
+            packages.setdefault(found[2], []).append(found[1])
+    missing = {}
+    for extra, names in packages.items():
+        if absent := [name for name in names if name != "twell" and _version_of(name) == "not installed"]:
+            missing[extra] = absent
+    whole = [extra for extra in packages if extra not in missing]
+    lacking = [f"{extra} lacks {', '.join(names)}: pip install 'twell[{extra}]'" for extra, names in missing.items()]
+    return "; ".join([*([f"{', '.join(whole)} installed"] if whole else []), *lacking])
+
+
 def _self_test() -> str | None:
     """What is wrong, or None: two sparsity levels against float64, large enough for the fast path to run."""
     for name in ("skew10", "skew100"):
-        inputs = cases.make(name, 64, 512, 1408, dtype=torch.float32)
-        x = inputs.x
-        sparse = ops.gated_ffn(x, inputs.w_gate, inputs.w_up, inputs.w_down)
-        dense = ops.gated_ffn(x, inputs.w_gate, inputs.w_up, inputs.w_down, backend="reference")
+        inputs = cases.make(name, 256, 512, 1408, dtype=torch.float32)
+        few, w = inputs.x[:1], (inputs.w_gate, inputs.w_up, inputs.w_down)
         try:
-            ffn.check(x, inputs, True, dense, sparse)
+            ffn.check(few, inputs, True, ops.gated_ffn(few, *w, backend="reference"), ops.gated_ffn(few, *w))
+            train.errors_of(train.Problem.of(inputs.x, Weights(*w)), "auto", None)
         except ffn.WrongResult as error:
             return f"{name}: {error}"
     return None
@@ -109,16 +154,19 @@ def kernel_problem(
     width: int = 512,
     hidden: int = 1408,
 ) -> str | None:
-    """What is wrong with the Triton kernels, or None: a plan under which every part of the split has work."""
+    """What is wrong with the Triton kernels, or None: a plan under which every part of the split has work, forward and
+    backward, and few tokens."""
     try:
         inputs = cases.make("skew29", tokens, width, hidden, dtype=dtype, device=device)
         fired = (torch.relu(inputs.x @ inputs.w_gate.T) != 0).sum(0)
         hot = fired.argsort(descending=True)[: hidden // 11].cpu()
-        split = plan.Plan(n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0)
+        split = plan.Plan(n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0, few_tokens=16)
         w = (inputs.w_gate, inputs.w_up, inputs.w_down)
-        sparse = ops.gated_ffn(inputs.x, *w, backend="triton", plan=split.encode())
-        dense = ops.gated_ffn(inputs.x, *w, backend="reference")
-        ffn.check(inputs.x, inputs, True, dense, sparse)
+        for n in (tokens, 16, 1):
+            x = inputs.x[:n]
+            sparse = ops.gated_ffn(x, *w, backend="triton", plan=split.encode())
+            ffn.check(x, inputs, True, ops.gated_ffn(x, *w, backend="reference"), sparse)
+        train.errors_of(train.Problem.of(inputs.x, Weights(*w)), "triton", split)
     except ffn.WrongResult as error:
         return f"Triton kernels: {error}"
     except Exception as error:  # whatever a driver or compiler may raise: that is what a doctor is asked for

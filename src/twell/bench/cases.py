@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,3 +142,12 @@ def make(
         "w_down": w_down,
     }
     return FFNInputs(**{name: t.to(dtype).contiguous() for name, t in tensors.items()})
+
+
+@torch.no_grad()
+def write_ffns_(model: Any, inputs: FFNInputs) -> None:
+    """Every FFN of a Llama-like model gets the workload's weights."""
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight.copy_(inputs.w_gate)
+        layer.mlp.up_proj.weight.copy_(inputs.w_up)
+        layer.mlp.down_proj.weight.copy_(inputs.w_down)

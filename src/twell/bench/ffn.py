@@ -100,7 +100,8 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     predicted = plan.predicted and round(plan.predicted, 3)
-    return {"hot": len(plan.hot), "cap": plan.cap, "min_tokens": plan.min_tokens, "predicted": predicted}
+    numbers = {"cap": plan.cap, "min_tokens": plan.min_tokens, "few_tokens": plan.few_tokens}
+    return {"hot": len(plan.hot), **numbers, "predicted": predicted}
 
 
 def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
@@ -132,10 +133,10 @@ def alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | No
         compiled = torch.compile(dense, fullgraph=True, dynamic=False)
         runs["compiled"] = lambda: compiled(x)
     runs["sparse"] = sparse
-    return {name: _replayed(run) for name, run in runs.items()} if case.graph else runs
+    return {name: replayed(run) for name, run in runs.items()} if case.graph else runs
 
 
-def _replayed(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def replayed(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """``run`` as a CUDA graph: what the host does is done once."""
     for _ in range(3):
         run()

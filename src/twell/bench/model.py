@@ -60,10 +60,7 @@ def synthetic(model: Any, workload: str, x_shape: tuple[int, int], patterns: Seq
     device, dtype, config = model.device, model.dtype, model.config
     D, F, tokens = config.hidden_size, config.intermediate_size, x_shape[0] * x_shape[1]
     inputs = cases.make(workload, tokens + ffn.PLAN_TOKENS, D, F, dtype=dtype, device=device)
-    for layer in model.model.layers:
-        layer.mlp.gate_proj.weight.copy_(inputs.w_gate)
-        layer.mlp.up_proj.weight.copy_(inputs.w_up)
-        layer.mlp.down_proj.weight.copy_(inputs.w_down)
+    cases.write_ffns_(model, inputs)
     x = inputs.x[:tokens].view(*x_shape, D)
     sparse = copy.deepcopy(model)
     sparsify_(sparse)
@@ -105,7 +102,7 @@ def measure(
     runs = {name: functools.partial(_logits, each, ids) for name, each in zip(("dense", "sparse"), models, strict=True)}
     difference = None
     if subject.comparable:
-        difference = _disagreement(runs["dense"]()[:, -1], runs["sparse"]()[:, -1])
+        difference = check_logits(runs["dense"]()[:, -1], runs["sparse"]()[:, -1])
     times = timing.compare(runs, seconds=seconds, warmups=2, device=device)
     prompts = {name: functools.partial(_first_token, each, ids[:1]) for name, each in zip(runs, models, strict=True)}
     waits = timing.compare(prompts, seconds=seconds / 3, warmups=1, device=device)
@@ -145,7 +142,7 @@ def _first_token(model: Any, ids: Tensor) -> Tensor:
     return model(ids, use_cache=True, logits_to_keep=1).logits
 
 
-def _disagreement(dense: Tensor, sparse: Tensor) -> float:
+def check_logits(dense: Tensor, sparse: Tensor) -> float:
     """Relative difference of the logits; raises where the models do not compute the same."""
     difference = ffn.relative_error(sparse, dense.double())
     if not difference < _TOLERANCE.get(dense.dtype, 1e-6):

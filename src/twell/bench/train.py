@@ -277,6 +277,12 @@ def _truth(p: Problem) -> tuple[dict[str, Tensor], Tensor]:
     return sums | {name: torch.cat(parts) for name, parts in by_token.items()}, counts
 
 
+def errors_of(p: Problem, backend: str, plan: Plan | None) -> dict[str, dict[str, float]]:
+    """``check`` of forward and backward by a backend, timing nothing."""
+    dense: Forward = dense_plain if p.w.up is None else dense_gated
+    return check(_truth(p)[0], p.results(dense), p.results(sparse_forward(backend, plan)))
+
+
 def check(truth: dict[str, Tensor], dense: dict[str, Tensor], sparse: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Relative errors of both against float64; raises WrongResult where sparse errs beyond the tolerance.
 

@@ -203,11 +203,7 @@ def _prepare(name: str, setting: _Setting, batch: int) -> tuple[_Training, Plan 
     )
     fired = (torch.relu(nnf.linear(inputs.x[tokens:], inputs.w_gate)) != 0).sum(0)
     x = inputs.x[:tokens].view(batch, length, -1).clone()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.gate_proj.weight.copy_(inputs.w_gate)
-            layer.mlp.up_proj.weight.copy_(inputs.w_up)
-            layer.mlp.down_proj.weight.copy_(inputs.w_down)
+    cases.write_ffns_(model, inputs)
     del inputs
     plan = _make_sparse(model, fired, backend) if name == "sparse" else None
     for layer in model.model.layers:

@@ -1,4 +1,4 @@
-"""``twell bench ffn | model | plot | curves``."""
+"""``twell bench ffn | model | decode | plot | curves``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from twell.cli.common import (
     print_speed_table,
     trace_rows,
 )
+
+_SIDES = ("dense", "sparse")
 
 
 @bench_app.command("ffn")
@@ -272,7 +274,7 @@ def _print_model_table(rows: list[dict[str, Any]]) -> None:
     for name in head:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        for side in ("dense", "sparse"):
+        for side in _SIDES:
             joules = row["joules_per_token"][side]
             table.add_row(
                 f"{row['batch']} x {row['length']}" if side == "dense" else "",
@@ -289,6 +291,65 @@ def _print_model_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         for layer in row.get("ffns", ()):
             print(f"{layer['name']}: {layer['mean_active']:.0f} active, {layer['speedup']:.2f}x")
+
+
+@bench_app.command("decode")
+def bench_decode(
+    preset: Annotated[
+        str, typer.Option(help="Shape of the model of random weights: tiny, small, 0.5b, 1b, 1.5b or 2b.")
+    ] = "0.5b",
+    workload: Annotated[
+        str, typer.Option("--workload", "-w", help="What its FFNs compute: iidN or skewN, for a mean count of N.")
+    ] = "skew29",
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. Default: 1.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens before the one that is timed.")] = 256,
+    eager: Annotated[bool, typer.Option("--eager", help="On a GPU: without CUDA graphs.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
+    seconds: Annotated[float, typer.Option(help="Timing budget of a row, after 5 repeats.")] = 3.0,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
+) -> None:
+    """Time a step of generation by a whole model, dense against sparse.
+
+    Example: [bold]twell bench decode --preset 1.5b -w skew29 --batch 1 --batch 8[/bold]. For a model of your own:
+    [bold]twell generate MODEL --compare[/bold].
+    """
+    import torch
+
+    from twell.bench import cases
+    from twell.train import recipes
+
+    if min([*(batch or []), context]) < 1:
+        raise ValueError("--batch and --context must be at least 1")
+    torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    recipe = recipes.preset(preset)
+    cases.get_workload(workload)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        from transformers import LlamaForCausalLM
+
+        from twell.bench import decode
+
+        on_gpu = torch_device.type == "cuda"
+        for n in batch or [1]:
+            with torch_device:
+                model: Any = LlamaForCausalLM(dense_config(recipe, context + 1))
+            model.to(torch.bfloat16 if on_gpu else torch.float32).eval()
+            row = decode.measure(model, workload, n, context, graph=on_gpu and not eager, seconds=seconds)
+            yield {**row, "preset": preset}
+
+    measured = collect(
+        rows(),
+        len(batch or [1]),
+        as_json,
+        out,
+        lambda row: f"{row['batch']} sequences: {row['speedup']:.2f}x",
+    )
+    if not as_json:
+        for row in measured:
+            where = f"{preset}, {workload}, {row['dtype']}, {machine_of(row)}, {row['batch']} sequences"
+            rates = [f"{side} {row['tokens_per_second'][side]:,} ({ms(row[f'{side}_ms'])} ms)" for side in _SIDES]
+            print(f"{where} after {context} tokens: tokens/s {', '.join(rates)}: {row['speedup']:.2f}x")
 
 
 @bench_app.command("plot")

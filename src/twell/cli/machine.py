@@ -33,11 +33,12 @@ def doctor(
         print(json.dumps({"healthy": report.healthy, **report.facts, **of_model}))
     else:
         from rich.console import Console
+        from rich.markup import escape
         from rich.table import Table
 
         table = Table(show_header=False, box=None, pad_edge=False)
         for name, fact in report.facts.items():
-            table.add_row(f"[bold]{name}[/bold]", str(fact))
+            table.add_row(f"[bold]{name}[/bold]", escape(str(fact)))
         Console().print(table)
         if layers is not None:
             _print_plans(layers)

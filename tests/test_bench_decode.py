@@ -1,0 +1,88 @@
+"""Steps of generation: dense against sparse, at the same place of the same text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from twell.bench import decode, ffn
+from twell.cli import app
+from twell.nn import SparseFFNBase
+
+
+def llama(layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=320,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        hidden_act="relu",
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_row() -> None:
+    row = decode.measure(llama(4), "skew29", 3, 8, graph=False, seconds=0)
+    assert (row["bench"], row["batch"], row["context"], row["layers"], row["F"]) == ("decode", 3, 8, 4, 320)
+    assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], abs=1e-3)
+    assert row["tokens_per_second"]["dense"] == pytest.approx(3000 / row["dense_ms"]["p50"], rel=1e-2)
+    assert row["difference"] < 1e-5 and 10 < row["mean_active"] < 60
+    assert row["cpu"] and row["joules_per_token"] == {"dense": None, "sparse": None}
+
+
+def test_every_layer_has_tokens_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    forward = SparseFFNBase.forward
+
+    def watched(self: SparseFFNBase, x: torch.Tensor, *rest: Any) -> Any:
+        seen.append(x.clone())
+        return forward(self, x, *rest)
+
+    monkeypatch.setattr(SparseFFNBase, "forward", watched)
+    decode.measure(llama(), "skew29", 1, 4, graph=False, seconds=0)
+    steps = [x for x in seen if x.shape == (1, 1, 32)]
+    assert len(steps) >= 4 and not torch.equal(steps[0], steps[1])
+    assert torch.equal(steps[0], steps[2]) and torch.equal(steps[1], steps[3])
+
+
+def test_steps_are_the_same_step_each_time() -> None:
+    with torch.no_grad():
+        step = decode._Step(llama(), 2, 5)
+        first = step.run()
+        assert {int(layer.cumulative_length) for layer in step.cache.layers} == {6}
+        step.rewind()
+        assert torch.equal(step.run(), first)
+        whole = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(0))
+        assert torch.allclose(first[:, -1], step.model(whole).logits[:, -1], atol=1e-5)
+
+
+def test_models_that_disagree_have_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert = decode.sparsify_
+
+    def wrongly(model: Any) -> None:
+        convert(model)
+        model.model.layers[0].mlp.register_forward_hook(lambda module, args, y: 1.5 * y)
+
+    monkeypatch.setattr(decode, "sparsify_", wrongly)
+    with pytest.raises(ffn.WrongResult, match="logits differ"):
+        decode.measure(llama(), "skew29", 1, 4, graph=False, seconds=0)
+
+
+def test_command() -> None:
+    command = ["bench", "decode", "--preset", "tiny", "--device", "cpu", "--context", "8", "--seconds", "0"]
+    done = CliRunner().invoke(app, [*command, "--batch", "1", "--batch", "2", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["batch"], row["preset"], row["graph"]) for row in rows] == [(1, "tiny", False), (2, "tiny", False)]
+    told = CliRunner().invoke(app, command)
+    assert "1 sequences after 8 tokens: tokens/s dense" in told.output
+    for wrong in (["--batch", "0"], ["--context", "0"], ["-w", "skew"], ["--preset", "huge"]):
+        assert CliRunner().invoke(app, [*command, *wrong]).exit_code != 0

@@ -1,0 +1,146 @@
+"""The kernels for few tokens on a GPU: within the tolerance law, the same bits every time, captured in a graph."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import twell
+from twell import gpu, reference
+from twell.bench import cases, ffn
+from twell.kernels import decode
+from twell.plan import choose_plan, costs_for, dense_plan
+from twell.reference import Weights
+
+pytestmark = pytest.mark.gpu
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("M", [1, 2, 5, 8, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("workload", ["iid29", "skew29", "skew1000", "skew2800"])
+def test_workloads(workload: str, M: int, gated: bool) -> None:
+    inputs = cases.make(workload, M, dtype=bf16, device="cuda")
+    w = Weights(inputs.w_gate, inputs.w_up if gated else None, inputs.w_down)
+    dense = reference.forward(inputs.x, w, want_stats=False).y
+    ffn.check(inputs.x, inputs, gated, dense, gpu.forward(inputs.x, w, "relu", dense_plan(5632, 64).encode()))
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_random_shapes_and_sparsities(seed: int) -> None:
+    rng = random.Random(seed)
+    M, D, F = rng.randint(1, 64), 16 * rng.randint(1, 300), 16 * rng.randint(1, 600)
+    dtype, gated, bias = rng.choice([bf16, bf16, f16, f32]), rng.random() < 0.7, rng.random() < 0.5
+    torch.manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda")
+
+    shift = rng.uniform(-1, 3) * D**0.5 / 4
+    w = Weights(
+        normal(F, D) / 4,
+        normal(F, D) / 4 if gated else None,
+        normal(D, F) / 4,
+        normal(F) - shift if bias else None,
+        normal(F) if bias and gated else None,
+        normal(D) if bias else None,
+    ).to(dtype)
+    x = normal(M, 2 * D).to(dtype)[:, :D] if rng.random() < 0.3 else normal(M, D).to(dtype)
+    activation = rng.choice(["relu", "relu2"])
+    y = gpu.forward(x, w, activation, dense_plan(F, 64).encode())
+    truth = reference.forward(x.double(), w.to(torch.float64), activation, want_stats=False).y
+    eager = reference.forward(x, w, activation, want_stats=False).y
+    slack = {bf16: 1e-3, f16: 1e-4, f32: 1e-6}[dtype]
+    if truth.norm() > 0 and eager.isfinite().all():
+        assert ffn.relative_error(y, truth) <= 2 * ffn.relative_error(eager, truth) + slack
+
+
+@pytest.mark.parametrize("M", [1, 8, 64])
+def test_poisoned_tokens(M: int) -> None:
+    inputs = cases.make("skew29", M, dtype=bf16, device="cuda")
+    w = Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        x = inputs.x.clone()
+        x[M // 2, 5] = value
+        expected = reference.forward(x, w, want_stats=False).y.isfinite()
+        assert torch.equal(gpu.forward(x, w, "relu", dense_plan(5632, 64).encode()).isfinite(), expected)
+
+
+@pytest.mark.parametrize("M", [1, 8, 32, 64])
+def test_same_bits_every_time_also_in_a_graph(M: int) -> None:
+    inputs = cases.make("skew100", M, dtype=bf16, device="cuda")
+    plan = dense_plan(5632, 64).encode()
+    x = inputs.x.clone()
+
+    def call() -> Tensor:
+        return twell.gated_ffn(x, inputs.w_gate, inputs.w_up, inputs.w_down, backend="triton", plan=plan)
+
+    first = call()
+    for _ in range(50):
+        assert torch.equal(call(), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(out, first)
+    x.copy_(inputs.x.flip(0))  # other neurons fire: the graph has no count in it
+    graph.replay()
+    assert torch.equal(out, call())
+    x.fill_(float("nan"))
+    graph.replay()
+    assert out.isnan().all()
+    x.copy_(inputs.x)
+    graph.replay()
+    assert torch.equal(out, first)
+
+
+def test_plans_choose_them() -> None:
+    inputs = cases.make("skew29", 4096, dtype=bf16, device="cuda")
+    fired = (torch.relu(inputs.x @ inputs.w_gate.T) != 0).sum(0)
+    assert choose_plan(fired, 4096, costs_for(fired.device)).few_tokens == 64
+
+
+def test_generation_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy tokens of the sparse model by the kernels are those of the dense one, with and without a static cache."""
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=500,
+        hidden_size=512,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        hidden_act="relu",
+        max_position_embeddings=256,
+    )
+    model = transformers.LlamaForCausalLM(config).float().cuda().eval()
+    with torch.no_grad():
+        for layer in model.model.layers:  # few fire
+            inputs = cases.make("skew29", 64, 512, 4096, dtype=f32, device="cuda")
+            layer.mlp.gate_proj.weight.copy_(inputs.w_gate)
+    ids = torch.randint(500, (2, 80), device="cuda")
+    arguments = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids, **arguments)
+    twell.sparsify_(model)
+    seen: list[int] = []
+    forward = decode.forward
+
+    def watched(x: Tensor, *rest: Any) -> Tensor:
+        seen.append(len(x))
+        return forward(x, *rest)
+
+    monkeypatch.setattr(decode, "forward", watched)
+    for layer in model.model.layers:
+        layer.mlp.set_plan(dense_plan(4096, 64))
+    assert torch.equal(model.generate(ids, **arguments), expected)
+    assert seen and set(seen) == {2}
+    seen.clear()
+    assert torch.equal(model.generate(ids, cache_implementation="static", **arguments), expected)
+    assert seen and set(seen) == {2}
