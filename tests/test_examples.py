@@ -22,3 +22,17 @@ def test_train_sparse(tmp_path: Path) -> None:
     assert "layer 1:" in printed
     assert "It was a dark night, and" in printed
     assert (tmp_path / "sparse-run" / "model" / "config.json").is_file()
+
+
+def test_accelerate_checkpoint(tmp_path: Path) -> None:
+    printed = run_example("accelerate_checkpoint.py", "--tokens", "64", cwd=tmp_path)
+    assert "model.layers.3.mlp" in printed and "which is rounding" in printed
+
+
+def test_own_model(tmp_path: Path) -> None:
+    printed = run_example("own_model.py", "--steps", "30", cwd=tmp_path).splitlines()
+    first, last = (
+        line.partition("token ")[2].removesuffix(" of 256").split(", ") for line in (printed[0], printed[-1])
+    )
+    assert all(int(after) < int(before) for before, after in zip(first, last, strict=True))
+    assert float(printed[-1].split()[3].rstrip(",")) < float(printed[0].split()[3].rstrip(","))
