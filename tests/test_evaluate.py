@@ -1,4 +1,4 @@
-"""Scores of a text and of last words, against the same sums taken token by token."""
+"""Scores of a text, of last words and of tasks, against the same sums taken token by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from twell.evaluate import read_passages, score_last_words, score_text
+from twell.evaluate import (
+    TASKS,
+    Item,
+    Mean,
+    Metrics,
+    TaskData,
+    average,
+    difference,
+    mean_of,
+    read_folder,
+    read_passages,
+    score_last_words,
+    score_task,
+    score_text,
+)
+from twell.evaluate.predictions import Row, encode, predict
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
@@ -97,6 +112,114 @@ def test_a_right_last_word_counts(model: Any, tokenizer: Any) -> None:
     if not passages:
         pytest.skip("no prediction of this model begins a word")
     assert score_last_words(model, tokenizer, passages).accuracy == 1
+
+
+# -- tasks --------------------------------------------------------------------------------------------------
+
+ITEMS = Path(__file__).parent / "data" / "eval"
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 100])
+@pytest.mark.parametrize("name", ["arc_easy", "winogrande", "commonsense_qa"])
+def test_a_task_is_scored_choice_by_choice(name: str, batch_size: int, model: Any, tokenizer: Any) -> None:
+    """With a context of 32 tokens: most prompts are cut on the left, none of the choices is."""
+    [data] = read_folder(ITEMS, [name])
+    expected, right, right_norm = [], [], []
+    for item in data.items:
+        sums, normed = [], []
+        for context, continuation in zip(item.contexts, item.continuations, strict=True):
+            before, whole = tokenizer.encode(context), tokenizer.encode(context + continuation)
+            n = len(whole) - len(before)
+            sums.append(float(log_p(model, whole[-CONTEXT - 1 :])[-n:].sum()))
+            normed.append(sums[-1] / len(continuation.strip()))
+        expected.append(sums)
+        right.append(sums.index(max(sums)) == item.gold)
+        right_norm.append(normed.index(max(normed)) == item.gold)
+    score = score_task(model, tokenizer, data, batch_size=batch_size)
+    for ours, theirs in zip(score.log_likelihoods, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert score.right == ({"acc": right, "acc_norm": right_norm} if name == "arc_easy" else {"acc": right})
+    assert score.metrics.mean("acc").value == sum(right) / len(right)
+    assert score.items == len(data.items)
+
+
+def test_a_choice_longer_than_the_context_is_predicted_in_windows(model: Any, tokenizer: Any) -> None:
+    choice = " " + " ".join(TEXT.split()[:40])
+    item = Item(("Question:",) * 2, (choice, " no"), 0)
+    data = TaskData(task=TASKS["piqa"], path=Path("none"), docs=[{}], items=[item])
+    before, whole = tokenizer.encode("Question:"), tokenizer.encode("Question:" + choice)
+    assert len(whole) - len(before) > 2 * CONTEXT
+    expected, start = 0.0, len(before)
+    while start < len(whole):
+        end = min(start + CONTEXT, len(whole))
+        expected += float(log_p(model, whole[max(0, end - CONTEXT - 1) : end])[start - end :].sum())
+        start = end
+    assert score_task(model, tokenizer, data).log_likelihoods[0][0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_that_differ_in_the_last_token_share_a_sequence(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Row([1, 2, 3, last], 1) for last in range(4, 9)] + [Row([1, 2, 3, 9], 2), Row([5, 6], 1)]
+    expected = [float(log_p(model, list(row.ids))[-row.n :].sum()) for row in rows]
+    shapes, forward = [], model.forward
+    monkeypatch.setattr(model, "forward", lambda **kw: (shapes.append(tuple(kw["input_ids"].shape)), forward(**kw))[1])
+    seen: list[tuple[int, int]] = []
+    found = predict(model, rows, batch_size=8, progress=lambda done, total: seen.append((done, total)))
+    assert [p.log_p for p in found] == pytest.approx(expected, rel=1e-5)
+    assert shapes == [(2, 3)]
+    assert seen == [(7, 7)]
+
+
+def test_white_space_at_the_end_of_a_context_goes_to_the_continuation(tokenizer: Any) -> None:
+    [row] = encode(tokenizer, [("one two ", "three")])
+    assert row == encode(tokenizer, [("one two", " three")])[0]
+    [row] = encode(tokenizer, [("", " three")])
+    assert row.ids == [tokenizer.bos_token_id, *tokenizer.encode(" three")]
+    with pytest.raises(ValueError, match="makes no tokens of ''"):
+        encode(tokenizer, [("one", "")])
+
+
+def test_nan_is_no_choice(model: Any, tokenizer: Any) -> None:
+    [data] = read_folder(ITEMS, ["piqa"])
+    hook = model.lm_head.register_forward_hook(lambda module, args, logits: logits * math.nan)
+    try:
+        with pytest.raises(ValueError, match="not numbers"):
+            score_task(model, tokenizer, data)
+    finally:
+        hook.remove()
+
+
+def test_means_and_paired_differences() -> None:
+    a, b = [1.0, 1, 0, 1, 0, 1], [1.0, 0, 0, 1, 1, 0]
+    for values, mean in ((a, mean_of(a)), ([x - y for x, y in zip(a, b, strict=True)], difference(a, b))):
+        t = torch.tensor(values, dtype=torch.float64)
+        assert mean == pytest.approx((t.mean().item(), t.std().item() / math.sqrt(len(a))))
+    assert mean_of([1.0]) == Mean(1, 0)
+    with pytest.raises(ValueError, match="expected as many of both, got 6 and 1"):
+        difference(a, [1.0])
+    assert average([Mean(1, 0.3), Mean(0, 0.4)]) == pytest.approx((0.5, 0.25))
+
+
+def test_metrics_average_over_tasks() -> None:
+    """A task without acc_norm takes part in its average with acc; differences average as the tasks do."""
+    arc, wino = Metrics({"acc": [0, 1.0], "acc_norm": [1.0, 1]}), Metrics({"acc": [0, 0, 0, 1.0]})
+    mean = Metrics(parts=[arc, wino])
+    assert mean.names == ["acc", "acc_norm"]
+    assert mean.mean("acc").value == (0.5 + 0.25) / 2
+    assert mean.mean("acc_norm").value == (1 + 0.25) / 2
+    other = Metrics(parts=[Metrics({"acc": [1.0, 1], "acc_norm": [0, 0.0]}), Metrics({"acc": [0, 0, 1.0, 1]})])
+    assert mean.difference("acc", other) == average(
+        [difference([0, 1], [1, 1]), difference([0, 0, 0, 1], [0, 0, 1, 1])]
+    )
+    assert mean.difference("acc_norm", other).value == (1 - 0.25) / 2
+    unpaired = arc.difference("acc", wino)  # as texts in other windows
+    assert unpaired == pytest.approx((0.25, math.hypot(arc.mean("acc").error, wino.mean("acc").error)))
+
+
+def test_metrics_of_texts_are_means_over_their_parts(model: Any, tokenizer: Any) -> None:
+    score = score_text(model, tokenizer, TEXT)
+    assert score.metrics.mean("bits_per_byte").value == pytest.approx(score.bits_per_byte)
+    words = score_last_words(model, tokenizer, ["one two three", "four five"])
+    assert words.metrics.mean("accuracy") == (words.accuracy, words.accuracy_error)
 
 
 def test_training_mode_is_left_as_it_was(model: Any, tokenizer: Any) -> None:

@@ -1,8 +1,7 @@
-"""``twell trace | analyze | calibrate | eval``: what a model does on a text."""
+"""``twell trace | analyze | calibrate``: what a model does on a text."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -177,49 +176,3 @@ def calibrate(
         for row in report.rows:
             print(f"{row.layer}  {row.plan}")
         print(f"counts of {counts.tokens:,} tokens are in {model / COUNTS_FILE}")
-
-
-@app.command("eval")
-def evaluate(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")],
-    text: Annotated[list[Path] | None, typer.Option(help="Text file to predict; repeatable.")] = None,
-    last_words: Annotated[
-        Path | None, typer.Option(help="LAMBADA: .jsonl with 'text' fields whose last word is to be predicted.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences computed at once.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a file on standard output.")] = False,
-) -> None:
-    """How well a model predicts text: bits per byte, perplexity, and LAMBADA's last words.
-
-    Example: [bold]twell eval my-run/model --text wikitext2.txt --last-words lambada.jsonl[/bold]
-    """
-    from twell import evaluate as ev
-
-    if not text and last_words is None:
-        raise ValueError("nothing to evaluate on: give --text or --last-words")
-    texts = {path: path.read_text(encoding="utf-8") for path in text or []}
-    passages = None if last_words is None else ev.read_passages(last_words)
-    language_model, tokenizer = load_model(model)
-    results: list[dict[str, Any]] = []
-    for path, content in texts.items():
-        with counted_bar(path.name) as progress:
-            s = ev.score_text(language_model, tokenizer, content, batch_size=batch_size, progress=progress)
-        numbers = {"loss": s.loss, "bits_per_byte": s.bits_per_byte, "word_perplexity": s.word_perplexity}
-        results.append({"file": str(path), **numbers, "tokens": s.tokens, "bytes": s.bytes, "words": s.words})
-    if last_words is not None and passages is not None:
-        with counted_bar(last_words.name) as progress:
-            w = ev.score_last_words(language_model, tokenizer, passages, batch_size=4 * batch_size, progress=progress)
-        results.append({"file": str(last_words), **dataclasses.asdict(w)})
-    for result in results:
-        if as_json:
-            print(json.dumps(result))
-        elif "accuracy" in result:
-            print(
-                f"{result['file']}: last word right {result['accuracy']:.2%} ± {result['accuracy_error']:.2%}, "
-                f"perplexity {result['perplexity']:,.1f} ({result['items']:,} passages)"
-            )
-        else:
-            print(
-                f"{result['file']}: {result['bits_per_byte']:.4f} bits per byte, cross-entropy {result['loss']:.4f} "
-                f"a token, word perplexity {result['word_perplexity']:,.1f} ({result['tokens']:,} tokens)"
-            )

@@ -1,0 +1,293 @@
+"""The paper's seven tasks: their files, their fields, and lm-eval's zero-shot prompts.
+
+A file has one JSON object a line, in the layout of the hub's dataset, of its authors' own file (ARC, OpenBookQA and
+CommonsenseQA differ), or a plain one: ``query``, ``choices``, ``gold`` for questions, ``context_options``,
+``continuation``, ``gold`` for WinoGrande, ``ctx`` with the activity in front for HellaSwag. Whatever the layout, a line
+becomes a *doc* in the hub's fields, which lm-eval can read too, and an ``Item``, which our own scorer reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import string
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Fields = dict[str, Any]
+
+
+class Item(NamedTuple):
+    """A question: how likely is each continuation after its context?"""
+
+    contexts: tuple[str, ...]  # one a choice; all the same but in WinoGrande
+    continuations: tuple[str, ...]  # each begins with a space
+    gold: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    name: str  # lm-eval's
+    to_doc: Callable[[Fields], Fields]  # a line of a file, in any layout -> the hub's fields
+    to_item: Callable[[Fields], Item]  # the hub's fields -> the prompt
+    is_normed: bool = True  # acc_norm is usual
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskData:
+    """The items of a task, as a file has them."""
+
+    task: Task
+    path: Path
+    docs: list[Fields]
+    items: list[Item]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------
+
+
+def find_task(name: str) -> Task:
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}: expected one of {', '.join(TASKS)}")
+    return TASKS[name]
+
+
+def read_folder(folder: Path, names: Sequence[str], limit: int | None = None) -> list[TaskData]:
+    """The tasks from a folder's .jsonl files whose names begin with the task's, underscores or not."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder with the tasks' files")
+    return [read_task(_find_file(folder, find_task(name)), name, limit) for name in names]
+
+
+def _find_file(folder: Path, task: Task) -> Path:
+    wanted = task.name.replace("_", "")
+    found = sorted(path for path in folder.glob("*.jsonl") if path.name.replace("_", "").startswith(wanted))
+    if not found:
+        raise ValueError(f"{folder} has no file {task.name}*.jsonl")
+    if len(found) > 1:
+        raise ValueError(f"{folder} has several files of {task.name}: {', '.join(path.name for path in found)}")
+    return found[0]
+
+
+def read_task(path: Path, name: str, limit: int | None = None) -> TaskData:
+    """The first ``limit`` items of a file."""
+    task = find_task(name)
+    if limit is not None and limit < 1:
+        raise ValueError(f"the limit must be at least 1, got {limit}")
+    docs: list[Fields] = []
+    items: list[Item] = []
+    for number, fields in read_lines(path):
+        if limit is not None and len(docs) == limit:
+            break
+        try:
+            doc = task.to_doc(fields)
+            item = task.to_item(doc)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}, as {name}: {error}") from None
+        docs.append(doc)
+        items.append(item)
+    if not items:
+        raise ValueError(f"{path} has no items")
+    return TaskData(task=task, path=path, docs=docs, items=items)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Fields]]:
+    """(line number, JSON object) of a .jsonl file."""
+    # Not splitlines of the text: it also splits at characters that a JSON string may hold.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line.decode())
+        except ValueError as error:  # of JSON, or of UTF-8
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path}, line {number} is no JSON object")
+        yield number, fields
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Questions: ARC, OpenBookQA, CommonsenseQA
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _question_doc(fields: Fields, stem: str = "question") -> Fields:
+    """{``stem``, choices: {text, label}, answerKey}"""
+    if "query" in fields:
+        texts = _texts(fields, "choices")
+        labels = list(string.ascii_uppercase[: len(texts)])
+        gold = labels[_number(fields, "gold", len(texts))]
+        return {
+            stem: _text(fields, "query").removeprefix("Question: "),
+            "choices": {"text": texts, "label": labels},
+            "answerKey": gold,
+        }
+    asked = fields.get("question")
+    if isinstance(asked, dict):  # the authors' own files
+        question, given = _text(asked, "stem"), asked.get("choices")
+    else:
+        question, given = _text(fields, stem), fields.get("choices")
+    if isinstance(given, list):
+        choices = {name: [_text(choice, name) for choice in given] for name in ("text", "label")}
+    elif isinstance(given, dict):
+        choices = {name: _texts(given, name) for name in ("text", "label")}
+    else:
+        raise ValueError("no field 'choices'")
+    texts, labels = choices["text"], choices["label"]
+    if len(texts) != len(labels):
+        raise ValueError(f"{len(texts)} choices with {len(labels)} labels")
+    answer = _text(fields, "answerKey").strip()
+    if answer not in labels:
+        raise ValueError(f"the answer {answer!r} is none of the labels {', '.join(labels)}")
+    return {stem: question, "choices": {"text": texts, "label": labels}, "answerKey": answer}
+
+
+def _gold(doc: Fields) -> int:
+    return int(doc["choices"]["label"].index(doc["answerKey"]))
+
+
+def _arc_item(doc: Fields) -> Item:
+    return _item(f"Question: {doc['question']}\nAnswer:", doc["choices"]["text"], _gold(doc))
+
+
+def _openbookqa_doc(fields: Fields) -> Fields:
+    return _question_doc(fields, "question_stem")
+
+
+def _openbookqa_item(doc: Fields) -> Item:
+    return _item(doc["question_stem"], doc["choices"]["text"], _gold(doc))
+
+
+def _commonsense_qa_item(doc: Fields) -> Item:
+    """The choices are in the prompt; their letters are what is scored."""
+    texts, labels = doc["choices"]["text"], doc["choices"]["label"]
+    if labels != list("ABCDE"):
+        raise ValueError(f"expected the five choices A to E, got {', '.join(labels)}")
+    lines = [f"{label}. {text}" for label, text in zip(labels, texts, strict=True)]
+    return _item("\n".join([f"Question: {doc['question'].strip()}", *lines, "Answer:"]), labels, _gold(doc))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# HellaSwag, PIQA, WinoGrande
+# ---------------------------------------------------------------------------------------------------------
+
+# What HellaSwag continues: a sentence just begun, as in all items from ActivityNet and none from wikiHow.
+_BEGUN_SENTENCE = re.compile(r"(?<=[.!?\"')]) [a-z][^.!?]*$")
+
+
+def _hellaswag_doc(fields: Fields) -> Fields:
+    endings = _texts(fields, "endings")
+    label = _number(fields, "label", len(endings))
+    if "ctx_a" in fields:
+        whole = {name: _text(fields, name, may_be_empty=True) for name in ("activity_label", "ctx_a", "ctx_b")}
+    else:
+        activity, colon, context = _text(fields, "ctx").partition(": ")
+        if not colon:
+            raise ValueError("field 'ctx' begins with no 'activity: ', and there is no field 'ctx_a'")
+        begun = _BEGUN_SENTENCE.search(context)
+        end = len(context) if begun is None else begun.start()
+        whole = {"activity_label": activity, "ctx_a": context[:end], "ctx_b": context[end + 1 :]}
+    return {**whole, "endings": endings, "label": str(label)}
+
+
+def _hellaswag_item(doc: Fields) -> Item:
+    context = f"{doc['activity_label']}: {doc['ctx_a']} {doc['ctx_b'].capitalize()}"
+    return _item(_without_marks(context), [_without_marks(ending) for ending in doc["endings"]], int(doc["label"]))
+
+
+def _without_marks(text: str) -> str:
+    """Without wikiHow's [title], [step] and the like."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def _piqa_doc(fields: Fields) -> Fields:
+    texts = {name: _text(fields, name) for name in ("goal", "sol1", "sol2")}
+    return {**texts, "label": _number(fields, "label", 2)}
+
+
+def _piqa_item(doc: Fields) -> Item:
+    return _item(f"Question: {doc['goal']}\nAnswer:", [doc["sol1"], doc["sol2"]], doc["label"])
+
+
+def _winogrande_doc(fields: Fields) -> Fields:
+    if "context_options" in fields:
+        options, after = _texts(fields, "context_options"), _text(fields, "continuation")
+        if len(options) != 2:
+            raise ValueError(f"expected 2 choices in 'context_options', got {len(options)}")
+        answer = str(1 + _number(fields, "gold", 2))
+        # The blank at the very start: the options hold what is before it, too.
+        return {"sentence": f"_ {after}", "option1": options[0], "option2": options[1], "answer": answer}
+    doc = {name: _text(fields, name) for name in ("sentence", "option1", "option2", "answer")}
+    if doc["answer"] not in ("1", "2"):
+        raise ValueError(f"the answer {doc['answer']!r} is neither '1' nor '2'")
+    if "_" not in doc["sentence"]:
+        raise ValueError("field 'sentence' has no blank _")
+    return doc
+
+
+def _winogrande_item(doc: Fields) -> Item:
+    """What follows the blank, after the sentence up to it with either option in it."""
+    before, _, after = doc["sentence"].partition("_")
+    contexts = (before + doc["option1"], before + doc["option2"])
+    return Item(contexts, (f" {after.strip()}",) * 2, int(doc["answer"]) - 1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Fields
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _item(context: str, choices: Sequence[str], gold: int) -> Item:
+    if len(choices) < 2:
+        raise ValueError(f"expected at least 2 choices, got {len(choices)}")
+    for i, choice in enumerate(choices):
+        if not choice.strip():
+            raise ValueError(f"choice {i} is empty")
+    return Item((context,) * len(choices), tuple(f" {choice}" for choice in choices), gold)
+
+
+def _text(fields: Any, name: str, *, may_be_empty: bool = False) -> str:
+    value = fields.get(name) if isinstance(fields, dict) else None
+    if value is None:
+        raise ValueError(f"no field {name!r}")
+    if not isinstance(value, str) or not (value.strip() or may_be_empty):
+        raise ValueError(f"field {name!r} is no text: {value!r}")
+    return value
+
+
+def _texts(fields: Fields, name: str) -> list[str]:
+    value = fields.get(name)
+    if value is None:
+        raise ValueError(f"no field {name!r}")
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"field {name!r} is no list of texts")
+    return value
+
+
+def _number(fields: Fields, name: str, choices: int) -> int:
+    """The number of the right choice, from 0; some files have it as text."""
+    value = fields.get(name)
+    if value is None:
+        raise ValueError(f"no field {name!r}")
+    number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else -1
+    if isinstance(value, bool) or not 0 <= number < choices:
+        raise ValueError(f"field {name!r} is {value!r}: expected the number of one of {choices} choices, from 0")
+    return number
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(name="arc_easy", to_doc=_question_doc, to_item=_arc_item),
+        Task(name="arc_challenge", to_doc=_question_doc, to_item=_arc_item),
+        Task(name="hellaswag", to_doc=_hellaswag_doc, to_item=_hellaswag_item),
+        Task(name="openbookqa", to_doc=_openbookqa_doc, to_item=_openbookqa_item),
+        Task(name="piqa", to_doc=_piqa_doc, to_item=_piqa_item),
+        Task(name="winogrande", to_doc=_winogrande_doc, to_item=_winogrande_item, is_normed=False),
+        Task(name="commonsense_qa", to_doc=_question_doc, to_item=_commonsense_qa_item, is_normed=False),
+    )
+}

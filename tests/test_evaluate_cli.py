@@ -1,0 +1,176 @@
+"""``twell eval``: rows, tables, several models, dense against sparse, one clear line on bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from twell import cli
+from twell.evaluate import TASKS, harness
+from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from twell.train.data import SAMPLE, read_texts
+from twell.train.tokenizer import train_bpe
+
+ITEMS = str(Path(__file__).parent / "data" / "eval")
+TEXT = next(iter(read_texts(SAMPLE)))[:3000]
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.5,
+}
+
+
+class Result(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Twell = Callable[..., Result]
+
+
+@pytest.fixture
+def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Twell:
+    """Runs the command line in this process."""
+
+    def run(*args: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["twell", *args])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return Result(int(stop.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of two sparse models and a dense one."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = train_bpe([TEXT], 300)
+    for seed, name in enumerate(("one", "two")):
+        torch.manual_seed(seed)
+        LlamaSparseReluForCausalLM(LlamaSparseReluConfig(**SHAPE, vocab_size=len(tokenizer))).save_pretrained(
+            folder / name / "model"
+        )
+    LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=len(tokenizer))).save_pretrained(folder / "silu")
+    found = {"one": folder / "one" / "model", "two": folder / "two" / "model", "silu": folder / "silu"}
+    for path in found.values():
+        tokenizer.save_pretrained(path)
+    return {name: str(path) for name, path in found.items()}
+
+
+def test_all_tasks_by_default(twell: Twell, models: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    result = twell("eval", models["one"], "--data", ITEMS, "--scorer", "own", "--json", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert rows == [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["task"] for row in rows[:-1]] == list(TASKS)
+    for row in rows[:-1]:
+        assert (row["eval"], row["items"], row["scorer"], row["model"]) == ("task", 3, "own", models["one"])
+        assert ("acc_norm" in row) == (row["task"] not in ("winogrande", "commonsense_qa"))
+        assert {"commit", "versions", "device", "time", "dtype"} <= set(row)
+    mean = rows[-1]
+    assert (mean["eval"], mean["tasks"]) == ("mean", list(TASKS))
+    assert mean["acc"] == pytest.approx(sum(row["acc"] for row in rows[:-1]) / 7)
+
+    result = twell("eval", models["one"], "--data", ITEMS, "--scorer", "own", "--tasks", "piqa,winogrande")
+    shown = result.stdout.splitlines()
+    piqa = next(row for row in rows if row.get("task") == "piqa")
+    assert any(line.split()[:4] == ["piqa", "acc", "3", f"{100 * piqa['acc']:.2f}"] for line in shown)
+    assert not any("hellaswag" in line for line in shown)
+
+
+def test_dense_against_sparse(twell: Twell, models: dict[str, str], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    command = ["eval", models["one"], "--data", ITEMS, "--scorer", "own", "--tasks", "arc_easy", "--tasks", "piqa"]
+    result = twell(*command, "--compare", "--text", str(text), "--limit", "2", "--json")
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    dense, sparse = rows[:4], rows[4:]
+    assert [row["eval"] for row in dense] == [row["eval"] for row in sparse] == ["text", "task", "task", "mean"]
+    assert {row["mode"] for row in dense} == {"dense"} and {row["mode"] for row in sparse} == {"sparse"}
+    for a, b in zip(dense, sparse, strict=True):
+        assert "against" not in a
+        against = b["against"]
+        assert (against["model"], against["mode"]) == (models["one"], "dense")
+        metric = "bits_per_byte" if b["eval"] == "text" else "acc"
+        assert against[metric] == pytest.approx(b[metric] - a[metric])
+        assert against[f"{metric}_error"] < 1e-3  # the same function, up to rounding
+    assert sparse[1]["items"] == 2 and sparse[1]["against"]["other_choices"] == 0
+
+    shown = twell(*command, "--compare", "--text", str(text)).stdout
+    assert "sparse - dense" in shown and "bits/byte" in shown
+    assert "sparse chooses otherwise than dense in 0 of 6 items" in shown
+
+
+def test_several_models_side_by_side(twell: Twell, models: dict[str, str], tmp_path: Path) -> None:
+    passages = tmp_path / "passages.jsonl"
+    passages.write_text("".join(json.dumps({"text": " ".join(TEXT.split()[i : i + 9])}) + "\n" for i in range(9)))
+    command = ["eval", models["one"], models["two"], "--data", ITEMS, "--scorer", "own", "--tasks", "winogrande"]
+    rows = list(map(json.loads, twell(*command, "--last-words", str(passages), "--json").stdout.splitlines()))
+    assert [row["eval"] for row in rows] == ["last words", "task"] * 2
+    assert rows[3]["against"]["model"] == models["one"]
+    assert rows[3]["against"]["acc"] == pytest.approx(rows[3]["acc"] - rows[1]["acc"])
+    assert rows[2]["against"]["accuracy"] == pytest.approx(rows[2]["accuracy"] - rows[0]["accuracy"])
+    shown = twell(*command).stdout
+    assert "two - one" in shown and "two chooses otherwise than one" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tasks", "boolq"], "unknown task 'boolq': expected one of arc_easy"),
+        (["--data", "missing"], "missing is no folder"),
+        (["--tasks", "piqa", "--scorer", "own"], "nothing to evaluate on: give --data"),
+        (["--data", ITEMS, "--scorer", "mine"], "unknown scorer 'mine': expected lm-eval or own"),
+        (["--data", ITEMS, "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--data", ITEMS, "--batch-size", "-1"], "--batch-size must be at least 1, got -1"),
+        (["--data", ITEMS, "--device", "abacus"], "unknown device 'abacus'"),
+        (["--data", ITEMS, "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--last-words", "missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_bad_input_is_one_clear_line(twell: Twell, args: list[str], message: str) -> None:
+    result = twell("eval", "nowhere", *args)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_model_without_relu_has_nothing_to_compare(twell: Twell, models: dict[str, str]) -> None:
+    result = twell("eval", models["silu"], "--data", ITEMS, "--scorer", "own", "--compare")
+    assert result.returncode == 2
+    assert "has no FFN that can run sparsely" in result.stderr
+
+
+@pytest.mark.skipif(harness.is_installed(), reason="lm-eval is installed")
+def test_lm_eval_is_asked_for_only_where_it_is_needed(twell: Twell, models: dict[str, str]) -> None:
+    result = twell("eval", models["one"], "--data", ITEMS, "--scorer", "lm-eval")
+    assert result.returncode == 2
+    assert "lm-eval is not installed" in result.stderr
+    assert "pip install 'twell[eval]'" in twell("eval", models["one"]).stderr
+    row = json.loads(twell("eval", models["one"], "--data", ITEMS, "--tasks", "piqa", "--json").stdout)
+    assert row["scorer"] == "own"
+
+
+@pytest.mark.skipif(not harness.is_installed(), reason="needs lm-eval: pip install 'twell[eval]'")
+def test_lm_eval_is_the_default_and_says_the_same(twell: Twell, models: dict[str, str]) -> None:
+    ours = twell("eval", models["one"], "--data", ITEMS, "--scorer", "own", "--json")
+    theirs = twell("eval", models["one"], "--data", ITEMS, "--json")
+    for a, b in zip(ours.stdout.splitlines(), theirs.stdout.splitlines(), strict=True):
+        row, other = json.loads(a), json.loads(b)
+        assert other["scorer"].startswith("lm-eval 0.")
+        assert {k: v for k, v in row.items() if "acc" in k} == {k: v for k, v in other.items() if "acc" in k}
