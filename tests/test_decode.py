@@ -202,14 +202,63 @@ def test_training_does_not_use_them(calls: list[int]) -> None:
     assert not calls
 
 
-def test_one_operation_for_the_compiler(calls: list[int]) -> None:
+@pytest.mark.parametrize("kind", [GatedSparseFFN, SparseFFN])
+def test_one_operation_for_the_compiler_and_no_input_on_the_cpu(kind: type, calls: list[int]) -> None:
+    """On a GPU an input on the CPU, as the plan is, would keep the compiler from capturing a CUDA graph."""
+    layer = kind(32, 64, backend="triton").requires_grad_(False)
+    layer.set_plan(dense_plan(64, few_tokens=8))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append((graph, inputs))
+        return graph
+
+    x = torch.randn(2, 32)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x))
+        assert calls == [2, 2]
+        ((graph, inputs),) = graphs
+        assert [n.target for n in graph.graph.nodes if "twell" in str(n.target)] == [torch.ops.twell.few_tokens_ffn]
+        assert layer.plan is not None and all(t.dtype != torch.int32 for t in inputs)
+        layer.set_plan(dense_plan(64))
+        assert torch.allclose(compiled(x), layer(x))  # compiled anew: now densely
+    assert calls == [2, 2] and len(graphs) == 2
+
+
+def test_opcheck() -> None:
+    w, x = make_weights(32, 64, f32, bias=True), torch.randn(3, 32)
+    torch.library.opcheck(torch.ops.twell.few_tokens_ffn.default, (x, *w, "relu"))
+
+
+def test_under_autocast(calls: list[int]) -> None:
     layer = GatedSparseFFN(32, 64, backend="triton").requires_grad_(False)
     layer.set_plan(dense_plan(64, few_tokens=8))
     x = torch.randn(2, 32)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    expected = layer(x)
+    with torch.autocast("cpu", dtype=f16):
+        y = layer(x)
+    assert y.dtype == f16 and calls == [2, 2]
+    assert torch.allclose(y.float(), expected, atol=1e-2)
+
+
+def test_weights_of_inference_mode_run_densely(calls: list[int]) -> None:
+    with torch.inference_mode():
+        w, x = make_weights(32, 64, f32), torch.randn(2, 32)
+        assert_right(gpu.forward(x, w, "relu", dense_plan(64, few_tokens=8).encode()), x, w)
+        assert_right(torch.ops.twell.few_tokens_ffn(x, *w, "relu"), x, w)
+    assert not calls
+
+
+def test_a_prompt_leaves_the_copy_that_later_tokens_need(calls: list[int]) -> None:
+    layer = GatedSparseFFN(32, 64, backend="triton").requires_grad_(False)
+    layer.set_plan(dense_plan(64, few_tokens=2))
+    before = weights.copied_bytes()
     with torch.no_grad():
-        assert torch.equal(compiled(x), layer(x))
-    assert calls == [2, 2]
+        layer(torch.randn(9, 32))
+        after_prompt = weights.copied_bytes()
+        layer(torch.randn(1, 32))
+    assert before < after_prompt == weights.copied_bytes() and calls == [1]
 
 
 def test_older_plans_of_a_checkpoint_are_forgotten() -> None:

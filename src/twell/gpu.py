@@ -42,12 +42,26 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
         with torch.cuda.device(x.device):  # where Triton launches
             return forward(x, w, activation, plan)
     if plan is not None:
-        if 0 < len(x) <= _decoded(plan).few_tokens and not w.down.is_inference():
-            return decode.forward(x, w, _neuron_major(w), activation, _few_tiles(x))
+        if (few := _decoded(plan).few_tokens) and not w.down.is_inference():
+            _neuron_major(
+                w
+            )  # made now, by a prompt: in a graph that is captured later it would be in the graph's memory
+        if 0 < len(x) <= few:
+            return few_tokens_forward(x, w, activation)
         if (decoded := plan_for(plan, len(x))) is not None:
             tiles, programs = launch_facts(x)
             return split.forward(x, w, _layout(w, plan), activation, decoded, tiles, programs)
     return _densely(x, w, activation)
+
+
+def few_tokens_forward(x: Tensor, w: Weights, activation: str) -> Tensor:
+    """y [M, D] for x [M, D], 1 to 64 tokens; densely where no copy of a weight could be kept."""
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return few_tokens_forward(x, w, activation)
+    if w.down.is_inference():
+        return _densely(x, w, activation)
+    return decode.forward(x, w, _neuron_major(w), activation, _few_tiles(x))
 
 
 def plan_for(encoded: Tensor, tokens: int) -> Plan | None:

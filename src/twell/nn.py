@@ -59,6 +59,7 @@ class SparseFFNBase(nn.Module):
         self.backend = backend
         self.track_counts = track_counts
         self.plan: Tensor | None = None  # encoded, on the CPU: no buffer, since those move with the module
+        self.few_tokens = 0  # the plan's
         self._first_batches: tuple[Tensor, int] | None = None  # counts and tokens, until there are enough to plan by
         self._plans_itself = True
         for name, linear in zip(self.projections, linears, strict=True):
@@ -143,6 +144,7 @@ class SparseFFNBase(nn.Module):
             raise ValueError(f"the plan is for {plan.n_neurons} neurons, the layer has {n_neurons}")
         with torch.inference_mode(False):  # what is made in inference mode cannot be kept
             self.plan = None if plan is None else plan.encode()
+        self.few_tokens = 0 if plan is None else plan.few_tokens
 
     def plan_from_counts(
         self, counts: Tensor | None = None, tokens: int | None = None, *, training: bool = False
@@ -256,6 +258,7 @@ class GatedSparseFFN(SparseFFNBase):
             backend=self.backend,
             return_stats=return_stats,
             plan=self.plan,
+            few_tokens=self.few_tokens,
         )
 
 
@@ -287,6 +290,7 @@ class SparseFFN(SparseFFNBase):
             backend=self.backend,
             return_stats=return_stats,
             plan=self.plan,
+            few_tokens=self.few_tokens,
         )
 
 

@@ -419,13 +419,36 @@ def _planned_ffn(
     return gpu.forward(x, Weights(w_gate, w_up, w_down, b_gate, b_up, b_down), activation, plan)
 
 
-_library.impl("planned_ffn", _planned_ffn, "CPU")  # in Triton's interpreter
-_library.impl("planned_ffn", _planned_ffn, "CUDA")
-torch.library.register_fake("twell::planned_ffn", lambda x, w_gate, w_up, w_down, *_: x.new_empty(x.shape))
+# The same for few tokens, without the plan: it is on the CPU, and with such an input the compiler captures no graph.
+_library.define(
+    "few_tokens_ffn(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor? b_down, str activation) -> Tensor"
+)
+
+
+def _few_tokens_ffn(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: str,
+) -> Tensor:
+    from twell import gpu
+
+    return gpu.few_tokens_forward(x, Weights(w_gate, w_up, w_down, b_gate, b_up, b_down), activation)
+
+
+for _name, _implementation in (("planned_ffn", _planned_ffn), ("few_tokens_ffn", _few_tokens_ffn)):
+    _library.impl(_name, _implementation, "CPU")  # in Triton's interpreter
+    _library.impl(_name, _implementation, "CUDA")
+    torch.library.register_fake(f"twell::{_name}", lambda x, w_gate, w_up, w_down, *_: x.new_empty(x.shape))
 
 for _name, _n_differentiable in (("gated_ffn", 7), ("ffn", 5)):
     _register_autograd(_name, _n_differentiable)
-for _name in ("gated_ffn", "ffn", "planned_ffn", "split_ffn"):
+for _name in ("gated_ffn", "ffn", "planned_ffn", "few_tokens_ffn", "split_ffn"):
     _register_autocast(_name, "cpu", "AutocastCPU")
     _register_autocast(_name, "cuda", "AutocastCUDA")
 
@@ -449,13 +472,15 @@ def gated_ffn(
     backend: str = "auto",
     return_stats: bool = False,
     plan: Tensor | None = None,
+    few_tokens: int = 0,
 ) -> Any:
     """y = (a(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd with a = relu or relu2 (squared ReLU), made fast by sparsity.
 
     x [..., D]; w_gate, w_up [F, D]; w_down [D, F] (HF layout); biases [F], [F], [D]. Returns y [..., D], or
     (y, Stats) with ``return_stats``. ``token_mask`` [...] marks the tokens that count in the statistics; y
     is computed for all. Equal to the dense FFN within rounding, whatever the sparsity. ``plan`` (``Plan.encode``)
-    says how the GPU kernels split the work; it changes time, never the result.
+    says how the GPU kernels split the work; it changes time, never the result. ``few_tokens``: the plan's, for compiled
+    code, which then captures a CUDA graph for as few.
 
     >>> x, w_gate, w_up, w_down = torch.randn(2, 3, 8), torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
     >>> y, stats = gated_ffn(x, w_gate, w_up, w_down, return_stats=True)
@@ -463,7 +488,8 @@ def gated_ffn(
     (torch.Size([2, 3, 8]), torch.Size([16]), 6)
     """
     w = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-    return _call(torch.ops.twell.gated_ffn, "gated_ffn", x, w, activation, token_mask, backend, return_stats, plan)
+    op = torch.ops.twell.gated_ffn
+    return _call(op, "gated_ffn", x, w, activation, token_mask, backend, return_stats, plan, few_tokens)
 
 
 def ffn(
@@ -478,13 +504,14 @@ def ffn(
     backend: str = "auto",
     return_stats: bool = False,
     plan: Tensor | None = None,
+    few_tokens: int = 0,
 ) -> Any:
     """y = a(x Wu^T + bu) Wd^T + bd with a = relu or relu2 (squared ReLU), made fast by sparsity.
 
     The plain FFN; arguments, shapes and results as in ``gated_ffn``.
     """
     w = {"w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
-    return _call(torch.ops.twell.ffn, "ffn", x, w, activation, token_mask, backend, return_stats, plan)
+    return _call(torch.ops.twell.ffn, "ffn", x, w, activation, token_mask, backend, return_stats, plan, few_tokens)
 
 
 def _call(
@@ -497,6 +524,7 @@ def _call(
     backend: str,
     return_stats: bool,
     plan: Tensor | None,
+    few_tokens: int,
 ) -> Any:
     _check(name, x, weights, activation, token_mask)
     _check_plan(name, plan, weights)
@@ -504,6 +532,8 @@ def _call(
     x_MD = x.reshape(-1, x.shape[-1])
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights.values()))
     if chosen == "triton" and not return_stats and not save and _fits_triton(x, _weights(**weights)):
+        if 0 < len(x_MD) <= few_tokens:
+            return torch.ops.twell.few_tokens_ffn(x_MD, *_weights(**weights), activation).reshape(x.shape)
         return torch.ops.twell.planned_ffn(x_MD, *_weights(**weights), activation, plan).reshape(x.shape)
     mask_M = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
     split = None
