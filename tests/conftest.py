@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Some virtual machines advertise AMX and trap on its use; must be set before torch is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -14,7 +15,8 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before kernels are imported
 
-from twell import cpu
+from command_line import Result, Twell
+from twell import cli, cpu
 
 if os.environ.get("PYTEST_XDIST_WORKER"):  # two processes on two cores
     torch.set_num_threads(1)
@@ -60,3 +62,17 @@ def small_shapes_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Twell:
+    """Runs the command line in this process."""
+
+    def run(*args: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["twell", *args])
+        monkeypatch.setenv("COLUMNS", "140")
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return Result(int(stop.value.code or 0), *capsys.readouterr())
+
+    return run

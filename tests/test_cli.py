@@ -5,43 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from twell import __version__, cli, cpu, doctor
+from command_line import Twell
+from twell import __version__, cpu, doctor
 from twell.analyze import Analysis
 from twell.hf.convert import sparsify_
 from twell.trace import Trace
 from twell.train.data import SAMPLE, read_texts
 
 SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0"]
-
-
-class Result(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Twell = Callable[..., Result]
-
-
-@pytest.fixture
-def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Twell:
-    """Runs the command line in this process."""
-
-    def run(*args: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["twell", *args])
-        monkeypatch.setenv("COLUMNS", "140")
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return Result(int(stop.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 def test_runs_as_a_module() -> None:

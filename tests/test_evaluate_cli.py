@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from twell import cli
+from command_line import Twell
 from twell.evaluate import TASKS, harness
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.train.data import SAMPLE, read_texts
@@ -29,28 +26,6 @@ SHAPE = {
     "max_position_embeddings": 128,
     "initializer_range": 0.5,
 }
-
-
-class Result(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-Twell = Callable[..., Result]
-
-
-@pytest.fixture
-def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Twell:
-    """Runs the command line in this process."""
-
-    def run(*args: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["twell", *args])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return Result(int(stop.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture(scope="module")

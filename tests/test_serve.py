@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -26,6 +27,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from command_line import Twell
+
 openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' openai")
 uvicorn = pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 import torch
@@ -34,7 +37,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
 
 import twell
-from twell import cli, cpu, serve
+from twell import cpu, serve
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.serve.engine import Job, Sampler
 from twell.serve.text import TextStream, UntilStop
@@ -758,30 +761,18 @@ def test_the_command_from_start_to_ctrl_c(folder: Path, tmp_path: Path) -> None:
         process.kill()
 
 
-class Result(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    def run(*args: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["twell", "serve", *args])
-        monkeypatch.setenv("COLUMNS", "140")
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return Result(int(stop.value.code or 0), *capsys.readouterr())
-
-    return run
+def command(twell: Twell) -> Twell:
+    """Runs ``twell serve``."""
+    return functools.partial(twell, "serve")
 
 
-def test_help(command: Callable[..., Result]) -> None:
+def test_help(command: Twell) -> None:
     result = command("--help")
     assert result.returncode == 0 and "Usage" in result.stdout and "Example" in result.stdout
 
 
-def test_bad_input_ends_in_one_line(command: Callable[..., Result], folder: Path, tmp_path: Path) -> None:
+def test_bad_input_ends_in_one_line(command: Twell, folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for args, message in (
@@ -799,7 +790,7 @@ def test_bad_input_ends_in_one_line(command: Callable[..., Result], folder: Path
             assert result.stderr.count("\n") == 1
 
 
-def test_a_missing_package_is_named(command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(command: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("twell.serve")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr(twell, "serve")
@@ -809,9 +800,7 @@ def test_a_missing_package_is_named(command: Callable[..., Result], monkeypatch:
     assert result.stderr.count("\n") == 1
 
 
-def test_options_are_told(
-    command: Callable[..., Result], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_are_told(command: Twell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--dense, --no-batching, --host, --name, --cache-tokens, --dtype, and models of transformers' own."""
     seen = []
     monkeypatch.setattr(serve, "run", lambda server, sock: seen.append((server, sock)) or sys.exit(0))
@@ -827,7 +816,7 @@ def test_options_are_told(
     torch.manual_seed(0)
     for activation, line in (
         ("relu", "sparse:   all 2 feed-forward layers"),
-        ("silu", "sparse:   0 of 2 feed-forward layers; 2 dense: silu: call relufy_ first"),
+        ("silu", "sparse:   nothing is sparse: 2 dense: silu: call relufy_ first"),
     ):
         path = tmp_path / activation
         AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, hidden_act=activation)).save_pretrained(path)

@@ -124,7 +124,9 @@ def measure(
         "tokens_per_ms": {name: round(tokens / spread.p50, 3) for name, spread in times.items()},
         "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
         "difference": difference,
-        "memory": {name: _memory(each, runs[name]) for name, each in zip(runs, models, strict=True)},
+        "memory": {
+            name: memory_of(each, runs[name], name == "sparse") for name, each in zip(runs, models, strict=True)
+        },
         "joules_per_token": {name: None if j is None else float(f"{j / tokens:.4g}") for name, j in joules.items()},
         "joules_ratio": train.ratio(known["sparse"], known["dense"]) if len(known) == 2 else None,
         **({"plans": [ffn.plan_facts(plan) for plan in subject.plans]} if subject.plans else {}),
@@ -150,11 +152,9 @@ def check_logits(dense: Tensor, sparse: Tensor) -> float:
     return float(f"{difference:.3g}")
 
 
-def _memory(model: Any, run: Callable[[], Any]) -> dict[str, int]:
-    """Bytes: of the weights, of copies that kernels read, and the most that a pass takes besides."""
+def memory_of(model: Any, run: Callable[[], Any], is_sparse: bool) -> dict[str, int]:
+    """Bytes: of the weights, of copies that kernels read, and the most that ``run`` takes besides."""
     own = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
-    ffns = [m for m in model.modules() if isinstance(m, SparseFFNBase)]
-    copies = weights.copied_bytes() if any(f.backend != "reference" for f in ffns) else 0  # else they are dense
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
         torch.cuda.reset_peak_memory_stats(model.device)
@@ -163,7 +163,7 @@ def _memory(model: Any, run: Callable[[], Any]) -> dict[str, int]:
         passing = torch.cuda.max_memory_allocated(model.device) - before
     else:
         passing = timing.peak_bytes(run)
-    return {"weights": sum(own.values()), "copies": copies, "pass": passing}
+    return {"weights": sum(own.values()), "copies": weights.copied_bytes() if is_sparse else 0, "pass": passing}
 
 
 def _layers(dense: Any, sparse: Any, ids: Tensor, seconds: float) -> list[dict[str, Any]]:

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import sys
 
-from twell.cli import bench, bench_train, evaluating, machine, measured, models, serving, training
+from twell.cli import (
+    bench,
+    bench_train,
+    evaluating,
+    generating,
+    machine,
+    measured,
+    models,
+    serving,
+    training,
+)
 from twell.cli.app import app
 
-__all__ = ["app", "bench", "bench_train", "evaluating", "machine", "main", "measured", "models", "serving", "training"]
+__all__ = [
+    "app",
+    "bench",
+    "bench_train",
+    "evaluating",
+    "generating",
+    "machine",
+    "main",
+    "measured",
+    "models",
+    "serving",
+    "training",
+]
 
 
 def main() -> None:

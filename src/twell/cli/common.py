@@ -40,8 +40,11 @@ def dtype_of(name: str) -> Any:
     return dtype
 
 
-def load_model(name: str) -> tuple[Any, Any]:
-    """A causal language model, on the GPU where there is one, and its tokenizer; from a folder or by hub name."""
+def load_model(name: str, device: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer, from a folder or by hub name.
+
+    By default on the GPU where there is one, in the dtype it was saved in.
+    """
     try:
         from transformers import AutoModelForCausalLM
 
@@ -51,10 +54,20 @@ def load_model(name: str) -> tuple[Any, Any]:
         raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
     import torch
 
+    from twell.doctor import bf16_problem
+
     quiet_libraries()
+    torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_dtype = "auto" if dtype is None else dtype_of(dtype)
+    folder = Path(name)
+    if (folder.exists() or name.count("/") != 1) and not (folder / "config.json").is_file():
+        inside = f"; {name}/model has" if (folder / "model" / "config.json").is_file() else ""
+        raise ValueError(f"{name} is no folder of a model: it has no config.json{inside}")
     tokenizer = load_tokenizer(name)
-    language_model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    return language_model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    language_model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype)
+    if language_model.dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
+        raise RuntimeError(problem)
+    return language_model.to(torch_device).eval(), tokenizer
 
 
 def collect(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from twell.cli.app import app
-from twell.cli.common import device_of, dtype_of
+from twell.cli.common import load_model
 
 
 @app.command()
@@ -42,7 +41,7 @@ def serve(
     except ImportError as error:
         raise RuntimeError(f"serving needs more packages ({error}): pip install 'twell[serve]'") from None
     sock = serving.bind(host, port)
-    language_model, tokenizer = _load(model, device, dtype)
+    language_model, tokenizer = load_model(model, device, dtype)
     print(f"model:    {model}, {str(language_model.dtype).removeprefix('torch.')}, on {language_model.device}")
     print(f"sparse:   {_make_sparse(language_model, dense)}", flush=True)
     tokens = cache_tokens or serving.cache_tokens_for(language_model)
@@ -70,41 +69,13 @@ def serve(
     print("stopped")
 
 
-def _load(name: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from twell.doctor import bf16_problem
-    from twell.train.run import quiet_libraries
-    from twell.train.tokenizer import load_tokenizer
-
-    quiet_libraries()
-    folder = Path(name)
-    if (folder.exists() or name.count("/") != 1) and not (folder / "config.json").is_file():
-        inside = f"; {name}/model has" if (folder / "model" / "config.json").is_file() else ""
-        raise ValueError(f"{name} is no folder of a model: it has no config.json{inside}")
-    torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch_dtype = "auto" if dtype is None else dtype_of(dtype)
-    tokenizer = load_tokenizer(name)
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype)
-    if model.dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
-        raise RuntimeError(problem)
-    return model.to(torch_device).eval(), tokenizer
-
-
 def _make_sparse(model: Any, dense: bool) -> str:
     """Convert the model, or make it dense, and say what its layers are."""
     from twell.hf.convert import desparsify_, sparsify_
 
     if dense:
         return f"no layer of {len(desparsify_(model).rows)} (--dense)"
-    rows = sparsify_(model).rows
-    n_sparse = sum(row.became is not None or row.why == "already sparse" for row in rows)
-    if n_sparse == len(rows) > 0:
-        return f"all {len(rows)} feed-forward layers"
-    reasons = Counter(row.why for row in rows if row.became is None and row.why != "already sparse")
-    others = "; ".join(f"{n} dense: {why}" for why, n in reasons.items()) or "none were found"
-    return f"{n_sparse} of {len(rows)} feed-forward layers; {others}"
+    return sparsify_(model).summary()
 
 
 def _name_of(model: str) -> str:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ from twell.hf.parallel import is_sharded, parallelize_, tensor_parallel_mesh
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, activation_of, find_activation
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
+_ALREADY = "already sparse"
 _PLAIN = ("up_proj", "down_proj")
 _INLINE = ("fc1", "fc2")  # OPT: the decoder layer itself holds and applies them
 _INLINE_MARK = "_activation_before_twell"
@@ -63,6 +65,17 @@ class Report:
     @property
     def skipped(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.became is None)
+
+    def summary(self) -> str:
+        """In a few words: how many layers ``sparsify_`` has made, or found, sparse."""
+        n_sparse = sum(row.became is not None or row.why == _ALREADY for row in self.rows)
+        if n_sparse == len(self.rows) > 0:
+            return f"all {n_sparse} feed-forward layers can run sparsely"
+        reasons = Counter(row.why for row in self.skipped if row.why != _ALREADY)
+        why = "; ".join(f"{n} dense: {reason}" for reason, n in reasons.items()) or "no feed-forward layers were found"
+        if n_sparse == 0:
+            return f"nothing is sparse: {why}"
+        return f"{n_sparse} of {len(self.rows)} feed-forward layers can run sparsely; {why}"
 
     def __str__(self) -> str:
         if not self.rows:
@@ -147,7 +160,7 @@ def _sparsify_one(name: str, parent: nn.Module, attribute: str, ffn: nn.Module) 
         if isinstance(ffn, SparseFFNBase) and ffn.backend == "reference":
             ffn.backend = "auto"
             return Row(name, was, f"{was}, run sparsely")
-        return Row(name, was, None, "already sparse")
+        return Row(name, was, None, _ALREADY)
     names = _INLINE if hasattr(ffn, "fc1") else _GATED if hasattr(ffn, "gate_proj") else _PLAIN
     for projection in names:
         linear = getattr(ffn, projection)

@@ -1,0 +1,394 @@
+"""``twell generate``: the tokens of model.generate, streamed, in batches, and densely against sparsely."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from command_line import Twell
+from twell import cpu, generate
+from twell.cli import generating
+from twell.generate import Parting, Settings
+from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from twell.hf.convert import sparsify_
+from twell.train.data import SAMPLE, read_texts
+from twell.train.tokenizer import load_tokenizer, train_bpe
+
+TEXT = next(iter(read_texts(SAMPLE)))[:3000]
+PROMPTS = ["The captain", "It was a dark night, and the wind had", "She said: “No”"]
+CONTEXT = 64
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
+)
+
+
+@pytest.fixture
+def twell(twell: Twell) -> Twell:
+    """Runs ``twell generate``."""
+    return functools.partial(twell, "generate")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Models of random weights: a sparse type, a plain Llama with ReLU, one with SiLU, and OPT."""
+    torch.manual_seed(0)
+    tokenizer = train_bpe([TEXT], 300)
+    n_tokens = len(tokenizer)
+    opt = {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3, "activation_function": "relu"}
+    models = {
+        "sparse": LlamaSparseReluForCausalLM(LlamaSparseReluConfig(**SHAPE, vocab_size=n_tokens)),
+        "relu": LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=n_tokens, hidden_act="relu")),
+        "silu": LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=n_tokens)),
+        "opt": OPTForCausalLM(OPTConfig(**SHAPE, **opt, vocab_size=n_tokens, pad_token_id=0)),
+    }
+    folder = tmp_path_factory.mktemp("models")
+    for name, model in models.items():
+        path = folder / name / "model"
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return {name: str(folder / name / "model") for name in models}
+
+
+def load(folder: str) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), load_tokenizer(folder)
+
+
+def own_tokens(folder: str, prompt: str, n: int, **how: Any) -> list[int]:
+    """What model.generate gives, without twell's help."""
+    model, tokenizer = load(folder)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, **how)
+    return out[0, ids.shape[1] :].tolist()
+
+
+# -- text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sparse", "relu", "silu", "opt"])
+def test_tokens_are_those_of_generate(twell: Twell, folders: dict[str, str], name: str) -> None:
+    result = twell(folders[name], "--prompt", PROMPTS[1], "--max-new-tokens", "12", "--json")
+    assert result.returncode == 0, result.stderr
+    row = json.loads(result.stdout)
+    assert row["token_ids"] == own_tokens(folders[name], PROMPTS[1], 12)
+    tokenizer = load_tokenizer(folders[name])
+    assert row["text"] == tokenizer.decode(row["token_ids"], skip_special_tokens=True)
+    assert (row["prompt"], row["new_tokens"], row["finish"]) == (PROMPTS[1], 12, "length")
+    assert row["first_token_s"] > 0 and row["tokens_per_s"] > 0
+    if name == "silu":
+        assert "nothing is sparse: 2 dense: silu" in result.stderr
+        assert row["active_neurons"] == {}
+    else:
+        assert "all 2 feed-forward layers can run sparsely" in result.stderr
+        assert len(row["active_neurons"]) == 2
+        assert all(0 < mean < 64 for mean in row["active_neurons"].values())
+
+
+def test_several_prompts_at_once_are_as_each_alone(twell: Twell, folders: dict[str, str]) -> None:
+    many = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
+    result = twell(folders["sparse"], *many, "--max-new-tokens", "16", "--json")
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len({row["prompt_tokens"] for row in rows}) == 3  # so there is padding
+    assert [row["token_ids"] for row in rows] == [own_tokens(folders["sparse"], p, 16) for p in PROMPTS]
+    assert [row["prompt"] for row in rows] == PROMPTS
+    shown = twell(folders["sparse"], *many, "--max-new-tokens", "16").stdout
+    blocks = [f"==> {row['prompt']} <==\n{row['text']}\n" for row in rows]
+    assert shown == "\n".join(blocks)
+    assert twell(folders["sparse"], *many, "--max-new-tokens", "16", "--stream").stdout == shown
+
+
+@pytest.mark.parametrize("changed", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}])
+def test_padding_is_not_read_by_penalties(
+    folders: dict[str, str], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load(folders["sparse"])
+    model.generation_config.update(**changed)
+    ids = generate.encode(tokenizer, PROMPTS)
+    together = generate.generate(model, tokenizer, ids, Settings(max_new_tokens=12))
+    assert [g.ids for g in together] == [own_tokens(folders["sparse"], p, 12, **changed) for p in PROMPTS]
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "_run", interrupted)
+    [only] = generate.generate(model, tokenizer, ids, Settings(max_new_tokens=12))
+    assert (only.ids, only.text, only.finish, only.first_token_s) == ([], "", "interrupted", None)
+
+
+def test_a_prompt_that_ends_early_ends_alone(folders: dict[str, str]) -> None:
+    model, tokenizer = load(folders["sparse"])
+    ids = generate.encode(tokenizer, PROMPTS)
+    before = generate.generate(model, tokenizer, ids, Settings(max_new_tokens=12))
+    end = next(t for t in before[0].ids[2:] if t not in before[1].ids and t not in before[0].ids[:2])
+    model.generation_config.eos_token_id = [end]
+    after = generate.generate(model, tokenizer, ids, Settings(max_new_tokens=12))
+    assert after[0].ids == before[0].ids[: before[0].ids.index(end) + 1]
+    assert (after[0].finish, after[1].finish) == ("stop", "length")
+    assert after[1].ids == before[1].ids
+    assert after[0].seconds < after[1].seconds
+
+
+def test_streamed_text_is_the_text(twell: Twell, folders: dict[str, str]) -> None:
+    command = [folders["sparse"], "--prompt", PROMPTS[0], "--max-new-tokens", "40"]
+    whole, streamed = twell(*command), twell(*command, "--stream")
+    assert whole.stdout == streamed.stdout != "\n"
+    assert "40 new in" in streamed.stderr and "tokens/s" in streamed.stderr
+
+
+def test_pieces_of_any_tokens_make_up_their_text(folders: dict[str, str]) -> None:
+    tokenizer = load_tokenizer(folders["sparse"])
+    draw = random.Random(0)
+    prompt = tokenizer("naïve “café”")["input_ids"]
+    for _ in range(50):
+        ids = tokenizer("日本 “ü”\n  x 🚢!")["input_ids"] + draw.choices(range(len(tokenizer)), k=20)
+        draw.shuffle(ids)
+        stream = generate._TextStream(tokenizer, prompt)
+        pieces = [stream.add([token]) for token in ids] + [stream.add([], last=True)]
+        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_ctrl_c_keeps_what_was_generated(
+    twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [folders["sparse"], "--prompt", PROMPTS[0], "--max-new-tokens", "30", "--stream"]
+    whole = twell(*command).stdout
+    pieces: list[str] = []
+
+    def print_some(text: str) -> None:
+        print(text, end="")
+        pieces.append(text)
+        if len(pieces) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(generating, "_print_piece", print_some)
+    result = twell(*command)
+    assert result.returncode == 130
+    assert result.stdout == "".join(pieces) + "\n" and whole.startswith("".join(pieces))
+    assert "interrupted" in result.stderr and "new in" in result.stderr
+
+
+def test_a_static_cache_changes_nothing(twell: Twell, folders: dict[str, str]) -> None:
+    many = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
+    command = [folders["relu"], *many, "--max-new-tokens", "10"]
+    result = twell(*command, "--static-cache")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == twell(*command).stdout
+
+
+def test_sampling_repeats_by_its_seed(twell: Twell, folders: dict[str, str]) -> None:
+    command = [folders["sparse"], "--prompt", PROMPTS[0], "--max-new-tokens", "20"]
+    hot = [*command, "--temperature", "1.5"]
+    one, again, other = (twell(*hot, "--seed", seed).stdout for seed in ("1", "1", "2"))
+    assert one == again != other
+    assert twell(*hot, "--seed", "1", "--top-p", "0.9", "--top-k", "20").returncode == 0
+    greedy = twell(*command).stdout
+    assert twell(*command, "--top-k", "1").stdout == greedy == twell(*command, "--temperature", "0").stdout
+    assert one != greedy
+
+
+def test_all_tokens_may_be_sampled_unless_the_model_says_otherwise(folders: dict[str, str]) -> None:
+    model, _ = load(folders["sparse"])
+    config = generate._config(model, Settings(temperature=0.7))
+    assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (True, 0.7, 1.0, 0)
+    model.generation_config.update(top_p=0.8, top_k=20, do_sample=True)
+    config = generate._config(model, Settings(top_p=0.5))
+    assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (True, 1.0, 0.5, 20)
+    assert generate._config(model, Settings()).do_sample is False
+
+
+def test_prompts_from_files_and_standard_input(
+    twell: Twell, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [folders["sparse"], "--max-new-tokens", "5"]
+    expected = twell(*command, "--prompt", PROMPTS[1]).stdout
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPTS[1] + "\n", encoding="utf-8")
+    assert twell(*command, "--prompt-file", str(file)).stdout == expected
+    for args in ([], ["--prompt", "-"], ["--prompt-file", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\n"))
+        assert twell(*command, *args).stdout == expected
+
+
+def test_a_message_by_the_chat_template(twell: Twell, folders: dict[str, str], tmp_path: Path) -> None:
+    model, tokenizer = load(folders["sparse"])
+    model.save_pretrained(tmp_path)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(tmp_path)
+    command = [str(tmp_path), "--max-new-tokens", "8"]
+    answer = twell(*command, "--prompt", "Hello", "--chat")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == twell(*command, "--prompt", "<user>Hello<answer>").stdout
+    assert answer.stdout != twell(*command, "--prompt", "Hello").stdout
+
+
+def test_the_default_length_is_what_fits(twell: Twell, folders: dict[str, str]) -> None:
+    result = twell(folders["sparse"], "--prompt", PROMPTS[0], "--json")
+    row = json.loads(result.stdout)
+    assert row["prompt_tokens"] + row["new_tokens"] == CONTEXT
+    assert f"at most {row['new_tokens']} new tokens: the model's context holds {CONTEXT}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt", " \n"], "the prompt is empty"),
+        (["--prompt", "a", "--prompt", ""], "prompt 2 is empty"),
+        ([], "the prompt is empty"),
+        (["--prompt", TEXT], "leaves no room for new ones"),
+        (["--prompt", "a", "--max-new-tokens", "64"], "at most 63 new ones fit"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max-new-tokens must be at least 1, got 0"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 (greedy) or at least 0.0001, got -1"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature must be 0 (greedy) or at least 0.0001, got nan"),
+        (["--prompt", "a", "--top-p", "1.5"], "top-p must be above 0 and at most 1, got 1.5"),
+        (["--prompt", "a", "--top-k", "0"], "top-k must be at least 1, got 0"),
+        (["--prompt", "a", "--top-k", "3", "--seed", "-3"], "seed must be at least 0"),
+        (["--prompt", "a", "--seed", "3"], "seed has no effect on greedy generation"),
+        (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "top-p has no effect on greedy generation"),
+        (["--prompt", "a", "--stream", "--json"], "--stream does not go with --json"),
+        (["--prompt", "a", "--stream", "--compare"], "--stream does not go with --compare"),
+        (["--prompt", "a", "--top-k", "3", "--compare"], "--compare is greedy"),
+        (["--prompt", "a", "--compare", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["--prompt", "a", "--chat"], "the model has no chat template"),
+        (["--prompt", "a", "--device", "abacus"], "unknown device 'abacus'"),
+        (["--prompt", "a", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--prompt-file", "missing.txt"], "missing.txt"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    result = twell(folders["sparse"], *args)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
+
+
+def test_no_such_model(twell: Twell, folders: dict[str, str]) -> None:
+    assert "nowhere is no folder of a model" in twell("nowhere", "--prompt", "a").stderr
+    run = str(Path(folders["sparse"]).parent)
+    assert f"it has no config.json; {run}/model has" in twell(run, "--prompt", "a").stderr
+
+
+# -- dense against sparse -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sparse", "relu", "opt"])
+def test_dense_and_sparse_agree(twell: Twell, folders: dict[str, str], name: str) -> None:
+    many = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]
+    command = [folders[name], *many, "--max-new-tokens", "12", "--compare", "--repeats", "2"]
+    result = twell(*command, "--json")
+    assert result.returncode == 0, result.stderr
+    row = json.loads(result.stdout)
+    assert row["agrees"] and row["partings"] == [] and row["new_tokens"] == [12, 12]
+    assert row["logits_difference"] < 1e-4 < row["largest_logit"]
+    for side in ("dense", "sparse"):
+        assert row["prefill_ms"][side]["p50"] > 0 and row["decode_tokens_per_s"][side] > 0
+        assert row["memory"][side]["weights"] > 0 and row["memory"][side]["pass"] > 0
+        p20, p50, p80 = row["decode_ms"][side].values()
+        assert p20 <= p50 <= p80
+    assert row["speedup"]["decode"] == pytest.approx(
+        row["decode_ms"]["dense"]["p50"] / row["decode_ms"]["sparse"]["p50"], abs=1e-3
+    )
+    assert {"commit", "versions", "cpu"} <= set(row)
+    if name == "relu":
+        shown = twell(*command, "--static-cache").stdout
+        assert "greedy tokens agree, all 24" in shown and "decode, tokens/s" in shown and "static cache" in shown
+
+
+def test_one_token_has_no_decoding(twell: Twell, folders: dict[str, str]) -> None:
+    command = [folders["relu"], "--prompt", "a", "--max-new-tokens", "1", "--compare", "--repeats", "1"]
+    row = json.loads(twell(*command, "--json").stdout)
+    assert row["decode_ms"] == {"dense": None, "sparse": None} and row["speedup"]["decode"] is None
+    assert "greedy tokens agree, all 1" in twell(*command).stdout
+
+
+def test_a_real_difference_is_found(twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cpu.forward
+
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = right(x, *args, **kwargs)
+        return result._replace(y=0.5 * result.y)
+
+    command = [folders["sparse"], "--prompt", PROMPTS[1], "--max-new-tokens", "12", "--compare", "--repeats", "1"]
+    expected = own_tokens(folders["sparse"], PROMPTS[1], 12)
+    monkeypatch.setattr(cpu, "forward", wrong)
+    result = twell(*command, "--json")
+    assert result.returncode == 1, result.stderr
+    row = json.loads(result.stdout)
+    [parting] = row["partings"]
+    assert not row["agrees"] and parting["verdict"] == "a real difference"
+    at = parting["position"]
+    assert parting["dense_token"] == expected[at] != parting["sparse_token"]
+    assert parting["dense_margin"] > 0 and parting["sparse_margin"] > 0
+    assert parting["dense_margin"] + parting["sparse_margin"] > parting["bound"] > 0
+
+    result = twell(*command)
+    assert result.returncode == 1
+    assert f"a real difference: greedy tokens part after {at} equal ones" in result.stdout
+    assert f"by {parting['dense_margin']:.3g} and {parting['sparse_margin']:.3g} of the logits" in result.stdout
+
+
+def test_ties_are_told_from_differences() -> None:
+    dense = torch.tensor([[10.0, 10.0 - 1e-6, 0.0]])
+    ids = {"dense": [[7, 0]], "sparse": [[7, 1]]}
+    first = torch.zeros(1, 8)
+
+    def judged(sparse: torch.Tensor) -> Parting:
+        [parting], *_ = generate._judge(ids, {"dense": (first, dense), "sparse": (first, sparse)}, torch.float32)
+        return parting
+
+    tie = judged(torch.tensor([[10.0 - 2e-6, 10.0, 0.0]]))
+    assert (tie.position, tie.dense_token, tie.sparse_token) == (1, 0, 1)
+    assert tie.moved == pytest.approx(3e-6, rel=0.5) and tie.verdict == "a tie within rounding"
+    assert judged(torch.tensor([[9.9, 10.0, 0.0]])).verdict == "a real difference"
+    assert judged(torch.full((1, 3), math.nan)).verdict == "a real difference"
+
+
+def test_nothing_to_compare(twell: Twell, folders: dict[str, str]) -> None:
+    result = twell(folders["silu"], "--prompt", "a", "--compare")
+    assert result.returncode == 2
+    assert "there is nothing to compare: nothing is sparse: 2 dense: silu" in result.stderr
+
+
+def test_the_dense_twin_shares_all_weights(folders: dict[str, str]) -> None:
+    for name in ("sparse", "relu", "opt"):
+        model, _ = load(folders[name])
+        dense = generate.dense_twin(model)
+        own, shared = dict(model.named_parameters()), dict(dense.named_parameters())
+        assert own.keys() == shared.keys() and all(own[key] is shared[key] for key in own)
+        assert not sparsify_(model).changed and sparsify_(dense).changed
+
+
+@pytest.mark.gpu
+def test_compiled_decoding_on_a_gpu(folders: dict[str, str]) -> None:
+    model, tokenizer = load(folders["relu"])
+    model = model.cuda()
+    dense = generate.dense_twin(model)
+    ids = generate.encode(tokenizer, PROMPTS[:1])
+    settings = Settings(max_new_tokens=20, static_cache=True)
+    result = generate.compare(dense, model, ids, settings, repeats=1)
+    assert result.agrees and result.sparse.memory["pass"] > 0
+    assert all(layer.mlp.plan is not None for layer in model.model.layers)
+    [generated] = generate.generate(model, tokenizer, ids, settings)
+    assert generated.ids == result.sparse.ids[0]
