@@ -29,7 +29,8 @@ each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain
 each_m = pytest.mark.parametrize("M", [1, 2, 16, 64, 65, 257])
 
 SLOW_MATVEC = cpu._BlasHabits(slow_matvec=True)
-HABITS = [cpu._BlasHabits(), SLOW_MATVEC, cpu._BlasHabits(transposed_rows=range(1, 300))]
+IN_PARTS = cpu._BlasHabits(rows_in_parts=range(1, 300))
+HABITS = [cpu._BlasHabits(), SLOW_MATVEC, cpu._BlasHabits(transposed_rows=range(1, 300)), IN_PARTS]
 
 ALWAYS_ON, WAKES_HOT, WAKES_ALL, FREE = 0, 1, 2, 3  # what the columns of x are for, in `case`
 
@@ -283,10 +284,11 @@ def test_a_single_token_with_statistics_runs_as_a_block(ways: list[str]) -> None
     assert ways == ["tail", "tail, no copy"]
 
 
-@pytest.fixture(params=HABITS, ids=["plain", "slow_matvec", "transposed"])
+@pytest.fixture(params=HABITS, ids=["plain", "slow_matvec", "transposed", "in_parts"])
 def habits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> cpu._BlasHabits:
     """Each way to take a dense product, whatever CPU this is."""
     monkeypatch.setattr(cpu, "_blas_habits", lambda: request.param)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     return request.param
 
 
@@ -322,15 +324,26 @@ def test_an_unknown_cpu_takes_plain_products() -> None:
         assert cpu._blas_habits.__wrapped__() == cpu._BlasHabits()
 
 
-@pytest.mark.parametrize("M", [1, 3, 9])
-@pytest.mark.parametrize("rows", [range(0), range(2, 65)], ids=["as it comes", "transposed"])
-def test_every_way_of_a_linear_is_the_same(M: int, rows: range, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias = torch.randn(M, 48), torch.randn(32, 48), torch.randn(32)
-    monkeypatch.setattr(cpu, "_blas_habits", lambda: cpu._BlasHabits(slow_matvec=len(rows) > 0, transposed_rows=rows))
-    for b in (None, bias):
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("F", [32, 36])
+def test_every_way_of_a_linear_is_the_same(M: int, F: int, habits: cpu._BlasHabits) -> None:
+    """Also where F does not divide into parts, and where weights do not lie row by row."""
+    x, bias = torch.randn(M, 48), torch.randn(F)
+    for weight, b in itertools.product((torch.randn(F, 48), torch.randn(48, F).t()), (None, bias)):
         y = cpu._linear(x, weight, b)
         assert y.is_contiguous()
         torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-5)
+
+
+def test_products_in_parts_are_for_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_blas_habits", lambda: IN_PARTS)
+    in_parts = mock.Mock(wraps=cpu._linear_in_parts)
+    monkeypatch.setattr(cpu, "_linear_in_parts", in_parts)
+    x, weight = torch.randn(2, 48), torch.randn(32, 48)
+    for threads, calls in ((1, 0), (2, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        cpu._linear(x, weight, None)
+        assert in_parts.call_count == calls
 
 
 def test_small_work_is_left_to_the_reference(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -441,14 +441,37 @@ def _few_tokens_ffn(
     return gpu.few_tokens_forward(x, Weights(w_gate, w_up, w_down, b_gate, b_up, b_down), activation)
 
 
+# And on the CPU.
+_library.define(
+    "cpu_ffn(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down, "
+    "str activation) -> Tensor"
+)
+
+
+def _cpu_ffn(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: str,
+) -> Tensor:
+    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
+    return cpu.forward(x, w, activation, want_stats=False).y
+
+
+_library.impl("cpu_ffn", _cpu_ffn, "CPU")
 for _name, _implementation in (("planned_ffn", _planned_ffn), ("few_tokens_ffn", _few_tokens_ffn)):
     _library.impl(_name, _implementation, "CPU")  # in Triton's interpreter
     _library.impl(_name, _implementation, "CUDA")
+for _name in ("planned_ffn", "few_tokens_ffn", "cpu_ffn"):
     torch.library.register_fake(f"twell::{_name}", lambda x, w_gate, w_up, w_down, *_: x.new_empty(x.shape))
 
 for _name, _n_differentiable in (("gated_ffn", 7), ("ffn", 5)):
     _register_autograd(_name, _n_differentiable)
-for _name in ("gated_ffn", "ffn", "planned_ffn", "few_tokens_ffn", "split_ffn"):
+for _name in ("gated_ffn", "ffn", "planned_ffn", "few_tokens_ffn", "cpu_ffn", "split_ffn"):
     _register_autocast(_name, "cpu", "AutocastCPU")
     _register_autocast(_name, "cuda", "AutocastCUDA")
 
@@ -531,6 +554,8 @@ def _call(
     chosen = choose_backend(backend, x.device)  # raises here, with a clean traceback
     x_MD = x.reshape(-1, x.shape[-1])
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights.values()))
+    if chosen == "cpu" and not return_stats and not save:
+        return torch.ops.twell.cpu_ffn(x_MD, *_weights(**weights), activation).reshape(x.shape)
     if chosen == "triton" and not return_stats and not save and _fits_triton(x, _weights(**weights)):
         if 0 < len(x_MD) <= few_tokens:
             return torch.ops.twell.few_tokens_ffn(x_MD, *_weights(**weights), activation).reshape(x.shape)

@@ -7,6 +7,7 @@ import sys
 from twell.cli import (
     bench,
     bench_train,
+    converting,
     evaluating,
     generating,
     machine,
@@ -21,6 +22,7 @@ __all__ = [
     "app",
     "bench",
     "bench_train",
+    "converting",
     "evaluating",
     "generating",
     "machine",

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import transformers
-from transformers import TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from twell import __version__
 from twell.train.data import TEXT_SUFFIXES, Corpus, Progress, find_files, load_corpus, read_texts
@@ -35,6 +35,9 @@ RECIPE_FILE = "recipe.json"
 BPE_TEXTS = 20_000  # of a streamed dataset, to train a tokenizer on
 SUMMARY_FILE = "summary.json"
 
+# A model to start from, made once the data is read, and what the summary should say of it.
+Begin = Callable[[Recipe, Corpus], tuple[PreTrainedModel, dict[str, Any]]]
+
 
 def run(
     recipe: Recipe | None,
@@ -43,6 +46,7 @@ def run(
     *,
     validation: Sequence[Path | str] = (),
     tokenizer: str | None = None,
+    begin: Begin | None = None,
     go_on: bool = False,
     say: Callable[[str], None] = print,
     live: bool = False,
@@ -50,10 +54,10 @@ def run(
 ) -> SparseTrainer:
     """Train ``recipe`` on ``data`` into the folder ``out``.
 
-    ``validation`` are files to validate on; without them one document in a hundred is held out. With ``go_on`` the
-    run there continues with its own recipe and data from its newest finished checkpoint. ``say`` gets a line at a
-    time; with ``live`` the terminal shows the training as one screen instead; ``arguments`` go to
-    ``TrainingArguments``.
+    ``validation`` are files to validate on; without them one document in a hundred is held out. ``begin`` gives a model
+    to start from, whose shape the recipe must describe; without it weights are fresh. With ``go_on`` the run there
+    continues with its own recipe, model and data from its newest finished checkpoint. ``say`` gets a line at a time;
+    with ``live`` the terminal shows the training as one screen instead; ``arguments`` go to ``TrainingArguments``.
     """
     is_first = os.environ.get("RANK", "0") == "0"  # of the processes a launcher started
     if not is_first:
@@ -63,21 +67,33 @@ def run(
         raise ValueError(f"{out} has no finished checkpoint to resume from")
     if is_first and not go_on and out.exists() and any(path.name != DATA_FOLDER for path in out.iterdir()):
         raise ValueError(f"{out} is not empty: resume the run there, or choose another folder")
+    conversion: dict[str, Any] | None = (
+        None  # of the model the run began with: its configuration, and what is known of it
+    )
     if go_on:
         saved = json.loads((out / RECIPE_FILE).read_text())
         recipe, data, validation = Recipe(**saved["recipe"]), data or saved["data"], validation or saved["validation"]
+        conversion = saved.get("conversion")
     if recipe is None:
         raise ValueError("a new run needs a recipe")
     tok = load_tokenizer(out / TOKENIZER_FOLDER) if go_on else _tokenizer(tokenizer, data, recipe, say)
     corpus = read_corpus(recipe, data, validation, tok, out / DATA_FOLDER, is_first, say)
     say(repr(corpus))
-    model = make_model(recipe, len(tok), tok.eos_token_id)
+    if conversion is not None:  # weights come from the checkpoint
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**conversion["config"]), dtype=torch.float32)
+    elif begin is not None:
+        model, facts = begin(recipe, corpus)
+        conversion = {"facts": facts, "config": json.loads(model.config.to_json_string(use_diff=False))}
+    else:
+        model = make_model(recipe, len(tok), tok.eos_token_id)
     say(f"{model.num_parameters():,} parameters; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
     trainer = make_trainer(recipe, model, corpus, out, **arguments)
     if is_first and not go_on:  # everything has been checked: from here on the folder is a run's
         out.mkdir(parents=True, exist_ok=True)
         tok.save_pretrained(out / TOKENIZER_FOLDER)
-        sources = {"data": [str(p) for p in data], "validation": [str(p) for p in validation]}
+        sources: dict[str, Any] = {"data": [str(p) for p in data], "validation": [str(p) for p in validation]}
+        if conversion is not None:
+            sources["conversion"] = conversion
         (out / RECIPE_FILE).write_text(json.dumps({"recipe": dataclasses.asdict(recipe), **sources}, indent=1))
     if checkpoint is not None:
         say(f"resuming from {checkpoint}")
@@ -95,6 +111,8 @@ def run(
     if is_first:
         tok.save_pretrained(out / MODEL_FOLDER)
         summary = summarise(trainer, out, seconds, _bytes_a_token(corpus.held_out, tok))
+        if conversion is not None:
+            summary["conversion"] = {**conversion["facts"], "loss_recovered": summary["validation_loss"]}
         (out / SUMMARY_FILE).write_text(json.dumps(summary, indent=1))
         say(describe(summary))
         say(f"the model is in {out / MODEL_FOLDER}")
@@ -159,6 +177,10 @@ def describe(summary: dict[str, Any]) -> str:
         text += (
             f"; {summary['active_mean']:.1f} active neurons a token ({summary['active_share']:.1%}), "
             f"{summary['dead_share']:.1%} dead"
+        )
+    if conversion := summary.get("conversion"):
+        text += (
+            f"; it was {conversion['loss_before']:.4f} before conversion, {conversion['loss_after']:.4f} right after"
         )
     return text
 

@@ -1,0 +1,104 @@
+"""``twell convert``: from a checkpoint with SiLU or GELU to a sparse one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from twell.cli.app import app
+from twell.cli.common import counted_bar
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="With --train: change the recipe, as of twell train. Else l1 only."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the new model, or with --train of the run.")] = None,
+    relufy: Annotated[
+        bool, typer.Option("--relufy", help="SiLU or GELU gate -> ReLU: changes what the model computes.")
+    ] = False,
+    train: Annotated[bool, typer.Option("--train", help="Train it further on --data, L1 rising from zero.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only tell, layer by layer, what sparsify_ (with --relufy: relufy_) would do."),
+    ] = False,
+    data: Annotated[list[str] | None, typer.Option(help="With --train: text, as for twell train; repeatable.")] = None,
+    validation: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --train: files to validate on; repeatable. Default: one document in a hundred."),
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, folder or name. Default: the model's.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="With --train: torch.compile the model.")] = False,
+    report_to: Annotated[str, typer.Option(help="With --train: also log to tensorboard, wandb or trackio.")] = "none",
+    as_json: Annotated[bool, typer.Option("--json", help="The layers, or the run's summary, as JSON.")] = False,
+) -> None:
+    """Make a sparse model of an existing one: ReLU for SiLU or GELU, then training that recovers what that cost.
+
+    Example: [bold]twell convert my-model --relufy --train --data text/ --out sparse-run steps=300[/bold]
+
+    Without --train the model is saved untrained. Interrupted, the same command goes on, as does twell train --resume.
+    """
+    try:
+        from twell.train import convert as converting
+        from twell.train.recipes import Recipe, override
+        from twell.train.run import SUMMARY_FILE, quiet_libraries
+    except ImportError as error:
+        raise RuntimeError(f"converting needs more packages ({error}): pip install 'twell[train]'") from None
+    quiet_libraries()
+    changes = overrides or []
+    if check and (train or out is not None):
+        raise ValueError("--check writes nothing: leave out --train and --out")
+    if not check and out is None:
+        raise ValueError("where to? give --out, or --check to only look")
+    if not train:
+        for option, given in (("--data", data), ("--validation", validation), ("--compile", compiled)):
+            if given:
+                raise ValueError(f"{option} is for --train")
+        if other := [change for change in changes if not change.startswith("l1=")]:
+            raise ValueError(f"{' '.join(other)} is for --train")
+
+    def say(line: str) -> None:
+        print(line, flush=True, file=sys.stderr if as_json else sys.stdout)
+
+    if train and out is not None:
+        converting.convert_and_train(
+            model,
+            out,
+            data or [],
+            relufy=relufy,
+            changes=changes,
+            validation=validation or [],
+            tokenizer=tokenizer,
+            say=say,
+            bar=counted_bar,
+            live=sys.stdout.isatty() and not as_json,
+            torch_compile=compiled,
+            report_to=report_to,
+        )
+        if as_json:
+            print(json.dumps(json.loads((out / SUMMARY_FILE).read_text())))
+        return
+    l1 = override(Recipe(l1=converting.L1), changes).l1
+    if out is None:
+        report = converting.check(model, relufy=relufy, l1=l1)
+    else:
+        report = converting.convert(model, out, relufy=relufy, tokenizer=tokenizer, l1=l1)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(row) for row in report.rows]))
+    else:
+        print(report)
+    if out is not None:
+        then = (
+            "no longer computes what it did: train it, by twell convert --train" if relufy else "computes what it did"
+        )
+        say(f"the model is in {out}; it {then}")

@@ -1,0 +1,287 @@
+"""``twell convert``: from a checkpoint with SiLU or GELU gates to a sparse one.
+
+Changing the gate to ReLU costs a model part of what it knows; further training brings it back, and L1, which rises
+from zero while it does, makes active neurons rare. The model stays the checkpoint's in all else: grouped heads, tied
+embeddings, biases. So it is loaded, not made from the recipe; the recipe only describes its shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from twell.hf.configs import SparsityFields
+from twell.hf.convert import Report, relufy_, sparsify_
+from twell.nn import SparseFFNBase
+from twell.train.data import Blocks, Corpus, Progress, silent
+from twell.train.recipes import Recipe, override
+from twell.train.run import DATA_FOLDER, RECIPE_FILE, SUMMARY_FILE, describe, run
+from twell.train.tokenizer import load_tokenizer
+from twell.train.trainer import latest_checkpoint
+
+HAVE_A_SPARSE_TYPE = ("llama", "qwen2")
+LONGEST_CONTEXT = 2048  # by default: long ones are for models that are to keep using them
+L1 = 4e-4  # by default, as of the preset `small`
+_SHAPE = ("hidden_size", "intermediate_size", "layers", "heads", "rope_theta", "gated", "activation", "vocab_size")
+
+Bar = Callable[[str], contextlib.AbstractContextManager[Progress]]
+
+
+def _no_bar(what: str) -> contextlib.AbstractContextManager[Progress]:
+    return contextlib.nullcontext(silent)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# without training
+# ---------------------------------------------------------------------------------------------------------
+
+
+def check(name: str, *, relufy: bool, l1: float = L1) -> Report:
+    """What ``relufy_``, or without it ``sparsify_``, does to each layer of a model; nothing is written."""
+    _config(name)  # whose error is clear
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    return relufy_(model, l1) if relufy else sparsify_(model)
+
+
+def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None, l1: float = L1) -> Report:
+    """Save a model with ReLU FFNs, and its tokenizer, in ``out``; Llama and Qwen2 as their sparse types.
+
+    ``relufy`` says that the function may change; without it only a model that is ReLU already is taken.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty: choose another folder")
+    config = _config(name)
+    _check_activation(name, config, relufy)
+    if _is_sparse_type(config):
+        raise ValueError(f"{name} is a {config.model_type} already: there is nothing to convert, only to --train")
+    tok = _tokenizer(name, tokenizer, config)
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    report = relufy_(model, l1)
+    if not report.changed:
+        why = report.skipped[0].why if report.skipped else "it has none with projections that relufy_ knows"
+        raise ValueError(f"no feed-forward layer of {name} ({config.model_type}) can be converted: {why}")
+    model.save_pretrained(out)
+    tok.save_pretrained(out)
+    return report
+
+
+def _config(name: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{name} is no folder or hub name of a model: {reason}") from None
+
+
+def activation_of(config: Any) -> str:
+    """relu, silu, gelu...: as the configuration has it."""
+    if _is_sparse_type(config):
+        return "relu"  # whatever hidden_act says
+    fields = ("hidden_activation", "hidden_act", "activation_function")
+    return next((str(found) for field in fields if (found := getattr(config, field, None))), "unknown")
+
+
+def _is_sparse_type(config: Any) -> bool:
+    return isinstance(config, SparsityFields)
+
+
+def _check_activation(name: str, config: Any, relufy: bool) -> None:
+    activation = activation_of(config)
+    if relufy and activation == "relu":
+        raise ValueError(f"{name} is ReLU already: leave out --relufy")
+    if not relufy and activation != "relu":
+        raise ValueError(f"the activation of {name} is {activation}: --relufy makes it ReLU, and then it needs --train")
+    if not relufy and not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
+        raise ValueError(
+            f"{name} is a {config.model_type}, which has no sparse type (llama and qwen2 have): load it as it is, and "
+            "twell.sparsify_ makes it sparse; --check shows how"
+        )
+
+
+def _tokenizer(name: str, other: str | None, config: Any) -> PreTrainedTokenizerBase:
+    try:
+        tok = load_tokenizer(other or name)
+    except (OSError, ValueError, KeyError) as error:
+        if other is not None or "end-of-text" in str(error):
+            raise
+        raise ValueError(f"{name} has no tokenizer that can be loaded: give --tokenizer") from None
+    if len(tok) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {other or name} has {len(tok):,} tokens, the model's vocabulary {config.vocab_size:,}: "
+            "another model's tokenizer?"
+        )
+    return tok
+
+
+# ---------------------------------------------------------------------------------------------------------
+# with training
+# ---------------------------------------------------------------------------------------------------------
+
+
+def continued_recipe(config: Any, changes: Sequence[str] = ()) -> Recipe:
+    """How to train a converted model further: its shape, defaults that go with the number of steps, and ``changes``.
+
+    >>> from transformers import LlamaConfig
+    >>> recipe = continued_recipe(LlamaConfig(), ["steps=300"])
+    >>> recipe.hidden_size, recipe.lr_warmup, recipe.l1_warmup_end
+    (4096, 15, 150)
+    """
+    for change in changes:
+        if change.partition("=")[0] in _SHAPE:
+            raise ValueError(f"{change!r}: a converted model keeps its shape; leave it out")
+    recipe = Recipe(
+        hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "sparsity_new_intermediate_size", None) or config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        context=min(config.max_position_embeddings, LONGEST_CONTEXT),
+        rope_theta=(config.rope_parameters or {}).get("rope_theta", 1e4),
+        gated=getattr(config, "sparsity_gated_mlp", True),
+        vocab_size=config.vocab_size,
+        l1=L1,
+        steps=1000,
+        sequences_per_step=32,
+        lr=3e-4,
+    )
+    chosen = override(recipe, changes)  # what follows depends on its steps and tokens
+    steps, tokens = chosen.steps, chosen.steps * chosen.tokens_per_step
+    by_steps = dataclasses.replace(
+        recipe,
+        lr_warmup=steps // 20,
+        l1_warmup_end=steps // 2,
+        dead_after_tokens=min(10_000_000, tokens // 10),
+        eval_every=max(1, steps // 5),
+        save_every=max(1, steps // 5),
+    )
+    chosen = override(by_steps, changes)
+    if chosen.context > config.max_position_embeddings:
+        raise ValueError(
+            f"context {chosen.context:,} is longer than the model's, {config.max_position_embeddings:,}: it would see "
+            "positions it was not made for"
+        )
+    return chosen
+
+
+def convert_and_train(
+    name: str,
+    out: Path,
+    data: Sequence[Path | str],
+    *,
+    relufy: bool,
+    changes: Sequence[str] = (),
+    validation: Sequence[Path | str] = (),
+    tokenizer: str | None = None,
+    say: Callable[[str], None] = print,
+    bar: Bar = _no_bar,
+    **how: Any,
+) -> None:
+    """Convert a model and train it further into the folder ``out``, a run as of ``twell train``.
+
+    Called again with the same arguments it goes on where it was. ``how`` goes to ``run``.
+    """
+    if not data:
+        raise ValueError("--train needs text to train on: give --data")
+    config = _config(name)
+    _check_activation(name, config, relufy)
+    if not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
+        raise ValueError(f"{name} is a {config.model_type}: only llama and qwen2 train with L1 here; leave out --train")
+    recipe = continued_recipe(config, changes)
+    if (out / RECIPE_FILE).exists():
+        _check_same_run(out, name, recipe, data, validation)
+    if (out / SUMMARY_FILE).exists():
+        say(f"{out} is finished: {describe(json.loads((out / SUMMARY_FILE).read_text()))}")
+        return
+    if latest_checkpoint(out) is not None:
+        run(None, [], out, go_on=True, say=say, **how)
+        return
+    is_first = os.environ.get("RANK", "0") == "0"  # of the processes a launcher started
+    if is_first and (out / RECIPE_FILE).exists():  # cut short before its first checkpoint
+        _clear(out)
+    _tokenizer(name, tokenizer, config)  # before any data is read with it
+
+    def begin(recipe: Recipe, corpus: Corpus) -> tuple[Any, dict[str, Any]]:
+        if is_first:
+            return _converted(name, recipe, corpus, say, bar)
+        return _converted(name, recipe, corpus, lambda line: None, _no_bar)
+
+    run(recipe, data, out, validation=validation, tokenizer=tokenizer or name, begin=begin, say=say, **how)
+
+
+def _check_same_run(
+    out: Path, name: str, recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str]
+) -> None:
+    saved = json.loads((out / RECIPE_FILE).read_text())
+    was = saved.get("conversion", {"facts": {"model": None}})["facts"]["model"]
+    before = (was, Recipe(**saved["recipe"]), saved["data"], saved["validation"])
+    if before != (name, recipe, [str(p) for p in data], [str(p) for p in validation]):
+        raise ValueError(f"{out} holds a run of another model, recipe or other data: choose another folder")
+
+
+def _clear(out: Path) -> None:
+    """All but what was downloaded."""
+    for path in out.iterdir():
+        if path.name != DATA_FOLDER:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _converted(
+    name: str, recipe: Recipe, corpus: Corpus, say: Callable[[str], None], bar: Bar
+) -> tuple[Any, dict[str, Any]]:
+    """The model to train, and its validation losses before and after the change."""
+    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # as training keeps weights
+    if torch.cuda.is_available():
+        model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+    facts: dict[str, Any] = {"model": name, "type": model.config.model_type, "activation": activation_of(model.config)}
+    with bar("validating the original") as progress:
+        facts["loss_before"], active = validate(model, corpus.held_out, recipe, progress)
+    say(f"{name}, {facts['activation']}: validation cross-entropy {facts['loss_before']:.4f}")
+    if not _is_sparse_type(model.config):
+        relufy_(model, recipe.l1)
+    model.config.sparsity_l1_coeff = recipe.l1
+    model.config.sparsity_start_warmup_step = recipe.l1_warmup_start
+    model.config.sparsity_end_warmup_step = recipe.l1_warmup_end
+    model.config.sparsity_tokens_until_dead = recipe.dead_after_tokens
+    facts["loss_after"] = facts["loss_before"]
+    if not active:
+        with bar("validating with ReLU") as progress:
+            facts["loss_after"], active = validate(model, corpus.held_out, recipe, progress)
+    facts["active_after"] = sum(active) / len(active)
+    share = facts["active_after"] / recipe.intermediate_size
+    say(
+        f"with ReLU, not yet trained: validation cross-entropy {facts['loss_after']:.4f}, "
+        f"{facts['active_after']:.1f} active neurons a token ({share:.1%})"
+    )
+    return model, facts
+
+
+@torch.no_grad()
+def validate(model: Any, tokens: Any, recipe: Recipe, progress: Progress = silent) -> tuple[float, list[float]]:
+    """Cross-entropy of the blocks the trainer validates on, in its precision; mean active neurons by layer, if any."""
+    blocks, device = Blocks(tokens, recipe.context), model.device
+    nats, counted, fired = 0.0, 0, torch.zeros(recipe.layers, dtype=torch.float64)
+    was_training, is_sparse = model.training, _is_sparse_type(model.config)
+    for module in model.modules():
+        if isinstance(module, SparseFFNBase):
+            module.set_plan(None)  # densely, as training starts: a layer would else plan by these tokens
+    model.eval()
+    for start in range(0, len(blocks), recipe.micro_batch):
+        batch = [blocks[i]["input_ids"] for i in range(start, min(start + recipe.micro_batch, len(blocks)))]
+        ids = torch.stack(batch).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            out = model(input_ids=ids, labels=ids, use_cache=False)
+        n = ids.shape[0] * (ids.shape[1] - 1)
+        nats, counted = nats + float(out.ce_loss if is_sparse else out.loss) * n, counted + n
+        if is_sparse:
+            fired += torch.stack([stats.counts.sum() for stats in out.sparsity]).double().cpu()
+        progress(start + len(batch), len(blocks))
+    model.train(was_training)
+    return nats / counted, (fired / counted).tolist() if is_sparse else []

@@ -1,0 +1,298 @@
+"""``twell convert``: models of both types, saved and trained further, resumed, and one clear line on bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    TrainerCallback,
+)
+from typer.testing import CliRunner
+
+from twell.bench import rows as results
+from twell.cli import app
+from twell.train import convert as converting
+from twell.train import run as run_module
+from twell.train.data import SAMPLE, read_texts
+from twell.train.run import read_metrics, run
+from twell.train.tokenizer import load_tokenizer, train_bpe
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 320,  # more than the tokenizer has, as in many checkpoints
+}
+SHORT = [
+    "steps=6",
+    "sequences_per_step=4",
+    "micro_batch=2",
+    "context=32",
+    "log_every=1",
+    "save_every=3",
+    "eval_every=3",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("\n<|endoftext|>\n".join(t[:2000] for t in list(read_texts(SAMPLE))[:6]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(read_texts(text), 300).save_pretrained(folder)
+    return folder
+
+
+def saved(model: Any, folder: Path, tokenizer: Path | None) -> str:
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def llama(tmp_path: Path, tokenizer: Path) -> str:
+    """Grouped heads, tied embeddings, SiLU."""
+    return saved(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)), tmp_path / "llama", tokenizer)
+
+
+@pytest.fixture
+def qwen2(tmp_path: Path, tokenizer: Path) -> str:
+    """Biases in attention, a head of its own, GELU."""
+    config = Qwen2Config(**SHAPE, tie_word_embeddings=False, hidden_act="gelu")
+    return saved(Qwen2ForCausalLM(config), tmp_path / "qwen2", tokenizer)
+
+
+def twell(*args: object) -> Any:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def parameters(model: Any) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters())
+
+
+# -- without training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_relufied_models_are_saved_as_sparse_types(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    name, out = request.getfixturevalue(kind), tmp_path / "out"
+    result = twell("convert", name, "--relufy", "--out", out, "l1=1e-3")
+    assert result.exit_code == 0 and "model.layers.1.mlp" in result.stdout and "train it" in result.stdout
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.model_type == f"{kind}_sparse_relu" and model.config.sparsity_l1_coeff == 1e-3
+    before, after = parameters(AutoModelForCausalLM.from_pretrained(name)), parameters(model)
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert len(load_tokenizer(out)) == 300
+
+
+def test_a_relu_model_becomes_the_sparse_type_and_computes_the_same(tmp_path: Path, tokenizer: Path) -> None:
+    dense = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")).to(torch.bfloat16).eval()
+    name = saved(dense, tmp_path / "relu", tokenizer)
+    result = twell("convert", name, "--out", tmp_path / "out")
+    assert result.exit_code == 0 and "it computes what it did" in result.stdout
+    sparse = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert sparse.config.model_type == "llama_sparse_relu" and sparse.dtype == torch.bfloat16
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(sparse.float()(ids).logits, dense.float()(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_a_sparse_type_keeps_its_own(tmp_path: Path, tokenizer: Path) -> None:
+    name = saved(MistralForCausalLM(MistralConfig(**SHAPE)), tmp_path / "mistral", tokenizer)
+    result = twell("convert", name, "--relufy", "--out", tmp_path / "out")
+    assert result.exit_code == 0 and "without L1" in result.stdout
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_act == "relu"
+
+
+def test_a_look_writes_nothing(llama: str, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert "skipped: silu: call relufy_ first" in twell("convert", llama, "--check").stdout
+    rows = json.loads(twell("convert", llama, "--check", "--relufy", "--json").stdout)
+    assert [(row["was"], row["became"]) for row in rows] == [("silu", "relu, l1 0.0004")] * 2
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# -- with training ----------------------------------------------------------------------------------------
+
+
+def test_defaults_go_with_the_steps_and_the_shape_is_the_models() -> None:
+    recipe = converting.continued_recipe(Qwen2Config(**SHAPE, rope_parameters={"rope_theta": 1e6}), ["steps=200"])
+    assert (recipe.hidden_size, recipe.intermediate_size, recipe.layers, recipe.heads) == (32, 64, 2, 4)
+    assert (recipe.context, recipe.vocab_size, recipe.rope_theta) == (64, 320, 1e6)
+    assert 0 < recipe.lr_warmup < recipe.l1_warmup_end < 200 and recipe.save_every < 200
+    assert converting.continued_recipe(Qwen2Config(**SHAPE), ["steps=200", "l1_warmup_end=7"]).l1_warmup_end == 7
+    assert converting.continued_recipe(LlamaConfig(max_position_embeddings=1 << 17)).context == 2048
+
+
+class _Kill(TrainerCallback):
+    """Stops a run hard in the middle of a step, after its first checkpoint."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_converted_model_trains_and_an_interrupted_run_goes_on(
+    kind: str, text: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = request.getfixturevalue(kind)
+    command = ["convert", name, "--relufy", "--train", "--data", text, "lr=1e-2", *SHORT]
+    through = twell(*command, "--out", tmp_path / "through", "--json")
+    assert through.exit_code == 0, through.output
+    summary = json.loads(through.stdout)
+    facts = summary["conversion"]
+    assert facts["loss_recovered"] == summary["validation_loss"] < facts["loss_after"]
+    assert facts["loss_before"] != facts["loss_after"] and 0 < facts["active_after"] < 64 and summary["active_mean"] > 0
+
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "through/model")
+    original: Any = AutoModelForCausalLM.from_pretrained(name)
+    assert model.config.model_type == f"{kind}_sparse_relu" and model.config.sparsity_end_warmup_step == 3
+    assert {n: p.shape for n, p in parameters(model).items()} == {n: p.shape for n, p in parameters(original).items()}
+    recipe, tok = converting.continued_recipe(original.config, SHORT), load_tokenizer(name)
+    corpus = run_module.read_corpus(recipe, [text], [], tok, tmp_path, True, print)
+    assert converting.validate(model, corpus.held_out, recipe)[0] == pytest.approx(facts["loss_recovered"], rel=1e-5)
+    assert converting.validate(original, corpus.held_out, recipe)[0] == pytest.approx(facts["loss_before"], rel=1e-5)
+
+    make_trainer = run_module.make_trainer
+
+    def mortal(*args: Any, **kwargs: Any) -> Any:
+        trainer = make_trainer(*args, **kwargs)
+        trainer.add_callback(_Kill())
+        return trainer
+
+    with monkeypatch.context() as m:
+        m.setattr(run_module, "make_trainer", mortal)
+        assert twell(*command, "--out", tmp_path / "killed").exit_code != 0
+    other = twell(*command, "l1=1", "--out", tmp_path / "killed")
+    assert "run of another model, recipe or other data" in str(other.exception)
+    if kind == "llama":
+        assert twell(*command, "--out", tmp_path / "killed").exit_code == 0
+    else:  # the original is not needed any more
+        shutil.rmtree(name)
+        run(None, [], tmp_path / "killed", go_on=True, say=lambda line: None)
+    resumed = json.loads((tmp_path / "killed/summary.json").read_text())
+    assert resumed["conversion"]["loss_before"] == facts["loss_before"]
+    assert resumed["validation_loss"] == pytest.approx(summary["validation_loss"], rel=1e-6)
+    losses = [
+        [row["ce_loss"] for row in read_metrics(tmp_path / run) if "ce_loss" in row] for run in ("killed", "through")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_run_without_a_checkpoint_starts_again_and_a_finished_one_stays(
+    llama: str, text: Path, tmp_path: Path
+) -> None:
+    command = ["convert", llama, "--relufy", "--train", "--data", text, "--out", tmp_path / "run", *SHORT, "steps=2"]
+    assert twell(*command).exit_code == 0
+    again = twell(*command)
+    assert again.exit_code == 0 and "is finished: validation cross-entropy" in again.stdout
+    before = (tmp_path / "run/summary.json").read_text()
+    (tmp_path / "run/summary.json").unlink()
+    for checkpoint in (tmp_path / "run").glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    assert twell(*command).exit_code == 0
+    keys = ("validation_loss", "active_mean", "conversion")
+    after = (tmp_path / "run/summary.json").read_text()
+    assert [json.loads(after)[key] for key in keys] == [json.loads(before)[key] for key in keys]
+
+
+def test_a_sparse_model_trains_on(llama: str, text: Path, tmp_path: Path) -> None:
+    """Two steps instead of one: what --relufy saved is what --train takes."""
+    twell("convert", llama, "--relufy", "--out", tmp_path / "sparse")
+    result = twell(
+        "convert",
+        tmp_path / "sparse",
+        "--train",
+        "--data",
+        text,
+        "--out",
+        tmp_path / "run",
+        *SHORT,
+        "steps=1",
+        "l1=0.5",
+    )
+    assert result.exit_code == 0, result.output
+    facts = json.loads((tmp_path / "run/summary.json").read_text())["conversion"]
+    assert facts["loss_before"] == facts["loss_after"] and facts["activation"] == "relu"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").config.sparsity_l1_coeff == 0.5
+
+
+# -- bad input --------------------------------------------------------------------------------------------
+
+
+def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path, tokenizer: Path) -> None:
+    relu = saved(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")), tmp_path / "relu", tokenizer)
+    mistral = saved(MistralForCausalLM(MistralConfig(**SHAPE)), tmp_path / "mistral", tokenizer)
+    gpt2 = saved(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=320)), tmp_path / "g", tokenizer)
+    mute = saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "mute", None)
+    narrow = saved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 280})), tmp_path / "narrow", tokenizer)
+    out, full = tmp_path / "out", tmp_path / "full"
+    full.mkdir()
+    (full / "note").touch()
+    train = ["--relufy", "--train", "--data", text, "--out", out]
+    for args, message in (
+        ([llama], "give --out, or --check"),
+        ([tmp_path / "nowhere", "--check"], "nowhere is no folder or hub name of a model"),
+        ([llama, "--check", "--out", out], "--check writes nothing"),
+        ([llama, "--out", out], "is silu: --relufy makes it ReLU"),
+        ([relu, "--relufy", "--out", out], "is ReLU already: leave out --relufy"),
+        ([gpt2, "--relufy", "--out", out], r"no feed-forward layer of .* \(gpt2\) can be converted"),
+        ([mute, "--relufy", "--out", out], "has no tokenizer that can be loaded: give --tokenizer"),
+        ([narrow, "--relufy", "--out", out], "has 300 tokens, the model's vocabulary 280"),
+        ([llama, "--relufy", "--out", full], "is not empty"),
+        ([llama, "--relufy", "--out", out, "--data", text], "--data is for --train"),
+        ([llama, "--relufy", "--out", out, "steps=3"], "steps=3 is for --train"),
+        ([llama, "--relufy", "--train", "--out", out], "give --data"),
+        ([llama, "--relufy", "--train", "--out", full, "--data", text], "is not empty"),
+        ([mute, *train], "give --tokenizer"),
+        ([mistral, *train], "only llama and qwen2 train with L1"),
+        ([llama, *train, "context=128"], "context 128 is longer than the model's, 64"),
+        ([llama, *train, "hidden_size=64"], "a converted model keeps its shape"),
+        ([llama, *train[:-3], tmp_path / "none.txt", "--out", out], "does not exist"),
+    ):
+        result = twell("convert", *args)
+        assert result.exit_code != 0, args
+        with pytest.raises((ValueError, OSError), match=message) as raised:
+            raise result.exception or AssertionError
+        assert "\n" not in str(raised.value)
+    assert not out.exists()
+
+
+# -- the document -----------------------------------------------------------------------------------------
+
+
+def test_the_documents_table_is_of_the_rows() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "docs/converting.md").read_text()
+    rows = results.read([root / "results/convert-tiny.jsonl"])
+    assert rows
+    for row in rows:
+        line = next(line for line in text.splitlines() if line.startswith(f"| {row['name']} |"))
+        assert f"| {row['validation_loss']:.3f} |" in line
+        assert "active_share" not in row or f"({row['active_share']:.1%})".replace("%", " %") in line
+        facts = row.get("conversion", {})
+        assert all(f"{facts[key]:.3f}" in line for key in ("loss_before", "loss_after") if facts)
