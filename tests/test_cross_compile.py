@@ -14,11 +14,14 @@ pytest.importorskip("triton")
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 SHAPE, LARGE_SHAPE = (2048, 5632), (8192, 28672)  # of a 1.5B and of a 70B model
-CASES = [(capability, "bfloat16", SHAPE) for capability in SHARED_KIB]
-CASES += [(90, "float32", SHAPE), (86, "float32", SHAPE), (90, "float16", SHAPE), (90, "bfloat16", LARGE_SHAPE)]
+CASES = [(capability, "bfloat16", SHAPE) for capability in SHARED_KIB if capability != 89]
+CASES += [(90, "float32", SHAPE), (90, "bfloat16", LARGE_SHAPE)]
+MORE = [(89, "bfloat16", SHAPE), (86, "float32", SHAPE), (90, "float16", SHAPE)]  # nearly the same as others
 
 
-@pytest.mark.parametrize(("capability", "dtype", "shape"), CASES)
+@pytest.mark.parametrize(
+    ("capability", "dtype", "shape"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
 def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

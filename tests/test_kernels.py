@@ -363,6 +363,7 @@ def test_bench_times_the_parts() -> None:
     assert row["error"]["sparse"] < 1e-6
 
 
+@pytest.mark.slow
 def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     other = tiles.GateTile(16, 128, 16, 4, 2)
     monkeypatch.setattr(tuning, "gate_candidates", lambda: [(other, False), (other, True)])
