@@ -178,6 +178,7 @@ def test_layers_plan_for_few_tokens_by_the_first_ones(
 ) -> None:
     monkeypatch.setattr("twell.nn._FIRST_LOOK", 8)
     monkeypatch.setattr("twell.plan._FEW_START", 0.0)
+    monkeypatch.setattr("twell.plan.FEW_LIMIT", 64)
     layer = kind(32, 64, bias=True, backend="triton")
     with torch.no_grad():
         getattr(layer, layer.projections[0]).bias.fill_(-1.0)  # few fire

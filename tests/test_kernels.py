@@ -455,7 +455,6 @@ def test_layers_plan_by_their_first_batches(monkeypatch: pytest.MonkeyPatch) -> 
         layer.gate_proj.weight.mul_(0.1)
         layer.gate_proj.bias.fill_(-4.0)
         layer.gate_proj.bias[300:400] = 4.0
-        monkeypatch.setattr("twell.nn._FIRST_LOOK", 0)
         layer(torch.randn(9, 32))  # too small to be looked at
         assert layer._first_batches is None
         layer(torch.randn(2, 15, 32))

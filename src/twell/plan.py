@@ -66,6 +66,7 @@ _FEW_TOKENS = (64, 32, 16, 8, 4, 2, 1)  # batches that kernels/decode.py may get
 # In rows of a dense FFN's weights that take as long to read: what there is to do besides (at D 2048), a gate row, a
 # gathered row.
 _FEW_START, _FEW_GATE, _FEW_GATHER = 2000.0, 0.8, 1.5
+FEW_LIMIT = 0  # of plans made from counts, until kernels/decode.py was run on a GPU; set_plan takes any plan
 _HEADER = 5  # numbers before the neurons in the encoded form
 
 
@@ -157,7 +158,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     >>> counts = torch.tensor([900] * 256 + [3] * 1792)  # of 1000 tokens: some neurons fire nearly always, most hardly
     >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
     >>> choose_plan(counts, 1000, costs)
-    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on, predicted 1.77x, sparse up to 64 tokens)
+    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on, predicted 1.77x)
     >>> choose_plan(torch.full((2048,), 900), 1000, costs)
     Plan(dense, 2048 neurons)
     """
@@ -200,7 +201,7 @@ def few_tokens_for(frequency: Tensor, tokens: int, *, width: int, gated: bool) -
     """
     F, others = len(frequency), 2 if gated else 1  # projections beside the gate
     fixed = _FEW_START * 2048 / width + _FEW_GATE * F
-    for M in _FEW_TOKENS:
+    for M in (M for M in _FEW_TOKENS if M <= FEW_LIMIT):
         union = float((1 - (1 - frequency.clamp(max=1)) ** M).sum())
         if tokens >= M and fixed + others * _FEW_GATHER * union < (1 + others) * F / _MIN_GAIN:
             return M
