@@ -20,10 +20,10 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
-    TrainerCallback,
 )
 from typer.testing import CliRunner
 
+from killed import mortal_runs
 from twell.bench import rows as results
 from twell.cli import app
 from twell.train import convert as converting
@@ -147,14 +147,6 @@ def test_defaults_go_with_the_steps_and_the_shape_is_the_models() -> None:
     assert converting.continued_recipe(LlamaConfig(max_position_embeddings=1 << 17)).context == 2048
 
 
-class _Kill(TrainerCallback):
-    """Stops a run hard in the middle of a step, after its first checkpoint."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 4:
-            raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_converted_model_trains_and_an_interrupted_run_goes_on(
     kind: str, text: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -177,15 +169,7 @@ def test_a_converted_model_trains_and_an_interrupted_run_goes_on(
     assert converting.validate(model, corpus.held_out, recipe)[0] == pytest.approx(facts["loss_recovered"], rel=1e-5)
     assert converting.validate(original, corpus.held_out, recipe)[0] == pytest.approx(facts["loss_before"], rel=1e-5)
 
-    make_trainer = run_module.make_trainer
-
-    def mortal(*args: Any, **kwargs: Any) -> Any:
-        trainer = make_trainer(*args, **kwargs)
-        trainer.add_callback(_Kill())
-        return trainer
-
-    with monkeypatch.context() as m:
-        m.setattr(run_module, "make_trainer", mortal)
+    with mortal_runs(monkeypatch):
         assert twell(*command, "--out", tmp_path / "killed").exit_code != 0
     other = twell(*command, "l1=1", "--out", tmp_path / "killed")
     assert "run of another model, recipe or other data" in str(other.exception)

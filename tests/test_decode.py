@@ -274,3 +274,6 @@ def test_older_plans_of_a_checkpoint_are_forgotten() -> None:
     state["plans"] = [torch.cat([state["plans"][0][:4], state["plans"][0][5:]])]  # before few_tokens
     planner.load_state_dict(state)
     assert layer.plan is None
+    state["plans"] = [dense_plan(48, few_tokens=4).encode()]  # not older, but of another layer
+    with pytest.raises(ValueError, match="the plan is for 48 neurons, the layer has 64"):
+        planner.load_state_dict(state)

@@ -12,6 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import twell
+from test_gpu_kernels import random_weights
 from twell import gpu, reference
 from twell.bench import cases, ffn
 from twell.kernels import decode
@@ -38,20 +39,9 @@ def test_random_shapes_and_sparsities(seed: int) -> None:
     M, D, F = rng.randint(1, 64), 16 * rng.randint(1, 300), 16 * rng.randint(1, 600)
     dtype, gated, bias = rng.choice([bf16, bf16, f16, f32]), rng.random() < 0.7, rng.random() < 0.5
     torch.manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda")
-
-    shift = rng.uniform(-1, 3) * D**0.5 / 4
-    w = Weights(
-        normal(F, D) / 4,
-        normal(F, D) / 4 if gated else None,
-        normal(D, F) / 4,
-        normal(F) - shift if bias else None,
-        normal(F) if bias and gated else None,
-        normal(D) if bias else None,
-    ).to(dtype)
-    x = normal(M, 2 * D).to(dtype)[:, :D] if rng.random() < 0.3 else normal(M, D).to(dtype)
+    w = random_weights(D, F, dtype, rng.uniform(-1, 3), gated=gated, bias=bias)
+    wide = D * (2 if rng.random() < 0.3 else 1)  # rows that lie apart
+    x = torch.randn(M, wide, device="cuda").to(dtype)[:, :D]
     activation = rng.choice(["relu", "relu2"])
     y = gpu.forward(x, w, activation, dense_plan(F, 64).encode())
     truth = reference.forward(x.double(), w.to(torch.float64), activation, want_stats=False).y

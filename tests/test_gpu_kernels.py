@@ -73,6 +73,24 @@ def test_gate_bitmap_words_and_counts(dtype: torch.dtype) -> None:
         assert torch.equal(pack.twell_words(r), packed.words)
 
 
+def random_weights(
+    D: int, F: int, dtype: torch.dtype, shift: float, *, gated: bool, bias: bool, device: str = "cuda"
+) -> Weights:
+    """With a bias fewer neurons fire, by ``shift`` standard deviations."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device)
+
+    return Weights(
+        normal(F, D) / 4,
+        normal(F, D) / 4 if gated else None,
+        normal(D, F) / 4,
+        normal(F) - shift * D**0.5 / 4 if bias else None,
+        normal(F) if bias and gated else None,
+        normal(D) if bias else None,
+    ).to(dtype)
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_random_shapes_and_sparsities(seed: int) -> None:
     rng = random.Random(seed)
@@ -80,20 +98,8 @@ def test_random_shapes_and_sparsities(seed: int) -> None:
     D, F = 16 * rng.randint(1, 96), 16 * rng.randint(1, 200)
     dtype, gated, bias = rng.choice([bf16, bf16, f16, f32]), rng.random() < 0.7, rng.random() < 0.3
     torch.manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda")
-
-    shift = rng.uniform(-1, 3) * D**0.5 / 4
-    w = Weights(
-        normal(F, D) / 4,
-        normal(F, D) / 4 if gated else None,
-        normal(D, F) / 4,
-        normal(F) - shift if bias else None,
-        normal(F) if bias and gated else None,
-        normal(D) if bias else None,
-    ).to(dtype)
-    x = normal(M, D).to(dtype)
+    w = random_weights(D, F, dtype, rng.uniform(-1, 3), gated=gated, bias=bias)
+    x = torch.randn(M, D, device="cuda").to(dtype)
     hot = torch.randperm(F)[: min(F, 128 * rng.randint(0, 6))]
     activation = rng.choice(["relu", "relu2"])
     plan = Plan(n_neurons=F, hot=hot, cap=rng.choice([1, 16, 100, F]), first=rng.choice([0, 4, 64]), min_tokens=0)

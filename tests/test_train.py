@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
+from killed import mortal_runs
 from twell.hf.parallel import _parallel
 from twell.train.data import SAMPLE, read_texts
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
@@ -146,30 +147,11 @@ def test_micro_batches_do_not_change_a_run(text: Path, tmp_path: Path) -> None:
                 assert b["active_mean"] == pytest.approx(a["active_mean"], rel=1e-2)
 
 
-class _Kill(TrainerCallback):
-    """Stops a run hard in the middle of a step, after its first checkpoint."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 4:
-            raise KeyboardInterrupt
-
-
 def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = dataclasses.replace(MINI, restart_every=2, l1_warmup_end=6)
     through = train(recipe, text, tmp_path / "through")
-    from twell.train import run as run_module
-
-    make_trainer = run_module.make_trainer
-
-    def mortal(*args: Any, **kwargs: Any) -> Any:
-        trainer = make_trainer(*args, **kwargs)
-        trainer.add_callback(_Kill())
-        return trainer
-
-    with monkeypatch.context() as m:
-        m.setattr(run_module, "make_trainer", mortal)
-        with pytest.raises(KeyboardInterrupt):
-            train(recipe, text, tmp_path / "killed")
+    with mortal_runs(monkeypatch), pytest.raises(KeyboardInterrupt):
+        train(recipe, text, tmp_path / "killed")
     shutil.copytree(tmp_path / "killed/checkpoint-3", tmp_path / "killed/checkpoint-5")
     (tmp_path / "killed/checkpoint-5" / SPARSITY_FILE).unlink()  # a checkpoint that was never finished
     resumed = run(None, [text], tmp_path / "killed", go_on=True, say=lambda line: None)

@@ -396,78 +396,37 @@ def _cast_for_autocast(arg: Any, dtype: torch.dtype, device_type: str) -> Any:
     return arg.to(dtype) if eligible and arg.device.type == device_type else arg
 
 
-# y alone, for inference by the GPU kernels. Registered without torch's custom_op, which costs the host 40 us a call.
-_library.define(
-    "planned_ffn(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down, "
-    "str activation, Tensor? plan) -> Tensor"
-)
-
-
-def _planned_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: str,
-    plan: Tensor | None,
-) -> Tensor:
+# y alone, for inference. Registered without torch's custom_op, which costs the host 40 us a call.
+def _planned(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tensor:
     from twell import gpu
 
-    return gpu.forward(x, Weights(w_gate, w_up, w_down, b_gate, b_up, b_down), activation, plan)
+    return gpu.forward(x, w, activation, plan)
 
 
-# The same for few tokens, without the plan: it is on the CPU, and with such an input the compiler captures no graph.
-_library.define(
-    "few_tokens_ffn(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
-    "Tensor? b_down, str activation) -> Tensor"
-)
-
-
-def _few_tokens_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: str,
-) -> Tensor:
+def _few_tokens(x: Tensor, w: Weights, activation: str) -> Tensor:
+    """Without the plan: it is on the CPU, and with such an input the compiler captures no CUDA graph."""
     from twell import gpu
 
-    return gpu.few_tokens_forward(x, Weights(w_gate, w_up, w_down, b_gate, b_up, b_down), activation)
+    return gpu.few_tokens_forward(x, w, activation)
 
 
-# And on the CPU.
-_library.define(
-    "cpu_ffn(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down, "
-    "str activation) -> Tensor"
-)
-
-
-def _cpu_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: str,
-) -> Tensor:
-    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
+def _on_the_cpu(x: Tensor, w: Weights, activation: str) -> Tensor:
     return cpu.forward(x, w, activation, want_stats=False).y
 
 
-_library.impl("cpu_ffn", _cpu_ffn, "CPU")
-for _name, _implementation in (("planned_ffn", _planned_ffn), ("few_tokens_ffn", _few_tokens_ffn)):
-    _library.impl(_name, _implementation, "CPU")  # in Triton's interpreter
-    _library.impl(_name, _implementation, "CUDA")
-for _name in ("planned_ffn", "few_tokens_ffn", "cpu_ffn"):
-    torch.library.register_fake(f"twell::{_name}", lambda x, w_gate, w_up, w_down, *_: x.new_empty(x.shape))
+def _register_inference(name: str, run: Callable[..., Tensor], dispatch_keys: Sequence[str], more: str = "") -> None:
+    _library.define(
+        f"{name}(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down, "
+        f"str activation{more}) -> Tensor"
+    )
+    for key in dispatch_keys:
+        _library.impl(name, lambda x, *rest: run(x, Weights(*rest[:6]), *rest[6:]), key)
+    torch.library.register_fake(f"twell::{name}", lambda x, *_: x.new_empty(x.shape))
+
+
+_register_inference("planned_ffn", _planned, ("CPU", "CUDA"), ", Tensor? plan")  # CPU: in Triton's interpreter
+_register_inference("few_tokens_ffn", _few_tokens, ("CPU", "CUDA"))
+_register_inference("cpu_ffn", _on_the_cpu, ("CPU",))
 
 for _name, _n_differentiable in (("gated_ffn", 7), ("ffn", 5)):
     _register_autograd(_name, _n_differentiable)

@@ -159,7 +159,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
     >>> choose_plan(counts, 1000, costs)
     Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on, predicted 1.77x)
-    >>> choose_plan(torch.full((2048,), 900), 1000, costs)
+    >>> choose_plan(torch.full((2048,), 500), 1000, costs)
     Plan(dense, 2048 neurons)
     """
     F = len(counts)

@@ -150,10 +150,9 @@ class Planner:
         if len(state["plans"]) != len(self.ffns):
             raise ValueError(f"Planner: the saved plans are of {len(state['plans'])} layers, not {len(self.ffns)}")
         for ffn, plan in zip(self.ffns, state["plans"], strict=True):
-            try:
-                ffn.set_plan(None if plan is None else Plan.decode(plan))
-            except ValueError:  # of an older version, in another form: the layer is dense until it is planned again
-                ffn.set_plan(None)
+            # Plans used to have four numbers before the neurons: such a layer is dense until it is planned again.
+            is_older = plan is not None and torch.equal(plan[4:].sort().values, torch.arange(len(plan) - 4))
+            ffn.set_plan(None if plan is None or is_older else Plan.decode(plan))
         self._sums, self._steps = state["sums"], state["steps"]
         self._sent = None if state["sent"] is None else HostCopy(state["sent"])
 
