@@ -288,17 +288,16 @@ for interleaved in (False, True):
         1,
     )
 for tokens in (1, 16, 64):
-    neurons, sums = decode.tiles_for(tokens, ELEMENT_BYTES)
+    neurons, sums = decode.tiles_for(tokens, ELEMENT_BYTES, CAPABILITY)
     constants = {"DOTS": neurons.dots, "PRECISION": precision} | OVERLAPS | {"BM": tokens}
     compile_kernel(
         decode._neurons_kernel,
-        pointers(VALUES, "i_x", "i_gate", "i_gate_bias", "i_up", "i_up_bias", "o_h")
-        | pointers({8: "*u8", 16: "*i16", 32: "*i32"}[neurons.BN], "o_bits")
-        | pointers(INTEGERS, "o_arrived")
+        pointers(VALUES, "i_x", "i_gate", "i_gate_bias", "i_up", "i_up_bias", "i_down", "o_h")
+        | pointers({8: "*u8", 32: "*i32", 64: "*i64"}[neurons.BN], "o_bits")
         | integers("M", "D", "F", "x_stride"),
         constants
-        | {"BN": neurons.BN, "BK": neurons.BK, "GATED": True, "SQUARED": False, "HAS_GATE_BIAS": False}
-        | {"HAS_UP_BIAS": False, "N_ARRIVED": 16},
+        | {"PREFETCHES": CAPABILITY >= 90, "BN": neurons.BN, "BK": neurons.BK, "GATED": True, "SQUARED": False}
+        | {"HAS_GATE_BIAS": False, "HAS_UP_BIAS": False},
         neurons.warps,
         neurons.stages,
         f" {tokens}",
@@ -309,12 +308,11 @@ for tokens in (1, 16, 64):
         pointers(VALUES, "i_h")
         | pointers(INTEGERS, "i_words")
         | pointers(VALUES, "i_down", "i_down_bias", "o_y")
-        | pointers("*fp32" if sums.splits > 1 else VALUES, "m_parts")
-        | pointers(INTEGERS, "m_arrived")
-        | integers("M", "D", "F", "columns"),
-        constants | {"BW": wide, "BU": sums.BU, "BD": sums.BD, "SPLITS": sums.splits, "HAS_DOWN_BIAS": False},
+        | pointers(INTEGERS, "m_lists")
+        | integers("M", "D", "F"),
+        constants | {"BW": wide, "BU": sums.BU, "BD": sums.BD, "HAS_DOWN_BIAS": False, "STAGES": sums.stages},
         sums.warps_for(wide),
-        2,
+        sums.stages,
         f" {tokens}",
     )
 compile_kernel(

@@ -240,7 +240,6 @@ def test_broken_kernels_for_few_tokens_and_for_training_are_found(
 ) -> None:
     from twell.kernels import decode, hybrid
 
-    monkeypatch.setattr(plan, "FEW_LIMIT", 64)
     broken = {"decode": decode, "hybrid": hybrid}[module]
     right = getattr(broken, part)
 

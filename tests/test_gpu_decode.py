@@ -91,8 +91,7 @@ def test_same_bits_every_time_also_in_a_graph(M: int) -> None:
     assert torch.equal(out, first)
 
 
-def test_plans_choose_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twell.plan.FEW_LIMIT", 64)
+def test_plans_choose_them() -> None:
     inputs = cases.make("skew29", 4096, dtype=bf16, device="cuda")
     fired = (torch.relu(inputs.x @ inputs.w_gate.T) != 0).sum(0)
     assert choose_plan(fired, 4096, costs_for(fired.device)).few_tokens == 64

@@ -162,7 +162,7 @@ def kernel_problem(
         hot = fired.argsort(descending=True)[: hidden // 11].cpu()
         split = plan.Plan(n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0, few_tokens=16)
         w = (inputs.w_gate, inputs.w_up, inputs.w_down)
-        for n in (tokens, 16, 1) if plan.FEW_LIMIT else (tokens,):
+        for n in (tokens, 16, 1):
             x = inputs.x[:n]
             sparse = ops.gated_ffn(x, *w, backend="triton", plan=split.encode())
             ffn.check(x, inputs, True, ops.gated_ffn(x, *w, backend="reference"), sparse)

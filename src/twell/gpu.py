@@ -33,7 +33,7 @@ _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
     tail_backward=RowTile(2, 4, 2),
     use_tma=False,
 )
-_INTERPRETED_FEW = decode.NeuronTile(16, 32, 4, 2, dots=False), decode.SumTile(16, 32, 2, 4)
+_INTERPRETED_FEW = decode.NeuronTile(16, 32, 4, 2, dots=False), decode.SumTile(16, 32, 4, 2)
 
 
 def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tensor:
@@ -148,12 +148,16 @@ def _neuron_major(w: Weights) -> Tensor:
 def _few_tiles(x: Tensor) -> tuple[decode.NeuronTile, decode.SumTile]:
     if x.device.type == "cpu":
         return _INTERPRETED_FEW
-    return decode.tiles_for(len(x), x.element_size())
+    return decode.tiles_for(len(x), x.element_size(), _facts(x)[0])
 
 
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:
     """Tile sizes for x's dtype and device, and how many programs fill it."""
     if x.device.type == "cpu":
         return _INTERPRETED, 2
-    capability, processors = device_facts(torch.cuda.current_device() if x.device.index is None else x.device.index)
+    capability, processors = _facts(x)
     return tiles_for(capability, x.dtype), processors
+
+
+def _facts(x: Tensor) -> tuple[int, int]:
+    return device_facts(torch.cuda.current_device() if x.device.index is None else x.device.index)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from twell import ops
-from twell import plan as plans
 from twell.plan import Plan, choose_plan, costs_for, dense_plan
 from twell.reference import ACTIVATIONS
 
@@ -173,7 +172,7 @@ class SparseFFNBase(nn.Module):
         """Count one of the first batches; once enough tokens were seen, plan, which waits for the device."""
         x_MD = x.reshape(-1, x.shape[-1])
         counts, tokens = (0, 0) if self._first_batches is None else self._first_batches
-        is_small = len(x_MD) < _LOOK_AT_LEAST and (tokens >= _FIRST_LOOK or not plans.FEW_LIMIT)
+        is_small = len(x_MD) < _LOOK_AT_LEAST and tokens >= _FIRST_LOOK
         if is_small or len(x_MD) == 0 or ops.choose_backend(self.backend, x.device) != "triton":
             return
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

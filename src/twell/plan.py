@@ -64,9 +64,8 @@ _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it kee
 _MIN_TOKENS = 4096  # fewer leave parts of the GPU idle in every kernel, and all of it while the host launches them
 _FEW_TOKENS = (64, 32, 16, 8, 4, 2, 1)  # batches that kernels/decode.py may get
 # In rows of a dense FFN's weights that take as long to read: what there is to do besides (at D 2048), a gate row, a
-# gathered row.
-_FEW_START, _FEW_GATE, _FEW_GATHER = 2000.0, 0.8, 1.5
-FEW_LIMIT = 0  # of plans made from counts, until kernels/decode.py was run on a GPU; set_plan takes any plan
+# gathered row. Fitted to an H200's times of 1 to 64 tokens of skew29, as CUDA graphs.
+_FEW_START, _FEW_GATE, _FEW_GATHER = 4000.0, 0.95, 2.3
 _HEADER = 5  # numbers before the neurons in the encoded form
 
 
@@ -201,7 +200,7 @@ def few_tokens_for(frequency: Tensor, tokens: int, *, width: int, gated: bool) -
     """
     F, others = len(frequency), 2 if gated else 1  # projections beside the gate
     fixed = _FEW_START * 2048 / width + _FEW_GATE * F
-    for M in (M for M in _FEW_TOKENS if M <= FEW_LIMIT):
+    for M in _FEW_TOKENS:
         union = float((1 - (1 - frequency.clamp(max=1)) ** M).sum())
         if tokens >= M and fixed + others * _FEW_GATHER * union < (1 + others) * F / _MIN_GAIN:
             return M

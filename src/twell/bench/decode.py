@@ -49,7 +49,7 @@ def measure(
     difference = check_logits(*(step.run()[:, -1] for step in steps.values()))
     runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
     if graph:
-        runs = {name: ffn.replayed(run) for name, run in runs.items()}
+        runs = {name: ffn.replayed([step.run], before=step.rewind) for name, step in steps.items()}
 
     def rewind() -> None:
         for step in steps.values():

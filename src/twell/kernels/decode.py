@@ -4,17 +4,17 @@
     sums kernel      y = sum over those neurons n of h_n Wd_n,  + bd
 
 A program of the first has BN neurons over the whole of D: ReLU needs the whole sum. It marks those that fire, a bit
-each. A program of the second counts the bits of all words, and so finds the neurons of its share of them, in order, for
-BD columns of y. Where they are cut in SPLITS shares the last program to come adds what the others left, always in the
-same order: no sum depends on timing, and no grid on a count, so that both can be captured in a CUDA graph.
+each, and sends for their rows of Wd, which the second reads. A program of the second lists the neurons whose bits are
+set, in order, and adds them up for BD columns of y: no sum depends on timing, and no grid on a count, so that both can
+be captured in a CUDA graph.
 
 A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as it is in a
 dense FFN, where u is inf or NaN.
 
 Legend: M tokens, D model width, F neurons, U neurons that fire for any token.
 Weights: Wg, Wu [F, D] as the model has them, Wd neuron-major [F, D].
-Bytes, D 2048, F 5632, bf16: Wg 23 MB, then 8 KB for each of U neurons (29 at M 1, 0.2 MB; about 850 at M 64 of skew29,
-7 MB); dense reads 69 MB.
+Bytes, D 2048, F 5632, bf16: Wg 23 MB, then 8 KB for each of U neurons (29 at M 1, 0.2 MB; about 980 at M 64 of skew29,
+8 MB); dense reads 69 MB.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from twell.kernels.tiles import popcount, relu, start_after
 from twell.reference import Weights
 
 MAX_TOKENS = 64
-_BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}  # of a tile's neurons
+_BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # of a tile's neurons
+_SHARED_KIB = {80: 163, 90: 227, 100: 227}  # a program may have, where it is not 99
 
 
 class NeuronTile(NamedTuple):
-    """Neurons (8, 16 or 32) and depth of a tile, warps, pipeline stages; by tensor cores, or (one token) without."""
+    """Neurons (8, 16, 32 or 64) and depth of a tile, warps, stages; by tensor cores, or (one token) without."""
 
     BN: int
     BK: int
@@ -45,27 +46,31 @@ class NeuronTile(NamedTuple):
 
 
 class SumTile(NamedTuple):
-    """Neurons taken at once, columns of y, shares of the neurons, warps."""
+    """Neurons taken at once, columns of y, warps, stages."""
 
     BU: int
     BD: int
-    splits: int
     warps: int
+    stages: int
 
     def warps_for(self, n_words: int) -> int:
-        """The table is for up to 8192 neurons; every thread holds BU counts of some words."""
+        """The table is for up to 8192 neurons; every thread lists those of some words."""
         return min(16, self.warps * max(1, n_words // 256))
 
 
-def tiles_for(tokens: int, element_size: int = 2) -> tuple[NeuronTile, SumTile]:
+def tiles_for(tokens: int, element_size: int = 2, capability: int = 90) -> tuple[NeuronTile, SumTile]:
     """For D 2048 on an H200; right anywhere."""
     if tokens == 1:
-        neurons, sums = NeuronTile(8, 2048, 4, 1, dots=False), SumTile(32, 128, 1, 4)
-    elif tokens <= 16:
-        neurons, sums = NeuronTile(16, 128, 4, 6), SumTile(32, 64, 4, 4)
+        neurons, sums = NeuronTile(8, 2048, 4, 1, dots=False), SumTile(32, 32, 4, 2)
     else:
-        neurons, sums = NeuronTile(32, 128, 4, 4), SumTile(32, 64, 8, 4)
-    return neurons._replace(BK=neurons.BK * 4 // element_size**2), sums
+        BN = 32 if capability // 10 == 10 else 64  # Triton 3.7 cannot compile tcgen05's narrow tiles
+        warps = 8 if tokens > 32 and (capability < 90 or element_size == 4) else 4  # without wgmma: registers
+        neurons = NeuronTile(BN, 128, warps, 6)
+        sums = SumTile(128, 16, 4, 5) if tokens > 32 else SumTile(64, 32, 4, 5)
+    neurons = neurons._replace(BK=neurons.BK * 4 // element_size**2)
+    stage = (neurons.BN + max(16, power_of_2(tokens))) * neurons.BK * element_size
+    fits = _SHARED_KIB.get(capability, 99) * 1024 // stage
+    return neurons._replace(stages=max(1, min(neurons.stages, fits))), sums
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -84,11 +89,15 @@ def _products(
     rows = i_rows + neuron[:, None].to(tl.int64) * D
     if DOTS:
         acc = tl.zeros((BN, BM), tl.float32)
+        nothing = tl.zeros((BN, BM), tl.float32) + tl.where(M < 0, 1.0, 0.0)  # which the compiler does not know
         for start in range(0, D, BK):
             at = start + k
             x = tl.load(i_x + m[None, :] * x_stride + at[:, None], mask=(m[None, :] < M) & (at[:, None] < D), other=0.0)
             w = tl.load(rows + at[None, :], mask=wanted[:, None] & (at[None, :] < D), other=0.0)
-            acc = tl.dot(w, x, acc, input_precision=PRECISION)
+            if PRECISION == "ieee":  # sums of sums, as long chains of fp32 lose digits
+                acc += tl.dot(w, x, nothing, input_precision=PRECISION)
+            else:
+                acc = tl.dot(w, x, acc)
     else:  # one token: products stay where the rows were loaded to, and are summed once
         parts = tl.zeros((BN, BK), tl.float32)
         for start in range(0, D, BK):
@@ -101,16 +110,31 @@ def _products(
 
 
 @triton.jit
-def _place_of_bit(words, n):
-    """Where the n-th set bit (from 0) of each word is, by halves."""
-    place = tl.zeros_like(n)
-    for level in tl.static_range(5):
-        width = 16 >> level
-        below = popcount((words >> place.to(tl.uint32)) & ((1 << width) - 1))
-        is_above = below <= n
-        n = tl.where(is_above, n - below, n)
-        place = tl.where(is_above, place + width, place)
-    return place
+def _prefetch(i_rows, row, wanted, D, DOTS: tl.constexpr):
+    """Rows of D (16-byte multiples) on their way to the L2 cache, for the kernel after this.
+
+    A thread holds some of ``row``, and others hold the same: with dots four neighbours, without all.
+    """
+    address = (i_rows + row.to(tl.int64) * D).to(tl.int64)
+    size = tl.zeros_like(row) + D * (i_rows.dtype.element_ty.primitive_bitwidth // 8)
+    others = tl.zeros_like(row) + (3 if DOTS else 0xFFFF)
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred p;
+            .reg .u32 t;
+            mov.u32 t, %tid.x;
+            and.b32 t, t, $4;
+            setp.eq.u32 p, t, 0;
+            setp.ne.and.u32 p, $3, 0, p;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r,r",
+        [address, size, wanted.to(tl.int32), others],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -125,9 +149,9 @@ def _neurons_kernel(
     i_gate_bias,  # [F] or unused
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
-    o_h,  # [F, M]: of the neurons that fire
+    i_down,  # [F, D]
+    o_h,  # [F, BM]: of the neurons that fire
     o_bits,  # [F / BN]: of BN bits each, set for the neurons that fire for any token
-    o_arrived,  # int32 [N_ARRIVED]: zeros for the kernel after this
     M,
     D,
     F,
@@ -136,18 +160,16 @@ def _neurons_kernel(
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
     BM: tl.constexpr,
+    PREFETCHES: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
-    N_ARRIVED: tl.constexpr,
 ):
     start_after(OVERLAPS)
     tile = tl.program_id(0)
-    if tile == 0:
-        tl.store(o_arrived + tl.arange(0, N_ARRIVED), tl.zeros((N_ARRIVED,), tl.int32))
     dtype = o_h.dtype.element_ty
     neuron = tile * BN + tl.arange(0, BN)
     m = tl.arange(0, BM)
@@ -158,10 +180,13 @@ def _neurons_kernel(
     a = relu(z).to(dtype).to(tl.float32)
     fires = ((a != 0) | (z == float("-inf"))) & (m[None, :] < M) & there[:, None]
     fired = tl.max(fires.to(tl.int32), axis=1)
-    bits = tl.sum(fired << tl.arange(0, BN), axis=0)
+    wide = fired.to(tl.int64) if BN == 64 else fired
+    bits = tl.sum(wide << tl.arange(0, BN), axis=0)
     tl.store(o_bits + tile, bits.to(o_bits.dtype.element_ty))
     if bits != 0:
         wanted = fired > 0
+        if PREFETCHES:
+            _prefetch(i_down, neuron, wanted, D, DOTS)
         if SQUARED:
             a = a * a
         if GATED:
@@ -170,23 +195,20 @@ def _neurons_kernel(
                 u += tl.load(i_up_bias + neuron, mask=wanted, other=0.0).to(tl.float32)[:, None]
             a = a * u
         h = tl.where(fires, a, 0.0)
-        inside = wanted[:, None] & (m[None, :] < M)
-        tl.store(o_h + neuron[:, None].to(tl.int64) * M + m[None, :], h.to(dtype), mask=inside)
+        tl.store(o_h + neuron[:, None].to(tl.int64) * BM + m[None, :], h.to(dtype), mask=wanted[:, None])
 
 
 @triton.jit
 def _sums_kernel(
-    i_h,  # [F, M]
+    i_h,  # [F, BM]
     i_words,  # int32 [F / 32]
     i_down,  # [F, D]
     i_down_bias,  # [D] or unused
     o_y,  # [M, D]
-    m_parts,  # fp32 [SPLITS, M, D] or unused
-    m_arrived,  # int32 [D / BD]: programs of these columns that are done
+    m_lists,  # int32 [D / BD, F]: for each program the neurons that fire, in order
     M,
     D,
     F,
-    columns,  # ceil(D / BD)
     DOTS: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -194,54 +216,45 @@ def _sums_kernel(
     BW: tl.constexpr,  # words of bits: power of 2 >= F / 32
     BU: tl.constexpr,
     BD: tl.constexpr,
-    SPLITS: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    column = tl.program_id(0) % columns
-    split = tl.program_id(0) // columns
+    column = tl.program_id(0)
     m = tl.arange(0, BM)
     d = column * BD + tl.arange(0, BD)
     word = tl.arange(0, BW)
     bits = tl.load(i_words + word, mask=word * 32 < F, other=0)
     bits = tl.where(word * 32 + 32 > F, bits & ((1 << (F % 32)) - 1), bits)  # the last word may be half written
-    counts = popcount(bits.to(tl.uint32, bitcast=True))
-    ends = tl.cumsum(counts, axis=0)
+    words = bits.to(tl.uint32, bitcast=True)
+    counts = popcount(words)
+    starts = tl.cumsum(counts, axis=0) - counts
     total = tl.sum(counts, axis=0)
-    each = tl.cdiv(tl.cdiv(total, BU), SPLITS) * BU  # of whole blocks, so that one split is as many as fit
-    last = tl.minimum(total, (split + 1) * each)
+    its_list = m_lists + column * F
+    bit = tl.arange(0, 32).to(tl.uint32)
+    place = starts[:, None] + popcount(words[:, None] & ((1 << bit) - 1)[None, :])  # [BW, 32]
+    is_set = ((words[:, None] >> bit[None, :]) & 1) != 0
+    tl.store(its_list + place, word[:, None] * 32 + bit[None, :].to(tl.int32), mask=is_set)
+    tl.debug_barrier()  # all of it, before it is read
     acc = tl.zeros((BM, BD), tl.float32)
-    for first in range(split * each, last, BU):
-        place = first + tl.arange(0, BU)
-        inside = place < last
-        passed = ends[None, :] <= place[:, None]  # [BU, BW]: words whose neurons come before
-        its_word = tl.sum(passed.to(tl.int32), axis=1)
-        before = tl.sum(tl.where(passed, counts[None, :], 0), axis=1)
-        its_bits = tl.load(i_words + its_word, mask=inside, other=0).to(tl.uint32, bitcast=True)
-        neuron = (its_word * 32 + _place_of_bit(its_bits, place - before)).to(tl.int64)
-        w = tl.load(i_down + neuron[:, None] * D + d[None, :], mask=inside[:, None] & (d[None, :] < D), other=0.0)
+    nothing = tl.zeros((BM, BD), tl.float32) + tl.where(M < 0, 1.0, 0.0)
+    for start in tl.range(0, total, BU, num_stages=STAGES):
+        u = start + tl.arange(0, BU)
+        neuron = tl.load(its_list + u, mask=u < total, other=0).to(tl.int64)
+        w = tl.load(i_down + neuron[:, None] * D + d[None, :], mask=(u < total)[:, None] & (d[None, :] < D), other=0.0)
         if DOTS:
-            h = tl.load(i_h + neuron[None, :] * M + m[:, None], mask=inside[None, :] & (m[:, None] < M), other=0.0)
-            acc = tl.dot(h, w, acc, input_precision=PRECISION)
+            h = tl.load(i_h + neuron[None, :] * BM + m[:, None], mask=(u < total)[None, :], other=0.0)
+            if PRECISION == "ieee":
+                acc += tl.dot(h, w, nothing, input_precision=PRECISION)
+            else:
+                acc = tl.dot(h, w, acc)
         else:
-            h = tl.load(i_h + neuron, mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(i_h + neuron, mask=u < total, other=0.0).to(tl.float32)
             acc += tl.sum(h[:, None] * w.to(tl.float32), axis=0)[None, :]
-    here = (m[:, None] < M) & (d[None, :] < D)
-    place = m[:, None] * D + d[None, :]
-    is_last = True
-    if SPLITS > 1:
-        tl.store(m_parts + split * M * D + place, acc, mask=here)
-        tl.debug_barrier()  # all of it, before it is told
-        is_last = tl.atomic_add(m_arrived + column, 1, sem="acq_rel") == SPLITS - 1
-    if is_last:
-        if SPLITS > 1:
-            tl.debug_barrier()
-            acc = tl.zeros((BM, BD), tl.float32)
-            for s in range(SPLITS):
-                acc += tl.load(m_parts + s * M * D + place, mask=here, other=0.0, cache_modifier=".cg")
-        if HAS_DOWN_BIAS:
-            acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        tl.store(o_y + place, acc.to(o_y.dtype.element_ty), mask=here)
+    if HAS_DOWN_BIAS:
+        acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    inside = (m[:, None] < M) & (d[None, :] < D)
+    tl.store(o_y + m[:, None] * D + d[None, :], acc.to(o_y.dtype.element_ty), mask=inside)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -254,7 +267,7 @@ def forward(
     w: Weights,
     down: Tensor,
     activation: str,
-    tiles: tuple[NeuronTile, SumTile] | None = None,
+    tiles: tuple[NeuronTile, SumTile],
 ) -> Tensor:
     """y [M, D] for x [M, D], M from 1 to 64. ``down``: Wd as [F, D], contiguous."""
     (M, D), F = x.shape, w.gate.shape[0]
@@ -262,19 +275,18 @@ def forward(
         raise ValueError(f"decode.forward takes 1 to {MAX_TOKENS} tokens, got {M}")
     x = x if x.stride(1) == 1 else x.contiguous()
     gate, up = w.gate.contiguous(), None if w.up is None else w.up.contiguous()
-    neurons, sums = tiles or tiles_for(M, x.element_size())
+    neurons, sums = tiles
     dots = neurons.dots or M > 1
-    columns, n_words = ceil_div(D, sums.BD), ceil_div(F, 32)
+    BM = max(16, power_of_2(M)) if dots else 1
+    overlaps = can_overlap()
     constants = {
         "DOTS": dots,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",  # which says nothing of 16 bits
-        "OVERLAPS": can_overlap(),
-        "BM": max(16, power_of_2(M)) if dots else 1,
+        "OVERLAPS": overlaps,
+        "BM": BM,
     }
-    h = x.new_empty(F, M)
-    words, arrived = torch.empty(n_words + power_of_2(columns), dtype=torch.int32, device=x.device).split(
-        [n_words, power_of_2(columns)]
-    )
+    h = x.new_empty(F, BM)
+    words = torch.empty(2 * ceil_div(F, 64), dtype=torch.int32, device=x.device)
     launch(
         _neurons_kernel,
         ceil_div(F, neurons.BN),
@@ -284,9 +296,9 @@ def forward(
             x if w.gate_bias is None else w.gate_bias,
             x if up is None else up,
             x if w.up_bias is None else w.up_bias,
+            down,
             h,
             words.view(_BITS[neurons.BN]),
-            arrived,
             M,
             D,
             F,
@@ -294,33 +306,33 @@ def forward(
         ),
         {
             **constants,
+            "PREFETCHES": overlaps and D * x.element_size() % 16 == 0 and down.data_ptr() % 16 == 0,
             "BN": neurons.BN,
             "BK": min(neurons.BK, power_of_2(D)),
             "GATED": up is not None,
             "SQUARED": activation == "relu2",
             "HAS_GATE_BIAS": w.gate_bias is not None,
             "HAS_UP_BIAS": w.up_bias is not None,
-            "N_ARRIVED": power_of_2(columns),
         },
         warps=neurons.warps,
         stages=neurons.stages,
     )
     y = x.new_empty(M, D)
-    parts = torch.empty(sums.splits, M, D, dtype=torch.float32, device=x.device) if sums.splits > 1 else y
-    wide = power_of_2(n_words)
+    columns, wide = ceil_div(D, sums.BD), power_of_2(len(words))
+    lists = torch.empty(columns, F, dtype=torch.int32, device=x.device)
     launch(
         _sums_kernel,
-        columns * sums.splits,
-        (h, words, down, x if w.down_bias is None else w.down_bias, y, parts, arrived, M, D, F, columns),
+        columns,
+        (h, words, down, x if w.down_bias is None else w.down_bias, y, lists, M, D, F),
         {
             **constants,
             "BW": wide,
             "BU": sums.BU,
             "BD": sums.BD,
-            "SPLITS": sums.splits,
             "HAS_DOWN_BIAS": w.down_bias is not None,
+            "STAGES": sums.stages,
         },
         warps=sums.warps_for(wide),
-        stages=2,
+        stages=sums.stages,
     )
     return y
