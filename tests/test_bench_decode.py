@@ -64,6 +64,20 @@ def test_steps_are_the_same_step_each_time() -> None:
         assert torch.allclose(first[:, -1], step.model(whole).logits[:, -1], atol=1e-5)
 
 
+def test_compiled_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilers = []
+
+    def compile_without_inductor(model: Any, **options: Any) -> Any:
+        compilers.append(options)
+        return original(model, **options, backend="aot_eager")
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_without_inductor)
+    row = decode.measure(llama(), "skew29", 2, 4, graph=False, compiled=True, seconds=0)
+    assert row["compiled"] and row["difference"] < 1e-5
+    assert compilers == [{"dynamic": False}] * 2
+
+
 def test_models_that_disagree_have_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
     convert = decode.sparsify_
 

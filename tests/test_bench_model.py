@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from twell import cli, nn
 from twell.bench import ffn, model, timing
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
+from twell.plan import Plan
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -93,7 +95,25 @@ def test_layers_are_timed_on_the_input_they_have_in_the_model() -> None:
     layers = model.measure(model.real(made, "m"), ids, seconds=0, wants_layers=True)["ffns"]
     assert [layer["name"] for layer in layers] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert layers[1]["mean_active"] == pytest.approx(expected, abs=0.01) and layers[1]["tokens"] == ids.numel()
-    assert all(layer["speedup"] > 0 for layer in layers)
+    assert all(layer["speedup"] > 0 and layer["graph"] is False for layer in layers)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_layers_are_timed_as_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = model.real(dense_llama().to("cuda", torch.bfloat16), "m")
+    sparse_ffns = [module for module in subject.sparse.modules() if isinstance(module, SparseFFNBase)]
+    sparse_ffns[0].set_plan(Plan(n_neurons=256, hot=torch.arange(128), cap=64, min_tokens=1))  # the other runs densely
+    replayed, seen = ffn.replayed, []
+
+    def checked(runs: Sequence[Callable[[], torch.Tensor]]) -> Callable[[], torch.Tensor]:
+        replay = replayed(runs)
+        seen.append(ffn.relative_error(replay(), runs[-1]().double()))
+        return replay
+
+    monkeypatch.setattr(ffn, "replayed", checked)
+    row = model.measure(subject, ids_of(8, 64).cuda(), seconds=0, wants_layers=True)
+    assert len(seen) == 4 and max(seen) < 1e-2  # both sides of two layers
+    assert all(layer["graph"] is True and layer["speedup"] > 0 for layer in row["ffns"])
 
 
 def test_both_sides_run_as_they_say() -> None:

@@ -134,3 +134,26 @@ def test_generation_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     seen.clear()
     assert torch.equal(model.generate(ids, cache_implementation="static", **arguments), expected)
     assert seen and set(seen) == {2}
+
+
+def test_graphs_of_layers_and_of_whole_steps_are_timed() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    from twell.bench import decode as steps
+
+    (row,) = ffn.run(
+        [ffn.Case(workload="skew29", M=8, D=512, F=1408, dtype=bf16, device="cuda", graph=True)], seconds=0
+    )
+    assert row["graph"] and row["graph_layers"] == 4 and 0.001 < row["sparse_ms"]["p50"] < 0.1
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        hidden_act="relu",
+    )
+    for compiled in (False, True):
+        with torch.device("cuda"):
+            model = transformers.LlamaForCausalLM(config).to(bf16).eval()
+        row = steps.measure(model, "skew29", 2, 8, graph=True, compiled=compiled, seconds=0)
+        assert row["graph"] and row["compiled"] == compiled and row["difference"] < 0.05

@@ -400,6 +400,23 @@ def test_compiled_with_running_counts(gated: bool) -> None:
     torch.testing.assert_close(got, torch.autograd.grad(dense(x).sum(), dense.down_proj.weight))
 
 
+@each_kind
+def test_a_new_plan_compiles_no_training_anew(gated: bool) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    layer = sparse_class(gated)(D, F).double()
+    compiled = torch.compile(layer, backend=count)
+    for few_tokens in (0, 8, 64):
+        layer.set_plan(twell.plan.dense_plan(F, few_tokens))
+        compiled(tokens(2, 50))
+    assert len(graphs) == 1
+
+
 def test_autocast_keeps_parameters_and_gradients_in_float32() -> None:
     layer = GatedSparseFFN(D, F, bias=True, track_counts=True)
     with torch.autocast("cpu", torch.bfloat16):

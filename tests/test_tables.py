@@ -129,6 +129,36 @@ def test_layers_tell_how_far_counts_explain_speed(rows: Path) -> None:
     assert "Correlation" not in tables.render("ffn-layers", rows, "r")
 
 
+def test_the_tasks_of_several_models_with_paired_differences(rows: Path) -> None:
+    lines = tables.render("eval", rows, "r").splitlines()
+    assert lines[0].endswith("| l1 0 | l1 0.0002 | l1 0.0004 | l1 0.0002 less l1 0 | l1 0.0004 less l1 0 |")
+    assert "| +0.00 ± 0.00 |" in next(line for line in lines if line.startswith("| commonsense_qa | acc | 1221 |"))
+    assert not any(line.startswith("| winogrande | acc_norm") for line in lines)
+    path = rows / "eval-small.jsonl"
+    marked = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in marked:
+        row |= {"acc": 0.5, "acc_error": 0.01}
+        if "against" in row:
+            row["against"] |= {"acc": -0.25 if "0.0002" in row["model"] else -1e-6, "acc_error": 0.1}
+    path.write_text("".join(json.dumps(row) + "\n" for row in marked))
+    lines = tables.render("eval", rows, "r").splitlines()
+    score, bold, small = "50.00 ± 1.00", "**-25.00 ± 10.00**", "+0.00 ± 10.00"
+    assert f"| piqa | acc | 1838 | {score} | {score} | {score} | {bold} | {small} |" in lines
+    assert f"| mean | acc |  | {score} | {score} | {score} | {bold} | {small} |" in lines
+
+
+def test_plain_ffns_are_called_so_and_stand_with_the_others(rows: Path) -> None:
+    assert "| skew29, plain | 16384 |" in tables.render("train-ffn", rows, "r")
+    names = [line.split(" | ")[0] for line in tables.render("readme-models", rows, "r").splitlines()]
+    place = names.index("| training, one FFN, skew29, plain")
+    assert names[place - 1] == "| training, one FFN, skew100" and names[place + 1].startswith("| training, a step")
+
+
+def test_no_row_names_a_place_on_a_machine() -> None:
+    for path in (ROOT / "results").glob("*.jsonl"):
+        assert '"/' not in path.read_text(), path.name
+
+
 def test_rows_that_compare_nothing_are_left_out(rows: Path) -> None:
     path = rows / "train-h200.jsonl"
     before = tables.render("readme-models", rows, "r"), tables.render("train-step", rows, "r")

@@ -188,6 +188,10 @@ class SparseFFNBase(nn.Module):
             self._set_plan(dense_plan(len(fired), self._plan_for(counts, tokens).few_tokens))
         self._first_batches = counts, tokens
 
+    def _few_tokens_of(self, x: Tensor) -> int:
+        """The plan's, where it may matter: compiled code is compiled anew for every value that it has read."""
+        return self.few_tokens if x.numel() <= _FIRST_LOOK * x.shape[-1] else 0
+
     # -- forward and repr ------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
@@ -257,7 +261,7 @@ class GatedSparseFFN(SparseFFNBase):
             backend=self.backend,
             return_stats=return_stats,
             plan=self.plan,
-            few_tokens=self.few_tokens,
+            few_tokens=self._few_tokens_of(x),
         )
 
 
@@ -289,7 +293,7 @@ class SparseFFN(SparseFFNBase):
             backend=self.backend,
             return_stats=return_stats,
             plan=self.plan,
-            few_tokens=self.few_tokens,
+            few_tokens=self._few_tokens_of(x),
         )
 
 

@@ -12,20 +12,17 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from twell.bench import model as speed
-from twell.bench import plot
+from twell.bench import plot, swept
 from twell.train.recipes import Recipe, override
 from twell.train.run import DATA_FOLDER, MODEL_FOLDER, RECIPE_FILE, SUMMARY_FILE, TOKENIZER_FOLDER, read_corpus, run
 from twell.train.tokenizer import load_tokenizer
 from twell.train.trainer import latest_checkpoint
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PAPER_L1 = (0.0, 6e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 6e-5, 1e-4)  # of its 1.5B model
 ABLATIONS = ("silu", "plain", "restart")
@@ -152,80 +149,11 @@ def _held_out(recipe: Recipe, data: Sequence[Path | str], validation: Sequence[P
     return torch.as_tensor(tokens[: batch * recipe.context].astype("int64")).view(batch, recipe.context)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What comes of it
-# ---------------------------------------------------------------------------------------------------------
-
-
 def _write(rows: list[dict[str, Any]], out: Path) -> None:
     (out / ROWS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (out / TABLE_FILE).write_text("\n".join(table(rows)) + "\n")
+    (out / TABLE_FILE).write_text("\n".join(swept.table(rows)) + "\n")
     try:
-        figure = draw(rows)
+        figure = swept.draw(rows)
     except RuntimeError:  # no matplotlib
         return
     plot.save(figure, out / FIGURE_FILE)
-
-
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: loss, sparsity and speed of each run, relative to l1 0 where there is one."""
-    base = next((row for row in rows if row["sweep"] == "l1-0"), None)
-    lines = [
-        "| run | validation loss | to l1 0 | active | dead | FFNs | model | tokens/s training |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        loss, of = row["validation_loss"], row["speed"]
-        cells = [
-            row["sweep"],
-            f"{loss:.3f}",
-            f"{100 * (loss / base['validation_loss'] - 1):+.1f} %" if base else "",
-            f"{row['active_mean']:.1f} ({row['active_share']:.1%})" if "active_mean" in row else "all",
-            f"{row['dead_share']:.1%}" if "dead_share" in row else "",
-            "" if of is None else f"{ffn_speedup(of):.2f}x",
-            "" if of is None else f"{of['speedup']:.2f}x",
-            f"{row['tokens_per_second']:,.0f}" if row.get("tokens_per_second") else "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def ffn_speedup(row: dict[str, Any]) -> float:
-    """Of all FFNs of a row of ``twell bench model --layers`` together."""
-    dense, sparse = (sum(layer[f"{side}_ms"]["p50"] for layer in row["ffns"]) for side in ("dense", "sparse"))
-    return float(dense / sparse)
-
-
-def draw(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Validation loss, and speed of the FFNs, against the mean active count; l1 beside the points."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError(f"plots need another package ({error}): pip install 'twell[plot]'") from None
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    losses, speeds = figure.subplots(1, 2)
-    counted = [row for row in rows if "active_mean" in row]
-    for axes, of, name in (
-        (losses, lambda row: row["validation_loss"], "validation cross-entropy"),
-        (speeds, lambda row: ffn_speedup(row["speed"]), "speed of the FFNs over dense"),
-    ):
-        for is_l1, marker, colour in ((True, "o-", "tab:blue"), (False, "s", "tab:orange")):
-            chosen = [row for row in counted if row["sweep"].startswith("l1-") == is_l1]
-            points = sorted((row["active_mean"], of(row), row["sweep"].removeprefix("l1-")) for row in chosen)
-            axes.plot([p[0] for p in points], [p[1] for p in points], marker, color=colour)
-            for active, value, label in points:
-                axes.annotate(label, (active, value), xytext=(4, 4), textcoords="offset points", fontsize=8)
-        axes.set_xscale("log")
-        axes.set_xlabel("mean active neurons a token (l1 beside the points)")
-        axes.set_ylabel(name)
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    for row in rows:
-        if "active_mean" not in row:
-            losses.axhline(row["validation_loss"], color="0.4", linewidth=1, linestyle="--")
-            where: Any = ("axes fraction", "data")
-            losses.annotate(row["sweep"], (0.01, row["validation_loss"]), xycoords=where, va="bottom", fontsize=8)
-    speeds.axhline(1, color="black", linewidth=1)
-    return figure

@@ -25,9 +25,19 @@ from twell.nn import SparseFFNBase
 
 @torch.no_grad()
 def measure(
-    model: Any, workload: str, batch: int, context: int, *, graph: bool, seconds: float = 3.0
+    model: Any,
+    workload: str,
+    batch: int,
+    context: int,
+    *,
+    graph: bool,
+    compiled: bool = False,
+    seconds: float = 3.0,
 ) -> dict[str, Any]:
-    """A JSON-ready row. ``model``: a dense Llama with ReLU, whose FFN weights are overwritten."""
+    """A JSON-ready row. ``model``: a dense Llama with ReLU, whose FFN weights are overwritten.
+
+    ``graph`` and ``compiled``: how both models run.
+    """
     config, device = model.config, model.device
     D, F, n_layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     inputs = cases.make(workload, n_layers * batch + ffn.PLAN_TOKENS, D, F, dtype=model.dtype, device=device)
@@ -45,7 +55,7 @@ def measure(
     for each in (model, sparse):
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
-    steps = {"dense": _Step(model, batch, context), "sparse": _Step(sparse, batch, context)}
+    steps = {name: _Step(each, batch, context, compiled) for name, each in (("dense", model), ("sparse", sparse))}
     difference = check_logits(*(step.run()[:, -1] for step in steps.values()))
     runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
     if graph:
@@ -66,6 +76,7 @@ def measure(
         "batch": batch,
         "context": context,
         "graph": graph,
+        "compiled": compiled,
         "dtype": str(model.dtype).removeprefix("torch."),
         "mean_active": round(mean_active, 2),
         **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
@@ -81,13 +92,14 @@ def measure(
 class _Step:
     """A model, a static cache filled with ``context`` tokens, and the token after them."""
 
-    def __init__(self, model: Any, batch: int, context: int) -> None:
+    def __init__(self, model: Any, batch: int, context: int, compiled: bool = False) -> None:
         self.model, self.context, device = model, context, model.device
         self.cache = StaticCache(config=model.config, max_cache_len=context + 1)
         ids = torch.randint(
             model.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0)
         ).to(device)
         model(ids[:, :context], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.call = torch.compile(model, dynamic=False) if compiled else model
         self.ids, self.position = ids[:, context:], torch.full((1, 1), context, device=device)
 
     def rewind(self) -> None:
@@ -97,7 +109,7 @@ class _Step:
             layer.cumulative_length.fill_(self.context)
 
     def run(self) -> Tensor:
-        return self.model(
+        return self.call(
             self.ids, past_key_values=self.cache, position_ids=self.position, use_cache=True, logits_to_keep=1
         ).logits
 

@@ -20,6 +20,7 @@ from statistics import correlation
 from typing import Any, NamedTuple
 
 from twell.bench import rows as files
+from twell.bench import swept
 
 Row = dict[str, Any]
 _BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -68,7 +69,8 @@ def _source(rows: list[Row], links: str, command: str) -> str:
         machine = f"one {first['device']}"
     used = first["versions"]
     versions = [f"{name} {used[name]}" for name in ("torch", "triton", "transformers") if name in used]
-    commits = sorted({str(row["commit"]) for row in rows if row.get("commit")})
+    timed = [row.get("speed") or row for row in rows]  # a run of a sweep has what was measured of its model
+    commits = sorted({str(row["commit"]) for row in timed if row.get("commit")})
     measured = [f"commit {' and '.join(commits)}"] if commits else []
     facts = ", ".join([machine[0].upper() + machine[1:], *versions, *measured])
     return f"{facts}; rows: {links}; `{command}`"
@@ -363,7 +365,7 @@ def _readme_gpu(rows: list[Row]) -> list[str]:
 
 
 def _readme_models(rows: list[Row]) -> list[str]:
-    """Whole models, and training: one line each."""
+    """Whole models, then training of one FFN and of a model: one line each."""
 
     def line(row: Row) -> tuple[str, str, str, str]:
         if row["bench"] == "model":
@@ -372,11 +374,12 @@ def _readme_models(rows: list[Row]) -> list[str]:
         if row["level"] == "ffn":
             energy = row["joules"]["sparse"] / row["joules"]["dense"]
             memory = row["memory"]["ratio"]
-            return f"training, one FFN, {row['workload']}", f"{row['speedup']:.2f}x", f"{memory:.2f}x", f"{energy:.2f}x"
+            return f"training, one FFN, {_what(row)}", f"{row['speedup']:.2f}x", f"{memory:.2f}x", f"{energy:.2f}x"
         what = f"training, a step of a model, {row['workload']}"
         return what, f"{row['speedup']:.2f}x", f"{row['peak_ratio']:.2f}x", f"{row['joules_ratio']:.2f}x"
 
-    return _lines(("1.5B shape", "speed", "memory", "energy"), map(line, rows))
+    in_order = sorted(rows, key=lambda row: (row["bench"] != "model", row.get("level") != "ffn"))
+    return _lines(("1.5B shape", "speed", "memory", "energy"), map(line, in_order))
 
 
 def _readme_cpu(rows: list[Row]) -> list[str]:
@@ -452,9 +455,47 @@ def _small_text(rows: list[Row]) -> list[str]:
     )
 
 
+def _eval(rows: list[Row]) -> list[str]:
+    """Accuracies in per cent; differences are paired and bold where they are more than twice their error."""
+    found: dict[str, dict[str, Row]] = {}  # by task and model
+    for row in rows:
+        found.setdefault(row.get("task", "mean"), {})[row["model"]] = row
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    against = {row["model"]: row["against"]["model"] for row in rows if "against" in row}
+
+    def cell(of: Row, metric: str, sign: str = "") -> str:
+        value = round(100 * of[metric], 2) + 0.0  # no -0.00
+        return f"{value:{sign}.2f} ± {100 * of[f'{metric}_error']:.2f}"
+
+    def difference(of: Row, metric: str) -> str:
+        text = cell(of, metric, "+")
+        return f"**{text}**" if abs(of[metric]) > 2 * of[f"{metric}_error"] else text
+
+    def name(model: str) -> str:
+        return Path(model).name.replace("l1-", "l1 ")
+
+    lines = []
+    for task, by_model in found.items():
+        first = by_model[models[0]]
+        for metric in ("acc", "acc_norm"):
+            if metric in first:
+                scores = (cell(by_model[model], metric) for model in models)
+                differences = (difference(by_model[model]["against"], metric) for model in against)
+                lines.append((task, metric, str(first.get("items", "")), *scores, *differences))
+    compared = (f"{name(model)} less {name(to)}" for model, to in against.items())
+    return _lines(("task", "metric", "items", *map(name, models), *compared), lines)
+
+
 _FFN = "twell bench ffn --device cuda"
 _TRAIN = "twell bench train"
 _SMALL = "twell train --preset small --compile --data train.u16.xz --validation val.u16 --tokenizer tokenizer.json"
+_SWEEP = (
+    "twell sweep --preset small --compile --data train.u16 --validation val.u16 --tokenizer tokenizer.json "
+    "--out sweep-small --seconds 1.5 --l1 0 --l1 5e-5 --l1 1e-4 --l1 2e-4 --l1 4e-4 --l1 8e-4 --l1 1.5e-3 --l1 3e-3 "
+    "--ablation silu --ablation plain --ablation restart "
+    "steps=400 sequences_per_step=32 micro_batch=32 eval_every=200 dead_after_tokens=2000000"
+)
+_EVAL = "twell eval sweep-small/l1-0/model sweep-small/l1-0.0002/model sweep-small/l1-0.0004/model --data tasks/"
 _TEXT = "twell eval RUN/model --text wikitext2_raw_test.txt --last-words lambada_test.jsonl"
 TABLES = {
     "ffn": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 4096 -m 16384 -m 131072", _is_workload, _ffn),
@@ -465,7 +506,9 @@ TABLES = {
         _is_any,
         _model,
     ),
-    "train-ffn": Table(("train-h200.jsonl",), f"{_TRAIN} -w skew29 -w skew100 -m 16384", _is_workload, _train_ffn),
+    "train-ffn": Table(
+        ("train-h200.jsonl",), f"{_TRAIN} -w skew29 -w skew100 -m 16384 [--plain]", _is_workload, _train_ffn
+    ),
     "train-layers": Table(("train-h200.jsonl",), f"{_TRAIN} --trace TRACE.npz -m 16384", _is_layer, _layers),
     "train-step": Table(("train-h200.jsonl",), f"{_TRAIN} --model --batch 17 -w skew29", _is_step, _train_step),
     "train-largest": Table(("train-h200.jsonl",), f"{_TRAIN} --model --largest -w skew29", _is_largest, _largest),
@@ -478,6 +521,8 @@ TABLES = {
     "small": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _is_any, _small),
     "small-layers": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _counts_neurons, _small_layers),
     "small-text": Table(("train-small.jsonl",), _TEXT, _is_any, _small_text),
+    "sweep": Table(("sweep-small.jsonl",), _SWEEP, _is_any, swept.table),
+    "eval": Table(("eval-small.jsonl",), _EVAL, _is_any, _eval),
     "readme-gpu": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 16384", _is_usual, _readme_gpu),
     "readme-models": Table(
         ("model-h200.jsonl", "train-h200.jsonl"),

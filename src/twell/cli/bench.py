@@ -304,6 +304,9 @@ def bench_decode(
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. Default: 1.")] = None,
     context: Annotated[int, typer.Option(help="Tokens before the one that is timed.")] = 256,
     eager: Annotated[bool, typer.Option("--eager", help="On a GPU: without CUDA graphs.")] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Both models compiled, as transformers does with a static cache.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
     seconds: Annotated[float, typer.Option(help="Timing budget of a row, after 5 repeats.")] = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
@@ -335,7 +338,8 @@ def bench_decode(
             with torch_device:
                 model: Any = LlamaForCausalLM(dense_config(recipe, context + 1))
             model.to(torch.bfloat16 if on_gpu else torch.float32).eval()
-            row = decode.measure(model, workload, n, context, graph=on_gpu and not eager, seconds=seconds)
+            how = {"graph": on_gpu and not eager, "compiled": compiled}
+            row = decode.measure(model, workload, n, context, **how, seconds=seconds)
             yield {**row, "preset": preset}
 
     measured = collect(
@@ -355,7 +359,7 @@ def bench_decode(
 @bench_app.command("plot")
 def bench_plot(
     rows: Annotated[
-        list[Path], typer.Argument(metavar="ROWS.jsonl", help="Rows of bench ffn, as --json or --out wrote them.")
+        list[Path], typer.Argument(metavar="ROWS.jsonl", help="Rows of bench ffn, as --out wrote them, or of a sweep.")
     ],
     out: Annotated[Path, typer.Option(help="The .png or .svg file to write.")],
 ) -> None:
@@ -363,11 +367,19 @@ def bench_plot(
 
     Draws gated FFNs of the shape with the most rows. Example:
     [bold]twell bench plot rows.jsonl --out speedup.svg[/bold]
+
+    Of rows of a sweep: its losses and speeds. Example:
+    [bold]twell bench plot my-sweep/sweep.jsonl --out sweep.svg[/bold]
     """
-    from twell.bench import plot
+    from twell.bench import plot, swept
     from twell.bench import rows as files
 
-    plot.speedup(files.read(rows), out)
+    found = files.read(rows)
+    if runs := [row for row in found if "sweep" in row]:
+        plot.check_suffix(out)
+        plot.save(swept.draw(runs), out)
+    else:
+        plot.speedup(found, out)
 
 
 @bench_app.command("curves")

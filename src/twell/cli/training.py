@@ -103,6 +103,7 @@ def sweep(
     Interrupted, the same command goes on where it was.
     """
     from twell import sweep as sweeping
+    from twell.bench import swept
     from twell.train import recipes
     from twell.train.data import SAMPLE
     from twell.train.run import quiet_libraries
@@ -140,5 +141,5 @@ def sweep(
         )
         raise
     if not as_json:
-        print("\n".join(sweeping.table(rows)))
+        print("\n".join(swept.table(rows)))
     say(f"the sweep is in {out}: {sweeping.ROWS_FILE}, {sweeping.TABLE_FILE}, {sweeping.FIGURE_FILE}")
