@@ -9,7 +9,8 @@ nothing can overflow. A block of tokens is cut by cost:
 - everything else: gathered.
 
 Bytes, fp32, D 2048, F 5632: a dense FFN reads 138 MB of weights, the gate alone 46 MB, an active element
-16 KB. So the gate bounds what a sparse layer takes, with one token by its bytes, with many by its FLOPs.
+16 KB. So the gate bounds what a sparse layer takes, with one token by its bytes, with many by its FLOPs. For one
+fp32 token most neurons are therefore ruled out by an int8 copy of the gate (``_Int8Gate``), 11.5 MB.
 A gathered element costs about as much as 7 elements of a large GEMM (2 cores, AVX-512).
 
 Blocks are small enough for the allocator to reuse their buffers: fresh pages for [M, F] intermediates are
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from twell import reference
 from twell.reference import Forward, Gradients, Weights, activate, gradient_if, no_statistics, slope, sum_dtype
-from twell.weights import neuron_major
+from twell.weights import kept, neuron_major
 
 
 # Costs in units of one element of a large GEMM (one token, one neuron, up and down): 0.046 us in fp32 and
@@ -55,6 +56,9 @@ _MARGIN = 0.9  # sparse must promise to be 10 % cheaper than dense
 _BLOCK_BYTES = 24 << 20  # of a [m, F] buffer; malloc keeps freed buffers up to 32 MiB
 _PARTS = 8  # of a weight, see _linear_in_parts
 _MIN_HOT_ROWS = 64  # with fewer tokens a hot neuron's rows are read once either way
+_MIN_INT8_GATE = 8 << 20  # elements of a gate below which its int8 copy does not pay
+_MAX_CANDIDATES = 1 / 16  # share of the neurons above which reading all of the gate is faster than their rows
+_FIRST_LOOK = 16  # a sixteenth of the neurons tells whether there are too many
 _MIN_TRAIN_ROWS = 256  # training renews Wd's neuron-major copy every step: it takes this many tokens to pay
 
 
@@ -107,21 +111,121 @@ def forward(
 
 def _one_token(x: Tensor, w: Weights, activation: str) -> Tensor:
     """y [1, D] for decoding, in few calls: beside a 1 ms gate, the block's bookkeeping takes 0.3 ms."""
+    candidates = _candidates(x, w)
+    if candidates is not None:
+        z = w.gate.index_select(0, candidates) @ x[0]
+        z = z if w.gate_bias is None else z.add_(w.gate_bias.take(candidates))
+        active = z.relu_().nonzero().view(-1)
+        w_down_FD = neuron_major(w.down)
+        if w_down_FD is not None:
+            return _at_neurons(x, w, w_down_FD, candidates.take(active), z.take(active), activation)
     gate = _linear(x, w.gate, w.gate_bias).relu_()
     col = gate.view(-1).nonzero().view(-1)
     if _gather(x.dtype).cost(len(col), len(col)) < _MARGIN * gate.shape[1] * (1 + _WEIGHT_READ_ROWS):
         r = gate.view(-1).take(col)
         w_down_FD = neuron_major(w.down) if _is_finite_token(x, r) else None
         if w_down_FD is not None:
-            h = activate(r, activation)
-            if w.up is not None:
-                u = w.up.index_select(0, col) @ x[0]
-                h = h * (u if w.up_bias is None else u.add_(w.up_bias.take(col)))
-            y = (h @ w_down_FD.index_select(0, col)).unsqueeze(0)
-            return y if w.down_bias is None else y.add_(w.down_bias)
+            return _at_neurons(x, w, w_down_FD, col, r, activation)
     h = activate(gate, activation)
     h = h if w.up is None else h * _linear(x, w.up, w.up_bias)
     return _linear(h, w.down, w.down_bias)
+
+
+def _at_neurons(x: Tensor, w: Weights, w_down_FD: Tensor, col: Tensor, r: Tensor, activation: str) -> Tensor:
+    """y [1, D] of one token whose active neurons are ``col``, with values ``r``."""
+    h = activate(r, activation)
+    if w.up is not None:
+        u = w.up.index_select(0, col) @ x[0]
+        h = h * (u if w.up_bias is None else u.add_(w.up_bias.take(col)))
+    y = (h @ w_down_FD.index_select(0, col)).unsqueeze(0)
+    return y if w.down_bias is None else y.add_(w.down_bias)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# One token: ruling neurons out by an int8 copy of the gate
+# ---------------------------------------------------------------------------------------------------------
+
+_U = 2.0**-24  # half the distance of neighbours in fp32, relative
+_U_BF16 = 2.0**-8  # and in bf16
+_RANGE = (1e-12, 1e12)  # of |x| and of each row's largest weight: no product or sum comes near fp32's ends
+_INT8_WIDTH = 32  # D must be a multiple: _weight_int8pack_mm reads past rows of other widths
+_CHUNK_ROWS = 64  # of a weight quantised at once: stays in the L2 cache
+
+
+class _Int8Gate(NamedTuple):
+    """A gate [F, D] as int8 rows q, w = s (q + e), and how far x . q may be from x . w / s, as a multiple of |x|.
+
+    With xb, x rounded to bf16, |xb - x| <= 2^-8 |x|, so, by Cauchy and Schwarz,
+
+        |x . w / s - xb . q| = |x . e + (x - xb) . q| <= |x| (|e| + 2^-8 |q|) =: |x| reach
+
+    to which come the roundings of fp32 sums of D products, in any order, there and in the dense layer. So a neuron
+    whose xb . q / reach is at most -|x| cannot fire. The others are candidates: their fp32 rows decide. (Rows of
+    zeros always are; their reach stands at 1.)
+    """
+
+    q_FD: Tensor  # int8
+    per_reach_F: Tensor  # bf16: 1 / reach
+    per_unit_F: Tensor  # fp32: 1 / (s reach), which brings a bias to the same scale
+    margin: float  # relative: what the roundings of these factors, and of the sum to bf16, can do
+
+
+def _candidates(x: Tensor, w: Weights) -> Tensor | None:
+    """The neurons that may be active for one token, ascending, or None where all of the gate has to be read."""
+    if x.dtype != torch.float32 or w.gate.numel() < _MIN_INT8_GATE or not _blas_habits().int8_gate:
+        return None
+    copy = _int8_gate(w.gate)
+    if copy is None:
+        return None
+    norm = torch.linalg.vector_norm(x).item()
+    if not _RANGE[0] <= norm <= _RANGE[1]:  # NaN is in no range
+        return None
+    n_first, x_bf16 = len(copy.q_FD) // _FIRST_LOOK, x.to(torch.bfloat16)
+    least: Tensor | float = -norm * (1 + copy.margin)  # a neuron fires only if its sum is larger
+    least_first = least
+    if w.gate_bias is not None:
+        least = least - w.gate_bias * copy.per_unit_F
+        least = least.sub_(least.abs(), alpha=copy.margin).nan_to_num_(-math.inf)  # a bias may be anything
+        least_first = least[:n_first]
+    first = torch._weight_int8pack_mm(x_bf16, copy.q_FD[:n_first], copy.per_reach_F[:n_first])
+    if len((first > least_first).nonzero()) > _MAX_CANDIDATES * n_first:
+        return None
+    rest = torch._weight_int8pack_mm(x_bf16, copy.q_FD[n_first:], copy.per_reach_F[n_first:])
+    candidates = (torch.cat((first, rest), 1).view(-1) > least).nonzero().view(-1)
+    return candidates if len(candidates) <= _MAX_CANDIDATES * len(copy.q_FD) else None
+
+
+def _int8_gate(w_gate: Tensor) -> _Int8Gate | None:
+    """The copy of a gate, kept as long as the gate does not change; None where there can be none."""
+    if w_gate.is_inference() or not w_gate.is_contiguous() or w_gate.shape[1] % _INT8_WIDTH:
+        return None
+    copy: _Int8Gate | None = kept("int8 gate", [w_gate], lambda: _quantised(w_gate.detach()), sampled=True)
+    return copy
+
+
+def _quantised(w_gate: Tensor) -> _Int8Gate | None:
+    """None for weights that are not finite, or too large or small for the bound."""
+    D = w_gate.shape[1]
+    largest_F = torch.linalg.vector_norm(w_gate, math.inf, dim=1)
+    is_zero = largest_F == 0
+    if not bool((((largest_F >= _RANGE[0]) & (largest_F <= _RANGE[1])) | is_zero).all()):
+        return None
+    per_s_F = (127 / largest_F).masked_fill_(is_zero, 1)
+    q_FD = torch.empty_like(w_gate, dtype=torch.int8)
+    q_norms, e_norms = [], []
+    for w, per_s, q in zip(*(t.split(_CHUNK_ROWS) for t in (w_gate, per_s_F.unsqueeze(1), q_FD)), strict=True):
+        scaled = w * per_s
+        rounded = scaled.round()
+        q.copy_(rounded)
+        q_norms.append(torch.linalg.vector_norm(rounded, dim=1))
+        e_norms.append(torch.linalg.vector_norm(scaled.sub_(rounded), dim=1))
+    # Two sums of D products and two norms of D squares are rounded, and what goes into them.
+    roundings = (4 * D + 32) * _U
+    q_norm_F, e_norm_F = torch.cat(q_norms), torch.cat(e_norms)
+    reach_F = (e_norm_F + q_norm_F * (_U_BF16 + roundings)) * (1 + roundings)
+    reach_F.masked_fill_(is_zero, 1)
+    margin = 4 * _U_BF16 + 2 * roundings
+    return _Int8Gate(q_FD, reach_F.reciprocal().to(torch.bfloat16), per_s_F / reach_F, margin)
 
 
 class _Block:
@@ -358,6 +462,7 @@ class _BlasHabits(NamedTuple):
     slow_matvec: bool = False  # one row: sampled_addmm over all of W is faster
     transposed_rows: range = range(0)  # these many rows: (W x^T)^T is faster
     rows_in_parts: range = range(0)  # these many rows: parts of W are faster, with several threads
+    int8_gate: bool = False  # one row: an int8 W is read faster, by _weight_int8pack_mm
 
 
 @functools.cache
@@ -370,7 +475,11 @@ def _blas_habits() -> _BlasHabits:
     if "AuthenticAMD" in cpuinfo:
         # 1 thread, 1 row: 2.7 against 2.3. 2 threads, in parts: 1 row 2.9 against 1.6, 4 rows 6.5 against 2.6, 16 rows
         # 8.2 against 4.1, 128 rows 25 against 17.
-        return _BlasHabits(slow_matvec=True, transposed_rows=range(2, 65), rows_in_parts=range(1, 129))
+        # int8, 1 row: 0.6; with 1 thread 1.2.
+        int8_gate = hasattr(torch, "_weight_int8pack_mm") and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        return _BlasHabits(
+            slow_matvec=True, transposed_rows=range(2, 65), rows_in_parts=range(1, 129), int8_gate=int8_gate
+        )
     if "GenuineIntel" in cpuinfo:  # 2 threads: 16 rows 3.8 against 2.6; 16 threads: 1.9 against 0.6
         return _BlasHabits(transposed_rows=range(8, 33))
     return _BlasHabits()
