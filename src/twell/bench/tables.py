@@ -382,6 +382,26 @@ def _readme_models(rows: list[Row]) -> list[str]:
     return _lines(("1.5B shape", "speed", "memory", "energy"), map(line, in_order))
 
 
+def _decode(rows: list[Row]) -> list[str]:
+    """Steps of generation."""
+    return _lines(
+        ("model", "workload", "sequences", "context", "dense ms", "sparse ms", "tokens/s", "speedup"),
+        (
+            (
+                f"{row['preset']}, {row['dtype']}",
+                row["workload"],
+                str(row["batch"]),
+                str(row["context"]),
+                _ms(row["dense_ms"]),
+                _ms(row["sparse_ms"]),
+                f"{row['tokens_per_second']['dense']} -> {row['tokens_per_second']['sparse']}",
+                _speedup(row["speedup"]),
+            )
+            for row in rows
+        ),
+    )
+
+
 def _readme_cpu(rows: list[Row]) -> list[str]:
     return _grid(rows, (1, 16, 256, 2048))
 
@@ -529,6 +549,12 @@ TABLES = {
         "twell bench model; twell bench train [--model]",
         _is_of_readme,
         _readme_models,
+    ),
+    "cpu-decode": Table(
+        ("cpu-decode.jsonl",),
+        "twell bench decode --preset 0.5b --context 128 --seconds 10 --device cpu",
+        _is_any,
+        _decode,
     ),
     "readme-cpu": Table(("cpu-ffn.jsonl",), "make bench", _is_gated_fp32, _readme_cpu),
 }
