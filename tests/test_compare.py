@@ -18,7 +18,9 @@ from twell.bench import compare as cmp
 from twell.bench import rows as result_rows
 
 RESULTS = Path(__file__).parent.parent / "results"
-BENCHMARKS = [path for path in sorted(RESULTS.glob("*.jsonl")) if '"bench"' in path.read_text()]
+BENCHMARKS = [
+    path for path in sorted(RESULTS.glob("*.jsonl")) if any("bench" in row for row in result_rows.read([path]))
+]
 
 Row = dict[str, Any]
 
@@ -395,6 +397,14 @@ def test_real_results_of_a_slower_path_fail(tmp_path: Path, path: Path) -> None:
     assert cmp.verdict(comparison) == 1
     assert cmp.verdict(comparison, ["dense*_ms"]) == 0
     assert cmp.verdict(cmp.compare_files([slow, path])) == 0  # better
+
+
+def test_runs_of_a_sweep_are_compared_by_their_speed(tmp_path: Path) -> None:
+    rows = result_rows.read([RESULTS / "sweep-small.jsonl"])
+    slow = [row if row["speed"] is None else {**row, "speed": slower([row["speed"]], 1.5)[0]} for row in rows]
+    comparison = cmp.compare_files([RESULTS / "sweep-small.jsonl", write(tmp_path / "slow.jsonl", slow)])
+    assert comparison.matched == 10 and comparison.sides[0].ignored == 1  # SiLU has no sparse path
+    assert cmp.verdict(comparison) == 1
 
 
 def test_files_are_named_apart(tmp_path: Path) -> None:

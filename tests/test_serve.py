@@ -748,7 +748,7 @@ def test_the_command_from_start_to_ctrl_c(folder: Path, tmp_path: Path) -> None:
         assert status == 200 and 1 <= answer["usage"]["completion_tokens"] <= 32
         client = openai.OpenAI(base_url=f"{url[1]}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["my-run"]  # a run's model is called by the run
-        stream = client.completions.create(model="my-run", prompt="Once", max_tokens=19_000, stream=True)
+        stream = client.completions.create(model="my-run", prompt="Once", max_tokens=19_000, temperature=0, stream=True)
         next(iter(stream))
         process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError, match="the server is stopping"):

@@ -140,11 +140,16 @@ def compare_files(
     """Files with each other; with ``by``, a field such as ``commit``, ``gpu`` or ``versions.torch``, the rows of all
     files by its value. ``first``: the side the others are compared with, if not the first to come."""
     if by is not None:
-        return compare(split(rows.read(paths), by), without=by, first=first, floor=floor)
+        return compare(split(_read(paths), by), without=by, first=first, floor=floor)
     if len(paths) < 2:
         raise ValueError("expected two files or more to compare, or a field to tell the rows of one file apart")
     names = _names(paths)
-    return compare({name: rows.read([path]) for name, path in zip(names, paths, strict=True)}, first=first, floor=floor)
+    return compare({name: _read([path]) for name, path in zip(names, paths, strict=True)}, first=first, floor=floor)
+
+
+def _read(paths: Sequence[Path]) -> list[Row]:
+    """Of a sweep what was measured of each run's model."""
+    return [row.get("speed") or row for row in rows.read(paths)]
 
 
 def split(rows_: Sequence[Row], by: str) -> dict[str, list[Row]]:
