@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _NAMES = ("bench", "level", "preset", "model", "case", "workload", "kind", "backend")
 _SIZES = ("layers", "batch", "length", "M", "D", "F")
-KEY = (*_NAMES, *_SIZES, "dtype", "graph", "compiled")  # those that a row has
+KEY = (*_NAMES, *_SIZES, "dtype", "graph", "graph_layers", "compiled")  # those that a row has
 FLOOR = 0.02  # medians closer than this are noise
 THRESHOLD = 0.05  # what fails a check
 CHECKED = ("speedup", "sparse_ms", "sparse.step_ms")

@@ -39,7 +39,9 @@ def bench_ffn(
     plain: Annotated[bool, typer.Option("--plain", help="Plain FFN instead of the gated one.")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda where there is one.")] = "cpu",
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
-    graph: Annotated[bool, typer.Option("--graph", help="Time replays of CUDA graphs.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Time replays of CUDA graphs of four layers; given is one's share.")
+    ] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")
     ] = None,
