@@ -178,7 +178,7 @@ def test_weights_that_change_are_read_again(calls: list[int]) -> None:
 def test_layers_plan_for_few_tokens_by_the_first_ones(
     kind: type, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twell.nn._FIRST_LOOK", 8)
+    monkeypatch.setattr("twell.nn.FIRST_LOOK", 8)
     monkeypatch.setattr("twell.plan._FEW_START", 0.0)
     layer = kind(32, 64, bias=True, backend="triton")
     with torch.no_grad():

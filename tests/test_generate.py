@@ -21,6 +21,7 @@ from twell.cli import generating
 from twell.generate import Parting, Settings
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
+from twell.hf.text import TextStream, decoder
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import load_tokenizer, train_bpe
 
@@ -162,7 +163,7 @@ def test_pieces_of_any_tokens_make_up_their_text(folders: dict[str, str]) -> Non
     for _ in range(50):
         ids = tokenizer("日本 “ü”\n  x 🚢!")["input_ids"] + draw.choices(range(len(tokenizer)), k=20)
         draw.shuffle(ids)
-        stream = generate._TextStream(tokenizer, prompt)
+        stream = TextStream(decoder(tokenizer), prompt)
         pieces = [stream.add([token]) for token in ids] + [stream.add([], last=True)]
         assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 

@@ -39,8 +39,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, Llama
 import twell
 from twell import cpu, serve
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from twell.hf.text import TextStream
 from twell.serve.engine import Job, Sampler
-from twell.serve.text import TextStream, UntilStop
+from twell.serve.text import UntilStop
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 

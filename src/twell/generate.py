@@ -27,13 +27,12 @@ from transformers import GenerationConfig
 from twell.bench import timing
 from twell.bench.model import memory_of
 from twell.hf.convert import desparsify_, sparsify_
-from twell.nn import SparseFFNBase
+from twell.hf.text import TextStream, context_of, decoder
+from twell.nn import FIRST_LOOK, LOOK_AT_LEAST, LOOK_TOKENS, SparseFFNBase
 from twell.trace import record
 
 DEFAULT_NEW_TOKENS = 128
 _LOWEST_TEMPERATURE = 1e-4  # logits divided by less overflow
-# What layers on a GPU plan by (nn.py): for few tokens by the first 64, for many by 4096 in batches of at least 256.
-_FIRST_LOOK, _LARGE_BATCH, _LOOK_TOKENS = 64, 256, 4096
 # By how many roundings of the largest logit two logits may change places. The worst seen on a CPU, of any two of 8192
 # logits of models with 4 to 28 layers: 36 in float32, where sums round, 5.1 in bfloat16 and 4.7 in float16.
 _ROUNDINGS = {torch.float64: 256, torch.float32: 256, torch.bfloat16: 16, torch.float16: 16}
@@ -129,11 +128,6 @@ def _chat_ids(tokenizer: Any, prompt: str) -> list[int]:
         raise ValueError(f"the model's chat template does not take the prompt: {error}") from None
 
 
-def context_of(model: Any) -> int | None:
-    """The positions a model has, or None where its configuration does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def new_tokens_that_fit(model: Any, prompts: Sequence[Sequence[int]], wanted: int | None = None) -> int:
     """``wanted``, if the context has room for them after the longest prompt; by default 128, or as many as it has."""
     context, longest = context_of(model), max(len(ids) for ids in prompts)
@@ -158,7 +152,7 @@ def new_tokens_that_fit(model: Any, prompts: Sequence[Sequence[int]], wanted: in
 def dense_twin(model: Any) -> Any:
     """A copy that runs densely and shares all weights with ``model``, which runs sparsely from now on."""
     report = sparsify_(model)
-    if not any(row.became is not None or row.why == "already sparse" for row in report.rows):
+    if not report.n_sparse:
         raise ValueError(f"there is nothing to compare: {report.summary()}")
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     dense = copy.deepcopy(model, shared)
@@ -216,10 +210,10 @@ def _generate(
     start: float,
 ) -> list[Generated]:
     if settings.static_cache:
-        _let_layers_plan(model, prompts, _FIRST_LOOK)  # what is compiled does not
+        _let_layers_plan(model, prompts, FIRST_LOOK)  # what is compiled does not
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
-    streams = [_TextStream(tokenizer, ids) for ids in prompts]
+    streams = [TextStream(decoder(tokenizer), ids) for ids in prompts]
     watch = _Watch(start, streams[0], on_text)
     interrupted = False
     try:
@@ -235,7 +229,7 @@ def _finished(
     tokenizer: Any, prompt_ids: list[int], row: int, watch: _Watch, config: GenerationConfig, interrupted: bool
 ) -> Generated:
     ids, stopped = _until_end([step[row] for step in watch.steps], config)
-    text = _TextStream(tokenizer, prompt_ids).add(ids, last=True)
+    text = TextStream(decoder(tokenizer), prompt_ids).add(ids, last=True)
     finish = "stop" if stopped else "interrupted" if interrupted else "length"
     times = watch.times[: len(ids)]
     first, last = (times[0] - watch.start, times[-1] - watch.start) if times else (None, 0.0)
@@ -316,7 +310,7 @@ class _Watch:
     It gets the prompt first, then a token of each row, step by step, each when it has reached the host.
     """
 
-    def __init__(self, start: float, stream: _TextStream | None = None, on_text: OnText | None = None) -> None:
+    def __init__(self, start: float, stream: TextStream | None = None, on_text: OnText | None = None) -> None:
         self.start, self.stream, self.on_text = start, stream, on_text
         self.steps: list[list[int]] = []  # [step][row]
         self.times: list[float] = []
@@ -334,30 +328,6 @@ class _Watch:
 
     def end(self) -> None:
         pass
-
-
-class _TextStream:
-    """The text that tokens add to a prompt; pieces joined are the text of all tokens at once.
-
-    Tokens are decoded with those before them: a token alone may lose its space (which is why this is not
-    transformers' TextStreamer, which starts anew after every line) or be part of a character.
-    """
-
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._ids = list(prompt_ids)
-        self._context, self._done = 0, len(self._ids)  # the text of tokens [context, done) was given out before
-
-    def add(self, ids: Sequence[int], *, last: bool = False) -> str:
-        self._ids += ids
-        before, text = self._decode(self._context, self._done), self._decode(self._context, len(self._ids))
-        if not last and (text.endswith("\ufffd") or len(text) <= len(before)):
-            return ""  # the character, or the space, is not whole yet
-        self._context, self._done = self._done, len(self._ids)
-        return text[len(before) :]
-
-    def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)
 
 
 # -- dense against sparse -----------------------------------------------------------------------------------
@@ -431,7 +401,7 @@ def compare(
     models = {"dense": dense, "sparse": sparse}
     total, done = 2 * (3 + repeats), 0
     n_tokens = len(prompts) * max(len(ids) for ids in prompts)
-    _let_layers_plan(sparse, prompts, _LOOK_TOKENS if n_tokens >= _LARGE_BATCH else _FIRST_LOOK)
+    _let_layers_plan(sparse, prompts, LOOK_TOKENS if n_tokens >= LOOK_AT_LEAST else FIRST_LOOK)
 
     def run(name: str, **more: Any) -> tuple[_Watch, Any]:
         nonlocal done
@@ -464,7 +434,7 @@ def compare(
 
 
 def _side(ids: list[list[int]], times: list[tuple[float, float]], n_prompt: int, memory: dict[str, int]) -> Side:
-    prefill, later = (_spread([t[i] for t in times]) for i in range(2))
+    prefill, later = (timing.spread([t[i] for t in times]) for i in range(2))
     steps = max(map(len, ids)) - 1
     n_later = sum(len(row) - 1 for row in ids)  # rows that have ended are computed on, but count no more
     return Side(
@@ -475,11 +445,6 @@ def _side(ids: list[list[int]], times: list[tuple[float, float]], n_prompt: int,
         round(n_later / steps / later.p50 * 1e3, 1) if steps else None,
         memory,
     )
-
-
-def _spread(times: list[float]) -> timing.Spread:
-    quantiles = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
-    return timing.Spread(*(round(q, 4) for q in quantiles.tolist()))
 
 
 def _judge(

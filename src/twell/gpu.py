@@ -43,9 +43,8 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
             return forward(x, w, activation, plan)
     if plan is not None:
         if (few := _decoded(plan).few_tokens) and not w.down.is_inference():
-            _neuron_major(
-                w
-            )  # made now, by a prompt: in a graph that is captured later it would be in the graph's memory
+            # Made now, by a prompt: in a graph that is captured later it would be in the graph's memory.
+            _neuron_major(w)
         if 0 < len(x) <= few:
             return few_tokens_forward(x, w, activation)
         if (decoded := plan_for(plan, len(x))) is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import ops
-from twell.plan import Plan, choose_plan, costs_for, dense_plan
+from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan
 from twell.reference import ACTIVATIONS
 
 # Activation modules and functions by name, as PyTorch and transformers call them.
@@ -21,9 +21,9 @@ _KNOWN_ACTIVATIONS = {
 }
 
 
-_LOOK_TOKENS = 4096  # what a layer sees before it plans by itself
-_LOOK_AT_LEAST = 256  # in a batch: to look costs another gate, which decoding should not pay
-_FIRST_LOOK = 64  # what it sees before it plans for few tokens: as many as kernels/decode.py takes at once
+LOOK_TOKENS = 4096  # what a layer sees before it plans by itself
+LOOK_AT_LEAST = 256  # in a batch: to look costs another gate, which decoding should not pay
+FIRST_LOOK = MAX_FEW_TOKENS  # what it sees before it plans for few tokens
 
 
 class SparseFFNBase(nn.Module):
@@ -172,25 +172,25 @@ class SparseFFNBase(nn.Module):
         """Count one of the first batches; once enough tokens were seen, plan, which waits for the device."""
         x_MD = x.reshape(-1, x.shape[-1])
         counts, tokens = (0, 0) if self._first_batches is None else self._first_batches
-        is_small = len(x_MD) < _LOOK_AT_LEAST and tokens >= _FIRST_LOOK
+        is_small = len(x_MD) < LOOK_AT_LEAST and tokens >= FIRST_LOOK
         if is_small or len(x_MD) == 0 or ops.choose_backend(self.backend, x.device) != "triton":
             return
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        x_MD = x_MD[:_LOOK_TOKENS]
+        x_MD = x_MD[:LOOK_TOKENS]
         first = getattr(self, self.projections[0])
         fired = (torch.relu(nn.functional.linear(x_MD, first.weight, first.bias)) != 0).sum(0)
         seen_before, counts, tokens = tokens, counts + fired, tokens + len(x_MD)
-        if tokens >= _LOOK_TOKENS:
+        if tokens >= LOOK_TOKENS:
             self.plan_from_counts(counts, tokens)
             return
-        if seen_before < _FIRST_LOOK <= tokens:
+        if seen_before < FIRST_LOOK <= tokens:
             self._set_plan(dense_plan(len(fired), self._plan_for(counts, tokens).few_tokens))
         self._first_batches = counts, tokens
 
     def _few_tokens_of(self, x: Tensor) -> int:
         """The plan's, where it may matter: compiled code is compiled anew for every value that it has read."""
-        return self.few_tokens if x.numel() <= _FIRST_LOOK * x.shape[-1] else 0
+        return self.few_tokens if x.numel() <= MAX_FEW_TOKENS * x.shape[-1] else 0
 
     # -- forward and repr ------------------------------------------------------------------------------
 

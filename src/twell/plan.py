@@ -62,7 +62,8 @@ _STEP = 16  # of cap and first: kernels are compiled anew where a number stops b
 _LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the one counted, since text changes
 _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
 _MIN_TOKENS = 4096  # fewer leave parts of the GPU idle in every kernel, and all of it while the host launches them
-_FEW_TOKENS = (64, 32, 16, 8, 4, 2, 1)  # batches that kernels/decode.py may get
+MAX_FEW_TOKENS = 64  # that kernels/decode.py takes at once
+_FEW_TOKENS = (MAX_FEW_TOKENS, 32, 16, 8, 4, 2, 1)  # batches that it may get
 # In rows of a dense FFN's weights that take as long to read: what there is to do besides (at D 2048), a gate row, a
 # gathered row. Fitted to an H200's times of 1 to 64 tokens of skew29, as CUDA graphs.
 _FEW_START, _FEW_GATE, _FEW_GATHER = 4000.0, 0.95, 2.3
@@ -99,8 +100,8 @@ class Plan:
                 f"{len(self.hot)} hot neurons, {len(hot)} of them different, cap {self.cap}, first {self.first}, "
                 f"min_tokens {self.min_tokens}, few_tokens {self.few_tokens}"
             )
-        if self.few_tokens > _FEW_TOKENS[0]:
-            raise ValueError(f"few_tokens must be at most {_FEW_TOKENS[0]}, got {self.few_tokens}")
+        if self.few_tokens > MAX_FEW_TOKENS:
+            raise ValueError(f"few_tokens must be at most {MAX_FEW_TOKENS}, got {self.few_tokens}")
         if self.n_neurons % 2 == 0 and len(hot) % 2:
             raise ValueError(f"a plan needs an even number of hot neurons, since kernels write pairs; got {len(hot)}")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,16 @@ from torch import Tensor
 from twell.bench import model as speed
 from twell.bench import plot, swept
 from twell.train.recipes import Recipe, override
-from twell.train.run import DATA_FOLDER, MODEL_FOLDER, RECIPE_FILE, SUMMARY_FILE, TOKENIZER_FOLDER, read_corpus, run
+from twell.train.run import (
+    DATA_FOLDER,
+    MODEL_FOLDER,
+    RECIPE_FILE,
+    SUMMARY_FILE,
+    TOKENIZER_FOLDER,
+    clear,
+    read_corpus,
+    run,
+)
 from twell.train.tokenizer import load_tokenizer
 from twell.train.trainer import latest_checkpoint
 
@@ -106,10 +114,8 @@ def _train(recipe: Recipe, data: Sequence[Path | str], folder: Path, say: Callab
         how.pop("tokenizer")
         run(None, [], folder, go_on=True, say=say, **how)
     else:
-        if (folder / RECIPE_FILE).exists():  # cut short before its first checkpoint: only what was downloaded is of use
-            for path in folder.iterdir():
-                if path.name != DATA_FOLDER:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if (folder / RECIPE_FILE).exists():  # cut short before its first checkpoint
+            clear(folder)
         run(recipe, data, folder, say=say, **how)
     gc.collect()
     if torch.cuda.is_available():

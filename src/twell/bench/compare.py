@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from twell.bench import rows
+from twell.bench import rows, swept
 from twell.bench.rows import Row
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ def compare_files(
 
 
 def _read(paths: Sequence[Path]) -> list[Row]:
-    """Of a sweep what was measured of each run's model."""
-    return [row.get("speed") or row for row in rows.read(paths)]
+    return [swept.measured(row) for row in rows.read(paths)]
 
 
 def split(rows_: Sequence[Row], by: str) -> dict[str, list[Row]]:

@@ -28,6 +28,11 @@ class _Point(NamedTuple):
     label: str
 
 
+def measured(row: Row) -> Row:
+    """Of a sweep's run what was measured of its model; any other row, and a run without, as it is."""
+    return row.get("speed") or row
+
+
 def table(rows: Sequence[Row]) -> list[str]:
     """Markdown: loss, sparsity and speed of each run, relative to l1 0 where there is one."""
     base = next((row for row in rows if row["sweep"] == "l1-0"), None)

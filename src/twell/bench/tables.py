@@ -69,8 +69,7 @@ def _source(rows: list[Row], links: str, command: str) -> str:
         machine = f"one {first['device']}"
     used = first["versions"]
     versions = [f"{name} {used[name]}" for name in ("torch", "triton", "transformers") if name in used]
-    timed = [row.get("speed") or row for row in rows]  # a run of a sweep has what was measured of its model
-    commits = sorted({str(row["commit"]) for row in timed if row.get("commit")})
+    commits = sorted({str(row["commit"]) for row in map(swept.measured, rows) if row.get("commit")})
     measured = [f"commit {' and '.join(commits)}"] if commits else []
     facts = ", ".join([machine[0].upper() + machine[1:], *versions, *measured])
     return f"{facts}; rows: {links}; `{command}`"

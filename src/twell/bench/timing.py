@@ -52,7 +52,7 @@ def compare(
     repeats = 0
     while repeats < max_repeats and (repeats < min_repeats or time.perf_counter() < deadline):
         repeats += round_(alternatives, before, times)
-    return {name: _spread(t) for name, t in times.items()}
+    return {name: spread(t) for name, t in times.items()}
 
 
 _Round = Callable[[Mapping[str, Callable[[], Any]], Callable[[], Any] | None, dict[str, list[float]]], int]
@@ -110,7 +110,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return max(held, default=0)
 
 
-def _spread(times: list[float]) -> Spread:
+def spread(times: list[float]) -> Spread:
     quantiles = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
     return Spread(*(round(q, 4) for q in quantiles.tolist()))
 

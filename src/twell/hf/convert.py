@@ -66,9 +66,14 @@ class Report:
     def skipped(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.became is None)
 
+    @property
+    def n_sparse(self) -> int:
+        """How many layers ``sparsify_`` has made, or found, sparse."""
+        return sum(row.became is not None or row.why == _ALREADY for row in self.rows)
+
     def summary(self) -> str:
-        """In a few words: how many layers ``sparsify_`` has made, or found, sparse."""
-        n_sparse = sum(row.became is not None or row.why == _ALREADY for row in self.rows)
+        """In a few words."""
+        n_sparse = self.n_sparse
         if n_sparse == len(self.rows) > 0:
             return f"all {n_sparse} feed-forward layers can run sparsely"
         reasons = Counter(row.why for row in self.skipped if row.why != _ALREADY)

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
 from twell.kernels.tiles import popcount, relu, start_after
+from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
 
-MAX_TOKENS = 64
 _BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # of a tile's neurons
 _SHARED_KIB = {80: 163, 90: 227, 100: 227}  # a program may have, where it is not 99
 
@@ -271,8 +271,8 @@ def forward(
 ) -> Tensor:
     """y [M, D] for x [M, D], M from 1 to 64. ``down``: Wd as [F, D], contiguous."""
     (M, D), F = x.shape, w.gate.shape[0]
-    if not 0 < M <= MAX_TOKENS:
-        raise ValueError(f"decode.forward takes 1 to {MAX_TOKENS} tokens, got {M}")
+    if not 0 < M <= MAX_FEW_TOKENS:
+        raise ValueError(f"decode.forward takes 1 to {MAX_FEW_TOKENS} tokens, got {M}")
     x = x if x.stride(1) == 1 else x.contiguous()
     gate, up = w.gate.contiguous(), None if w.up is None else w.up.contiguous()
     neurons, sums = tiles

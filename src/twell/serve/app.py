@@ -18,9 +18,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from twell.hf.text import TextStream, decoder
 from twell.serve.engine import Engine, Job, Sampler, vocabulary_of
 from twell.serve.requests import ApiError, ChatRequest, CompletionRequest, GenerationRequest, parse
-from twell.serve.text import TextStream, UntilStop
+from twell.serve.text import UntilStop
 
 MAX_BODY = 32 * 2**20  # bytes
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's legacy endpoint has it; a chat goes on to the end of the context
@@ -39,7 +40,7 @@ class Answer:
         self.n_tokens, self.finish_reason = 0, "stop"
 
     async def pieces(self) -> AsyncIterator[str]:
-        text = TextStream(lambda ids: self.server.tokenizer.decode(ids, skip_special_tokens=True))
+        text = TextStream(decoder(self.server.tokenizer))
         until_stop = UntilStop(self.stops)
         last_token, is_last = -1, False
         while not is_last:

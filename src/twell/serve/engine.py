@@ -18,6 +18,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from twell.hf.text import context_of
 from twell.serve.requests import ApiError
 
 _LOG = logging.getLogger("ContinuousBatchingLogger")  # transformers'
@@ -269,11 +270,6 @@ def greedy_config(model: Any, **changes: Any) -> GenerationConfig:
         eos = config.eos_token_id
         config.pad_token_id = eos[0] if isinstance(eos, list) else eos
     return config
-
-
-def context_of(model: Any) -> int | None:
-    """The positions a model has, or None where its configuration does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def cache_tokens_for(model: Any) -> int:

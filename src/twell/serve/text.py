@@ -1,30 +1,6 @@
-"""Text out of tokens as they come, up to a stop string."""
+"""Text as it comes, up to a stop string."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-
-
-class TextStream:
-    """Text of tokens as they come; joined, the pieces are the text of all tokens decoded at once.
-
-    The end of a text may change with the next token (parts of a character, a space that only shows inside), so a
-    piece is what the last few tokens add to the ones before, once it ends in a whole character.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self._decode = decode
-        self._ids: list[int] = []
-        self._context, self._done = 0, 0  # tokens [context, done) were given out and are decoded along
-
-    def add(self, ids: list[int], *, last: bool = False) -> str:
-        self._ids += ids
-        before = self._decode(self._ids[self._context : self._done])
-        text = self._decode(self._ids[self._context :])
-        if not last and (text.endswith("\ufffd") or len(text) <= len(before)):
-            return ""
-        self._context, self._done = self._done, len(self._ids)
-        return text[len(before) :]
 
 
 class UntilStop:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from twell.hf.convert import Report, relufy_, sparsify_
 from twell.nn import SparseFFNBase
 from twell.train.data import Blocks, Corpus, Progress, silent
 from twell.train.recipes import Recipe, override
-from twell.train.run import DATA_FOLDER, RECIPE_FILE, SUMMARY_FILE, describe, run
+from twell.train.run import RECIPE_FILE, SUMMARY_FILE, clear, describe, run
 from twell.train.tokenizer import load_tokenizer
 from twell.train.trainer import latest_checkpoint
 
@@ -205,7 +204,7 @@ def convert_and_train(
         return
     is_first = os.environ.get("RANK", "0") == "0"  # of the processes a launcher started
     if is_first and (out / RECIPE_FILE).exists():  # cut short before its first checkpoint
-        _clear(out)
+        clear(out)
     _tokenizer(name, tokenizer, config)  # before any data is read with it
 
     def begin(recipe: Recipe, corpus: Corpus) -> tuple[Any, dict[str, Any]]:
@@ -224,13 +223,6 @@ def _check_same_run(
     before = (was, Recipe(**saved["recipe"]), saved["data"], saved["validation"])
     if before != (name, recipe, [str(p) for p in data], [str(p) for p in validation]):
         raise ValueError(f"{out} holds a run of another model, recipe or other data: choose another folder")
-
-
-def _clear(out: Path) -> None:
-    """All but what was downloaded."""
-    for path in out.iterdir():
-        if path.name != DATA_FOLDER:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _converted(

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,13 @@ SUMMARY_FILE = "summary.json"
 
 # A model to start from, made once the data is read, and what the summary should say of it.
 Begin = Callable[[Recipe, Corpus], tuple[PreTrainedModel, dict[str, Any]]]
+
+
+def clear(folder: Path) -> None:
+    """Of a run that was cut short before its first checkpoint: only what was downloaded is of use."""
+    for path in folder.iterdir():
+        if path.name != DATA_FOLDER:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def run(
