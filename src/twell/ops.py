@@ -263,7 +263,7 @@ def _split_ffn_op(
     cap: int,
     activation: str,
     want_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y, l1_sum, counts, then what the backward needs: ``hybrid.Saved``. ``n_hot`` and ``cap`` are the plan's."""
     from twell import gpu
 

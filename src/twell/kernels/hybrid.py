@@ -4,8 +4,8 @@ What is kept, besides x and the weights, per token: z and u of the H hot neurons
 16-bit neurons, r and u (``lists.py``), and the bitmap by neurons (C / 8 bytes). At H 512 and lists of 96 this is
 3.5 kB, where a dense FFN keeps r, u and h of all neurons: 34 kB.
 
-A heavy token keeps nothing: its cold neurons are computed again from x. Only their number is needed on the host, and
-it is asked for once all other work of the backward is queued: the GPU does not wait for the host to hear it.
+A heavy token keeps nothing: its cold neurons are computed again from x. Only their number is needed on the host. The
+forward sends it there, so that in the backward the host does not wait for the GPU, nor the GPU for the host to hear it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from twell import reference
-from twell.host import HostCopy
+from twell import host, reference
 from twell.kernels import split
 from twell.kernels.activation import activate, activation_gradients_
 from twell.kernels.gate import gate_and_bitmap, hot_activations
@@ -44,6 +43,7 @@ class Saved(NamedTuple):
     values: Tensor
     up: Tensor  # u of every entry; plain FFN: empty
     marks: Tensor
+    heavy: Tensor  # int32 [2] on the host: the first two of marks, as host.send has them
 
 
 def empty_saved(x: Tensor, n_neurons: int, n_hot: int, cap: int, *, gated: bool) -> Saved:
@@ -60,6 +60,7 @@ def empty_saved(x: Tensor, n_neurons: int, n_hot: int, cap: int, *, gated: bool)
         values=x.new_empty(size),
         up=x.new_empty(size if gated else 0),
         marks=new_marks(M, x.device),
+        heavy=torch.empty(2, dtype=torch.int32),
     )
 
 
@@ -87,6 +88,7 @@ def forward(
         cold_gate = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, **common)
     gate, bitmap, marks = cold_gate
     lists = list_active(gate, bitmap, marks, layout.cold_rows, plan)
+    heavy = host.send(marks[:2])
     y, l1 = x.new_empty(x.shape), x.new_empty(M, dtype=torch.float32)
     up = lists.values.new_empty(lists.values.shape if gated else (0,))
     split.write_cold_(
@@ -121,7 +123,7 @@ def forward(
             counts = cold.new_empty(plan.n_neurons)
             counts[layout.order.cold] = cold
             counts[layout.order.hot] = hot
-    return y, l1_sum, counts, Saved(sums, *columns, lists.rows, lists.values, up, marks)
+    return y, l1_sum, counts, Saved(sums, *columns, lists.rows, lists.values, up, marks, heavy)
 
 
 def backward(
@@ -142,7 +144,6 @@ def backward(
     gated, squared = w.up is not None, activation == "relu2"
     needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needs
     lists = Lists(saved.rows, saved.values, saved.marks, plan.cap)
-    numbers = HostCopy(saved.marks[:2])
     F = w.gate.shape[0]
     out = NeuronGradients(
         gate=torch.empty_like(w.gate, memory_format=torch.contiguous_format) if needs_gate else None,
@@ -170,7 +171,7 @@ def backward(
         write_weight_gradients(out, x, dy, pairs, columns, layout.cold_rows, plan.n_neurons - len(plan.hot))
     if layout.order is not None:
         _add_hot(dx, out, dy, dl1, x, layout, saved.sums, token_mask, gated=gated, squared=squared)
-    for tokens in _heavy_tokens(saved.marks, numbers, len(x)).split(_HEAVY_TOKENS):
+    for tokens in _heavy_tokens(saved, len(x)).split(_HEAVY_TOKENS):
         _add_heavy(dx, out, dy, dl1, x, w, layout, activation, token_mask, tokens)
 
     def given(gradient: Tensor | None) -> Tensor:
@@ -227,11 +228,11 @@ def _parts(rows: Tensor, gated: bool) -> tuple[Tensor, ...]:
     return rows.unflatten(0, (-1, 2)).unbind(1) if gated else (rows,)
 
 
-def _heavy_tokens(marks: Tensor, numbers: HostCopy, M: int) -> Tensor:
+def _heavy_tokens(saved: Saved, M: int) -> Tensor:
     """int64, ascending: what is summed over them must not depend on how they came into the list."""
-    n_first, n_over = numbers.value().tolist()
+    n_first, n_over = host.receive(saved.heavy, saved.marks[:2]) if M else (0, 0)
     n_over = n_over if n_over > n_long(M) else 0  # else the tail has them
-    listed = marks[4 + M : 4 + 2 * M]
+    listed = saved.marks[4 + M : 4 + 2 * M]
     if n_first + n_over == 0:
         return listed[:0]
     return torch.cat([listed[:n_first], listed[M - n_over :]]).long().sort().values
