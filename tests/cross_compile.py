@@ -26,6 +26,7 @@ from twell.kernels import (
     heavy,
     lists,
     pack,
+    screen,
     tail_backward,
     transpose,
     turn,
@@ -42,7 +43,14 @@ OVERLAPS = {"OVERLAPS": CAPABILITY >= 90}
 
 
 def compile_kernel(
-    kernel: Any, arguments: dict[str, str], constants: dict[str, Any], warps: int, stages: int, label: str = ""
+    kernel: Any,
+    arguments: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    label: str = "",
+    *,
+    registers: int | None = None,
 ) -> None:
     """Widths are multiples of 16 and pointers aligned, as they are when launched."""
     aligned = {"D", "C", "N", "width", "x_stride"}
@@ -53,7 +61,7 @@ def compile_kernel(
         if kind.startswith("*") or name in aligned
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
     compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     row = {"kernel": kernel.__name__ + label, "shared": compiled.metadata.shared, **spills(compiled.asm["ptx"])}
     print(json.dumps(row), flush=True)
@@ -287,17 +295,42 @@ for interleaved in (False, True):
         4,
         1,
     )
-for tokens in (1, 16, 64):
+few_weights = pointers(VALUES, "i_gate", "i_gate_bias", "i_up", "i_up_bias", "i_down")
+few_kind = {"GATED": True, "SQUARED": False, "HAS_GATE_BIAS": False, "HAS_UP_BIAS": False}
+few_prefetches = {"PREFETCHES": CAPABILITY >= 90}
+for tokens in (1, 8, 16, 32, 64):
+    screened = tokens == 1 and ELEMENT_BYTES == 2
     neurons, sums = decode.tiles_for(tokens, ELEMENT_BYTES, CAPABILITY)
-    constants = {"DOTS": neurons.dots, "PRECISION": precision} | OVERLAPS | {"BM": tokens}
+    BM = 1 if screened else max(16, tokens)
+    if screened:
+        compile_kernel(
+            screen.screened_neurons_kernel,
+            pointers(VALUES, "i_x")
+            | pointers("*u8", "i_q")
+            | pointers("*fp32", "i_scale", "i_reach")
+            | few_weights
+            | pointers(VALUES, "o_h")
+            | pointers("*u8", "o_bits")
+            | integers("D", "F"),
+            OVERLAPS | few_prefetches | {"BN": screen.BN, "BK": screen.BK, "SLOTS": screen.SLOTS} | few_kind,
+            screen.WARPS,
+            1,
+            registers=screen.REGISTERS,
+        )
     compile_kernel(
         decode._neurons_kernel,
-        pointers(VALUES, "i_x", "i_gate", "i_gate_bias", "i_up", "i_up_bias", "i_down", "o_h")
-        | pointers({8: "*u8", 32: "*i32", 64: "*i64"}[neurons.BN], "o_bits")
+        pointers(VALUES, "i_x")
+        | few_weights
+        | pointers(VALUES, "m_h")
+        | pointers({32: "*i32", 64: "*i64"}[neurons.BN], "o_bits")
         | integers("M", "D", "F", "x_stride"),
-        constants
-        | {"PREFETCHES": CAPABILITY >= 90, "BN": neurons.BN, "BK": neurons.BK, "GATED": True, "SQUARED": False}
-        | {"HAS_GATE_BIAS": False, "HAS_UP_BIAS": False},
+        {"PRECISION": precision}
+        | OVERLAPS
+        | {"BM": max(16, tokens)}
+        | few_prefetches
+        | {"BN": neurons.BN, "BK": neurons.BK, "SLOTS": neurons.slots, "CHAINS": decode._CHAINS}
+        | {"DEPTH": decode._CHAIN_DEPTH, "CHAIN_STAGES": decode._CHAIN_STAGES}
+        | few_kind,
         neurons.warps,
         neurons.stages,
         f" {tokens}",
@@ -310,7 +343,10 @@ for tokens in (1, 16, 64):
         | pointers(VALUES, "i_down", "i_down_bias", "o_y")
         | pointers(INTEGERS, "m_lists")
         | integers("M", "D", "F"),
-        constants | {"BW": wide, "BU": sums.BU, "BD": sums.BD, "HAS_DOWN_BIAS": False, "STAGES": sums.stages},
+        {"DOTS": not screened, "PRECISION": precision}
+        | OVERLAPS
+        | {"BM": BM, "BW": wide, "BU": sums.BU, "BD": sums.BD, "LISTS": sums.lists, "HAS_DOWN_BIAS": False}
+        | {"STAGES": sums.stages},
         sums.warps_for(wide),
         sums.stages,
         f" {tokens}",

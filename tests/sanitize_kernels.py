@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twell import gpu, reference
-from twell.kernels import pack
+from twell.kernels import decode, pack, screen
 from twell.kernels.gate import gate_and_bitmap
 from twell.plan import Plan, dense_plan
 from twell.reference import Weights
@@ -62,6 +62,11 @@ def main() -> None:
                 y = gpu.forward(some, w, "relu", dense_plan(F, few_tokens=64).encode())
                 truth = reference.forward(some.double(), w.to(torch.float64), want_stats=False).y
                 assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (len(some), D, F, dtype)
+            if dtype == torch.bfloat16:
+                copy, tiles_of_few = screen.screen_of(w.gate), decode.tiles_for(1)
+                y = decode.forward(x[:1], w, w.down.t().contiguous(), "relu", tiles_of_few, copy)
+                truth = reference.forward(x[:1].double(), w.to(torch.float64), want_stats=False).y
+                assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (D, F)
     torch.cuda.synchronize()
     print("every kernel ran, and its results are right")
 

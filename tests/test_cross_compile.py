@@ -33,8 +33,9 @@ def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tm
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len({row["kernel"].split()[0] for row in rows}) == (18 if dtype == "float32" else 19)
+    assert len({row["kernel"].split()[0] for row in rows}) == (18 if dtype == "float32" else 20)
     for row in rows:
         assert row["shared"] <= SHARED_KIB[capability] * 1024, row
-        few_bytes = 32 if row["kernel"].startswith("_neurons_kernel") else 0  # given for another program a processor
+        given = {"_neurons_kernel": 32, "screened_neurons_kernel": 128}  # for another program a processor
+        few_bytes = given.get(row["kernel"].split()[0], 0)
         assert row["spilled"] <= few_bytes, row

@@ -15,7 +15,7 @@ import twell
 from test_gpu_kernels import random_weights
 from twell import gpu, reference
 from twell.bench import cases, ffn
-from twell.kernels import decode
+from twell.kernels import decode, screen
 from twell.plan import choose_plan, costs_for, dense_plan
 from twell.reference import Weights
 
@@ -49,6 +49,41 @@ def test_random_shapes_and_sparsities(seed: int) -> None:
     slack = {bf16: 1e-3, f16: 1e-4, f32: 1e-6}[dtype]
     if truth.norm() > 0 and eager.isfinite().all():
         assert ffn.relative_error(y, truth) <= 2 * ffn.relative_error(eager, truth) + slack
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_token_by_the_int8_copy(seed: int) -> None:
+    """Also where it does not help: from no neuron that may fire to all of them."""
+    rng = random.Random(seed)
+    D, F, dtype = 16 * rng.randint(1, 300), 16 * rng.randint(1, 600), rng.choice([bf16, f16])
+    torch.manual_seed(seed)
+    w = random_weights(D, F, dtype, rng.uniform(-1, 3), gated=rng.random() < 0.7, bias=rng.random() < 0.5)
+    x = torch.randn(1, D, device="cuda").to(dtype)
+    activation = rng.choice(["relu", "relu2"])
+    copy, down = screen.screen_of(w.gate), w.down.t().contiguous()
+    assert copy is not None
+    y = decode.forward(x, w, down, activation, decode.tiles_for(1), copy)
+    whole = decode.forward(x, w, down, activation, decode.tiles_for(1))
+    truth = reference.forward(x.double(), w.to(torch.float64), activation, want_stats=False).y
+    slack = {bf16: 1e-3, f16: 1e-4}[dtype]
+    if truth.norm() > 0 and whole.isfinite().all():  # fp16 may not hold it
+        assert ffn.relative_error(y, truth) <= 2 * ffn.relative_error(whole, truth) + slack
+        assert torch.equal(decode.forward(x, w, down, activation, decode.tiles_for(1), copy), y)
+    x[0, D // 2] = float("nan")
+    assert decode.forward(x, w, down, activation, decode.tiles_for(1), copy).isnan().all()
+
+
+def test_one_token_is_screened_where_that_helps() -> None:
+    for workload, helps in (("skew29", True), ("skew2800", False)):
+        inputs = cases.make(workload, 1, dtype=bf16, device="cuda")
+        w = Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
+        assert (gpu._screen(inputs.x, w) is not None) == helps
+        assert gpu._screen(inputs.x, w) is gpu._screen(inputs.x, w)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = gpu._screen(inputs.x, w)
+            assert (kept is not None) == helps
+            assert gpu._screen(inputs.x, w._replace(gate=inputs.w_up)) is None  # nothing new in a graph
 
 
 @pytest.mark.parametrize("M", [1, 8, 64])
@@ -143,7 +178,7 @@ def test_graphs_of_layers_and_of_whole_steps_are_timed() -> None:
     (row,) = ffn.run(
         [ffn.Case(workload="skew29", M=8, D=512, F=1408, dtype=bf16, device="cuda", graph=True)], seconds=0
     )
-    assert row["graph"] and row["graph_layers"] == 4 and 0.001 < row["sparse_ms"]["p50"] < 0.1
+    assert row["graph"] and row["graph_layers"] == ffn.GRAPH_LAYERS and 0.001 < row["sparse_ms"]["p50"] < 0.1
     config = transformers.LlamaConfig(
         vocab_size=97,
         hidden_size=256,
@@ -153,7 +188,6 @@ def test_graphs_of_layers_and_of_whole_steps_are_timed() -> None:
         hidden_act="relu",
     )
     for compiled in (False, True):
-        with torch.device("cuda"):
-            model = transformers.LlamaForCausalLM(config).to(bf16).eval()
+        model = transformers.LlamaForCausalLM(config).to("cuda", bf16).eval()
         row = steps.measure(model, "skew29", 2, 8, graph=True, compiled=compiled, seconds=0)
         assert row["graph"] and row["compiled"] == compiled and row["difference"] < 0.05

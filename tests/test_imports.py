@@ -16,6 +16,7 @@ LEVELS = {
     "_version": 0,
     "formats": 1,
     "host": 1,
+    "int8": 1,
     "plan": 1,
     "weights": 1,
     "reference": 2,

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from twell import reference
+from twell import int8, reference
 from twell.reference import Forward, Gradients, Weights, activate, gradient_if, no_statistics, slope, sum_dtype
 from twell.weights import kept, neuron_major
 
@@ -145,9 +145,7 @@ def _at_neurons(x: Tensor, w: Weights, w_down_FD: Tensor, col: Tensor, r: Tensor
 # One token: ruling neurons out by an int8 copy of the gate
 # ---------------------------------------------------------------------------------------------------------
 
-_U = 2.0**-24  # half the distance of neighbours in fp32, relative
-_U_BF16 = 2.0**-8  # and in bf16
-_RANGE = (1e-12, 1e12)  # of |x| and of each row's largest weight: no product or sum comes near fp32's ends
+_U_BF16 = 2.0**-8  # half the distance of neighbours in bf16, relative
 _INT8_WIDTH = 32  # D must be a multiple: _weight_int8pack_mm reads past rows of other widths
 _CHUNK_ROWS = 64  # of a weight quantised at once: stays in the L2 cache
 
@@ -178,7 +176,7 @@ def _candidates(x: Tensor, w: Weights) -> Tensor | None:
     if copy is None:
         return None
     norm = torch.linalg.vector_norm(x).item()
-    if not _RANGE[0] <= norm <= _RANGE[1]:  # NaN is in no range
+    if not int8.RANGE[0] <= norm <= int8.RANGE[1]:  # NaN is in no range
         return None
     n_first, x_bf16 = len(copy.q_FD) // _FIRST_LOOK, x.to(torch.bfloat16)
     least: Tensor | float = -norm * (1 + copy.margin)  # a neuron fires only if its sum is larger
@@ -205,27 +203,14 @@ def _int8_gate(w_gate: Tensor) -> _Int8Gate | None:
 
 def _quantised(w_gate: Tensor) -> _Int8Gate | None:
     """None for weights that are not finite, or too large or small for the bound."""
-    D = w_gate.shape[1]
-    largest_F = torch.linalg.vector_norm(w_gate, math.inf, dim=1)
-    is_zero = largest_F == 0
-    if not bool((((largest_F >= _RANGE[0]) & (largest_F <= _RANGE[1])) | is_zero).all()):
+    rows = int8.quantise_rows(w_gate, _CHUNK_ROWS)
+    if rows is None:
         return None
-    per_s_F = (127 / largest_F).masked_fill_(is_zero, 1)
-    q_FD = torch.empty_like(w_gate, dtype=torch.int8)
-    q_norms, e_norms = [], []
-    for w, per_s, q in zip(*(t.split(_CHUNK_ROWS) for t in (w_gate, per_s_F.unsqueeze(1), q_FD)), strict=True):
-        scaled = w * per_s
-        rounded = scaled.round()
-        q.copy_(rounded)
-        q_norms.append(torch.linalg.vector_norm(rounded, dim=1))
-        e_norms.append(torch.linalg.vector_norm(scaled.sub_(rounded), dim=1))
-    # Two sums of D products and two norms of D squares are rounded, and what goes into them.
-    roundings = (4 * D + 32) * _U
-    q_norm_F, e_norm_F = torch.cat(q_norms), torch.cat(e_norms)
-    reach_F = (e_norm_F + q_norm_F * (_U_BF16 + roundings)) * (1 + roundings)
-    reach_F.masked_fill_(is_zero, 1)
-    margin = 4 * _U_BF16 + 2 * roundings
-    return _Int8Gate(q_FD, reach_F.reciprocal().to(torch.bfloat16), per_s_F / reach_F, margin)
+    rounding = int8.roundings(w_gate.shape[1])
+    reach_F = (rows.e_norm + rows.q_norm * (_U_BF16 + rounding)) * (1 + rounding)
+    reach_F.masked_fill_(rows.is_zero, 1)
+    margin = 4 * _U_BF16 + 2 * rounding
+    return _Int8Gate(rows.q, reach_F.reciprocal().to(torch.bfloat16), rows.per_s / reach_F, margin)
 
 
 class _Block:

@@ -17,7 +17,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell import weights
-from twell.kernels import decode, dense, hybrid, split
+from twell.kernels import decode, dense, hybrid, screen, split
 from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
 from twell.plan import Plan
 from twell.reference import Gradients, Weights
@@ -33,7 +33,7 @@ _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
     tail_backward=RowTile(2, 4, 2),
     use_tma=False,
 )
-_INTERPRETED_FEW = decode.NeuronTile(16, 32, 4, 2, dots=False), decode.SumTile(16, 32, 4, 2)
+_INTERPRETED_FEW = decode.NeuronTile(16, 32, 4, 2), decode.SumTile(16, 32, 4, 2)
 
 
 def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tensor:
@@ -43,8 +43,9 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
             return forward(x, w, activation, plan)
     if plan is not None:
         if (few := _decoded(plan).few_tokens) and not w.down.is_inference():
-            # Made now, by a prompt: in a graph that is captured later it would be in the graph's memory.
+            # Made now, by a prompt: in a graph that is captured later they would be in the graph's memory.
             _neuron_major(w)
+            _screen(x[-1:], w)
         if 0 < len(x) <= few:
             return few_tokens_forward(x, w, activation)
         if (decoded := plan_for(plan, len(x))) is not None:
@@ -60,7 +61,8 @@ def few_tokens_forward(x: Tensor, w: Weights, activation: str) -> Tensor:
             return few_tokens_forward(x, w, activation)
     if w.down.is_inference():
         return _densely(x, w, activation)
-    return decode.forward(x, w, _neuron_major(w), activation, _few_tiles(x))
+    screened = _screen(x, w) if len(x) == 1 else None
+    return decode.forward(x, w, _neuron_major(w), activation, _few_tiles(x), screened)
 
 
 def plan_for(encoded: Tensor, tokens: int) -> Plan | None:
@@ -142,6 +144,24 @@ def _layout(w: Weights, encoded: Tensor) -> split.Layout:
 
 def _neuron_major(w: Weights) -> Tensor:
     return weights.kept("down", [w.down], lambda: split.neuron_major(w.down))
+
+
+def _screen(x: Tensor, w: Weights) -> screen.Screen | None:
+    """The gate's int8 copy for one token, or None where it cannot be, or would not help for the tokens x.
+
+    They are looked at once for a gate, which waits for the device: not while a graph is captured. When a kernel gets
+    the copy, it has long been written.
+    """
+    if x.element_size() != 2 or len(x) == 0 or w.gate.is_inference() or not w.gate.is_contiguous():
+        return None
+    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return weights.kept_already("screen", [w.gate])
+
+    def make() -> screen.Screen | None:
+        screened = screen.screen_of(w.gate.detach())
+        return screened if screened is not None and screen.is_worth_it(screened, x, w.gate_bias) else None
+
+    return weights.kept("screen", [w.gate], make)
 
 
 def _few_tiles(x: Tensor) -> tuple[decode.NeuronTile, decode.SumTile]:

@@ -27,8 +27,19 @@ class _Copy(NamedTuple):
     survives_steps: bool
     samples: list[Any]
 
+    def is_of(self, weights: Sequence[Tensor], state: tuple[tuple[int, int], ...]) -> bool:
+        return self.state == state and all(r() is w for r, w in zip(self.weights, weights, strict=True))
+
 
 _copies: dict[tuple[Hashable, ...], _Copy] = {}  # by kind and ids of the weights; an entry goes when a weight does
+
+
+def _key(kind: Hashable, weights: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    return kind, *map(id, weights)
+
+
+def _state(weights: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((w._version, w.data_ptr()) for w in weights)
 
 
 @functools.cache
@@ -55,22 +66,21 @@ def kept(
     """
     if any(w.is_inference() for w in weights):
         return make()
-    key = (kind, *map(id, weights))
+    key, state, samples = _key(kind, weights), _state(weights), [_sample(w) for w in weights] if sampled else []
     copy = _copies.get(key)
-    state = tuple((w._version, w.data_ptr()) for w in weights)
-    samples = [_sample(w) for w in weights] if sampled else []
-    if (
-        copy is not None
-        and copy.state == state
-        and copy.samples == samples
-        and all(r() is w for r, w in zip(copy.weights, weights, strict=True))
-    ):
+    if copy is not None and copy.samples == samples and copy.is_of(weights, state):
         return copy.value
     _drop_copies_after_optimizer_steps()
     value = make()
     references = tuple(weakref.ref(w, lambda _: _copies.pop(key, None)) for w in weights)
     _copies[key] = _Copy(references, state, value, survives_steps, samples)
     return value
+
+
+def kept_already(kind: Hashable, weights: Sequence[Tensor]) -> Any:
+    """What ``kept`` would return without making it anew, or None. (Of copies that are not ``sampled``.)"""
+    copy = _copies.get(_key(kind, weights))
+    return copy.value if copy is not None and copy.is_of(weights, _state(weights)) else None
 
 
 def neuron_major(w_down: Tensor) -> Tensor | None:

@@ -22,9 +22,19 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], *, warps: int, stages: int
+    kernel: Any,
+    programs: int,
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    *,
+    warps: int,
+    stages: int,
+    registers: int | None = None,
 ) -> None:
-    """Run ``kernel`` on the current device and stream. ``constants``: its constexprs, in the order it takes them."""
+    """Run ``kernel`` on the current device and stream. ``constants``: its constexprs, in the order it takes them.
+
+    ``registers``: the most a thread may have, the same for all launches of a kernel.
+    """
     if _INTERPRETED:
         kernel[(programs,)](*arguments, **constants, num_warps=warps, num_stages=stages)
         return
@@ -34,6 +44,7 @@ def launch(
         if kernel.arg_names[len(arguments) :] != list(constants):
             raise TypeError(f"{kernel.__name__} takes {kernel.arg_names}, got constants {list(constants)}")
         options = {"num_warps": warps, "num_stages": stages, "launch_pdl": constants.get("OVERLAPS", False)}
+        options |= {} if registers is None else {"maxnreg": registers}
         _compiled[key] = kernel[(programs,)](*arguments, **constants, **options)
     else:
         compiled[programs, 1, 1](*arguments, *constants.values())

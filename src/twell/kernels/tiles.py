@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no PTX
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no PTX
 GROUP = 128  # neurons of four bitmap words
 WORDS_PER_GROUP = 4
 
@@ -115,9 +115,60 @@ def start_after(OVERLAPS: tl.constexpr):
 
     First in a kernel, or not at all: one that went on without waiting would let the next start too early.
     """
+    let_next_kernel_start(OVERLAPS)
+    wait_for_kernel_before(OVERLAPS)
+
+
+@triton.jit
+def let_next_kernel_start(OVERLAPS: tl.constexpr):
+    """Once all programs of this one have come here."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_kernel_before(OVERLAPS: tl.constexpr):
+    """For all that it wrote."""
+    if OVERLAPS:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def prefetch(i_rows, row, wanted, D, LANES: tl.constexpr):
+    """Rows of D (16-byte multiples) on their way to the L2 cache, for the kernel after this.
+
+    A thread holds some of ``row``, and others the same, of which one asks: that whose number has none of LANES' bits.
+    """
+    address = (i_rows + row.to(tl.int64) * D).to(tl.int64)
+    size = tl.zeros_like(row) + D * (i_rows.dtype.element_ty.primitive_bitwidth // 8)
+    others = tl.zeros_like(row) + LANES
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred p;
+            .reg .u32 t;
+            mov.u32 t, %tid.x;
+            and.b32 t, t, $4;
+            setp.eq.u32 p, t, 0;
+            setp.ne.and.u32 p, $3, 0, p;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+        }""",
+        "=r,l,r,r,r",
+        [address, size, wanted.to(tl.int32), others],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def take(numbers, wanted, first, n, SLOTS: tl.constexpr):
+    """(int32 [SLOTS], bool [SLOTS]): of the n ``numbers`` whose ``wanted`` is 1, not 0, those from the first-th on, and
+    whether there is one."""
+    rank = tl.cumsum(wanted, axis=0) - wanted
+    slot = first + tl.arange(0, SLOTS)
+    chosen = (wanted[:, None] > 0) & (rank[:, None] == slot[None, :])
+    return tl.sum(tl.where(chosen, numbers[:, None], 0), axis=0), slot < n
 
 
 @triton.jit
@@ -129,7 +180,7 @@ def relu(x):
 @triton.jit
 def popcount(words):
     """Set bits of each uint32."""
-    if _INTERPRETED:
+    if INTERPRETED:
         words = words - ((words >> 1) & 0x55555555)
         words = (words & 0x33333333) + ((words >> 2) & 0x33333333)
         words = (words + (words >> 4)) & 0x0F0F0F0F
@@ -143,7 +194,7 @@ def popcount(words):
 def relu_pairs(acc, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """relu of fp32 [BM, BN] in a 16-bit dtype, two columns a word: uint32 [BM, BN / 2], the first one below."""
     first, second = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
-    if _INTERPRETED:
+    if INTERPRETED:
         low = relu(first).to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
         high = relu(second).to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
         pairs = low | (high << 16)
