@@ -20,7 +20,7 @@ from twell.bench import cases, timing
 from twell.plan import Plan, choose_plan, costs_for
 
 PLAN_TOKENS = 4096  # whose counts make the plan; they are not timed
-GRAPH_LAYERS = 4  # of a CUDA graph, with weights of their own: as in a model, none finds its weights in the L2 cache
+GRAPH_LAYERS = 16  # of a CUDA graph, with weights of their own: as in a model, none finds its weights in the L2 cache
 _TRUTH_ROWS = 256  # rows compared with float64
 _SLACK = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 

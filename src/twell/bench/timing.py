@@ -37,9 +37,9 @@ def compare(
     """Time alternatives in turn (a, b, a, b, ...), so that a slow spell of the machine hits all alike.
 
     ``seconds`` bounds the timed part, after ``min_repeats``. Before every call, untimed, comes ``before``. On a CUDA
-    ``device`` events take the time, after the L2 cache was filled with something else, and calls follow each other
-    without waiting, as in a model: the host's time shows where it is longer than the GPU's. Elsewhere calls must be
-    synchronous.
+    ``device`` events take the time, after the L2 cache was filled with something else by reading it, and calls follow
+    each other without waiting, as in a model: the host's time shows where it is longer than the GPU's. Elsewhere calls
+    must be synchronous.
     """
     for run in alternatives.values():
         for _ in range(warmups):
@@ -72,18 +72,20 @@ def _host_round(
 
 def _gpu_round(device: torch.device) -> _Round:
     """Five repeats at a time: the host waits for the GPU only after them."""
-    filler = torch.empty(256 << 20, dtype=torch.int8, device=device)  # several times the L2 of any GPU
+    # Several times the L2 of any GPU. Read, not written: what is timed would have to write back up to 50 MB of it, as
+    # much as four layers read for one token.
+    filler = torch.zeros(64 << 20, device=device)
 
     def round_(
         alternatives: Mapping[str, Callable[[], Any]], before: Callable[[], Any] | None, times: dict[str, list[float]]
     ) -> int:
         for _ in range(16):  # about a millisecond of work, so that the host is ahead when timing starts
-            filler.zero_()
+            filler.sum()
         taken = []
         for _, (name, run) in itertools.product(range(5), alternatives.items()):
             if before is not None:
                 before()
-            filler.zero_()
+            filler.sum()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             run()
