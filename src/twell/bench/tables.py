@@ -549,6 +549,9 @@ TABLES = {
         _is_of_readme,
         _readme_models,
     ),
+    "gpu-decode": Table(
+        ("decode-h200.jsonl",), "twell bench decode --preset 1.5b -w skew29 --batch 1 --compile", _is_any, _decode
+    ),
     "cpu-decode": Table(
         ("cpu-decode.jsonl",),
         "twell bench decode --preset 0.5b --context 128 --seconds 10 --device cpu",
