@@ -298,7 +298,7 @@ for interleaved in (False, True):
 few_weights = pointers(VALUES, "i_gate", "i_gate_bias", "i_up", "i_up_bias", "i_down")
 few_kind = {"GATED": True, "SQUARED": False, "HAS_GATE_BIAS": False, "HAS_UP_BIAS": False}
 few_prefetches = {"PREFETCHES": CAPABILITY >= 90}
-for tokens in (1, 8, 16, 32, 64):
+for tokens in (1, 8, 32, 64):
     screened = tokens == 1 and ELEMENT_BYTES == 2
     neurons, sums = decode.tiles_for(tokens, ELEMENT_BYTES, CAPABILITY)
     BM = 1 if screened else max(16, tokens)

@@ -239,9 +239,10 @@ def test_the_copy_is_made_once_and_only_where_it_helps(monkeypatch: pytest.Monke
     plan, x = dense_plan(160, few_tokens=4).encode(), torch.randn(1, 64).half()
     sparse, dense = spread(64, 160, f16, 0.01), spread(64, 160, f16, 0.5)
     for w, helps in ((sparse, True), (dense, False)):
-        for tokens in (x.expand(9, -1), x, x, x.expand(2, -1)):  # a prompt makes it, for those after it
+        for tokens in (x.expand(9, -1), x.expand(2, -1), x, x):
+            assert len(made) == (len(used) > 1)  # by the first token that comes alone
             assert_right(gpu.forward(tokens, w, "relu", plan), tokens, w)
-        assert len(made) == 1 and used == [helps, helps, False]
+        assert len(made) == 1 and used == [False, helps, helps]
         made.clear(), used.clear()
     sparse.gate.mul_(1)  # a new version
     gpu.forward(x, sparse, "relu", plan)

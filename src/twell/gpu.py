@@ -43,9 +43,8 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
             return forward(x, w, activation, plan)
     if plan is not None:
         if (few := _decoded(plan).few_tokens) and not w.down.is_inference():
-            # Made now, by a prompt: in a graph that is captured later they would be in the graph's memory.
+            # Made now, by a prompt: in a graph that is captured later it would be in the graph's memory.
             _neuron_major(w)
-            _screen(x[-1:], w)
         if 0 < len(x) <= few:
             return few_tokens_forward(x, w, activation)
         if (decoded := plan_for(plan, len(x))) is not None:
@@ -147,12 +146,12 @@ def _neuron_major(w: Weights) -> Tensor:
 
 
 def _screen(x: Tensor, w: Weights) -> screen.Screen | None:
-    """The gate's int8 copy for one token, or None where it cannot be, or would not help for the tokens x.
+    """The gate's int8 copy for one token, or None where it cannot be, or would not help for the token x [1, D].
 
-    They are looked at once for a gate, which waits for the device: not while a graph is captured. When a kernel gets
-    the copy, it has long been written.
+    That is looked at once for a gate, which waits for the device: not while a graph is captured. When a kernel gets the
+    copy, it has long been written.
     """
-    if x.element_size() != 2 or len(x) == 0 or w.gate.is_inference() or not w.gate.is_contiguous():
+    if x.element_size() != 2 or w.gate.is_inference() or not w.gate.is_contiguous():
         return None
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return weights.kept_already("screen", [w.gate])
