@@ -148,12 +148,6 @@ def test_tiles_fit_every_count() -> None:
 # -- one token, by the int8 copy of the gate ----------------------------------------------------------------
 
 
-def most_of(copy: screen.Screen, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What the kernel compares with 0, of tokens x [M, D]: fp32 [M, F]."""
-    most = x.float() @ (copy.q.float() - 128).t() * copy.scale + x.float().norm(dim=1, keepdim=True) * copy.reach
-    return most if bias is None else most + bias.float()
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     D=st.sampled_from([16, 48, 256, 1024]),
@@ -182,7 +176,7 @@ def test_what_is_ruled_out_cannot_fire(D: int, scale: float, kind: str, dtype: t
         assert not gate.isfinite().all() or gate.abs().amax(1).min() < 1e-12
         return
     z = x.double() @ gate.double().t()
-    assert (most_of(copy, x)[z > 0] > 0).all()
+    assert (screen.bounds(copy, x, None)[z > 0] > 0).all()
 
 
 def test_the_bound_is_no_wider_than_it_need_be() -> None:
@@ -191,7 +185,7 @@ def test_the_bound_is_no_wider_than_it_need_be() -> None:
     copy = screen.screen_of(inputs.w_gate)
     assert copy is not None
     fired = (inputs.x.float() @ inputs.w_gate.float().t() > 0).sum()
-    assert fired <= (most_of(copy, inputs.x) > 0).sum() <= 4 * fired
+    assert fired <= (screen.bounds(copy, inputs.x, None) > 0).sum() <= 4 * fired
     assert screen.is_worth_it(copy, inputs.x, None)
     assert not screen.is_worth_it(copy, inputs.x, torch.full((1408,), 100.0))
 

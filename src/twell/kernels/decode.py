@@ -336,7 +336,7 @@ def forward(
     words = torch.empty(2 * ceil_div(F, 64), dtype=torch.int32, device=x.device)
     BN = neurons.BN if dots else screen.BN
     gate, up = w.gate.contiguous(), None if w.up is None else w.up.contiguous()
-    outputs = (
+    shared = (  # by both ways to the neurons, after x
         gate,
         x if w.gate_bias is None else w.gate_bias,
         x if up is None else up,
@@ -356,7 +356,7 @@ def forward(
         launch(
             screen.screened_neurons_kernel,
             ceil_div(F, BN),
-            (x, *screened, *outputs, D, F),
+            (x, *screened, *shared, D, F),
             {"OVERLAPS": overlaps, **prefetches, "BN": BN, "BK": min(screen.BK, power_of_2(D)), "SLOTS": screen.SLOTS}
             | kind,
             warps=screen.WARPS,
@@ -367,7 +367,7 @@ def forward(
         launch(
             _neurons_kernel,
             ceil_div(F, BN),
-            (x, *outputs, M, D, F, x.stride(0)),
+            (x, *shared, M, D, F, x.stride(0)),
             {
                 "PRECISION": precision,
                 "OVERLAPS": overlaps,

@@ -47,12 +47,17 @@ def screen_of(gate: Tensor) -> Screen | None:
     return Screen(rows.q.view(torch.uint8).bitwise_xor_(128), scale, reach)
 
 
+def bounds(screen: Screen, x: Tensor, gate_bias: Tensor | None) -> Tensor:
+    """fp32 [M, F], none below z of the tokens x [M, D]: what the kernel compares with 0."""
+    x = x.float()
+    most = x @ (screen.q.float() - 128).t() * screen.scale + x.norm(dim=1, keepdim=True) * screen.reach
+    return most if gate_bias is None else most + gate_bias
+
+
 def is_worth_it(screen: Screen, x: Tensor, gate_bias: Tensor | None) -> bool:
     """Whether few neurons, of every eighth, are candidates for the tokens x [M, D]. Waits for the device."""
-    q, scale, reach = (t[::8] for t in screen)
-    x = x.float()
-    most = x @ (q.float() - 128).t() * scale + x.norm(dim=1, keepdim=True) * reach
-    most = most if gate_bias is None else most + gate_bias[::8]
+    some = Screen(*(t[::8] for t in screen))
+    most = bounds(some, x, None if gate_bias is None else gate_bias[::8])
     return bool((most > 0).float().mean() <= _MOST_CANDIDATES)
 
 
