@@ -17,6 +17,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from twell.kernels import (
     activation,
@@ -60,7 +61,8 @@ def compile_kernel(
         for i, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or name in aligned
     }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     options = {"num_warps": warps, "num_stages": stages} | ({} if registers is None else {"maxnreg": registers})
     compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
     row = {"kernel": kernel.__name__ + label, "shared": compiled.metadata.shared, **spills(compiled.asm["ptx"])}
@@ -296,58 +298,95 @@ for interleaved in (False, True):
         1,
     )
 few_weights = pointers(VALUES, "i_gate", "i_gate_bias", "i_up", "i_up_bias", "i_down")
-few_kind = {"GATED": True, "SQUARED": False, "HAS_GATE_BIAS": False, "HAS_UP_BIAS": False}
-few_prefetches = {"PREFETCHES": CAPABILITY >= 90}
-for tokens in (1, 8, 32, 64):
-    screened = tokens == 1 and ELEMENT_BYTES == 2
-    neurons, sums = decode.tiles_for(tokens, ELEMENT_BYTES, CAPABILITY)
-    BM = 1 if screened else max(16, tokens)
-    if screened:
+few_kind = {"PREFETCHES": CAPABILITY >= 90, "GATED": True, "SQUARED": False}
+few_kind |= {"HAS_GATE_BIAS": False, "HAS_UP_BIAS": False}
+if ELEMENT_BYTES == 2:
+    compile_kernel(
+        screen.screened_neurons_kernel,
+        pointers(VALUES, "i_x")
+        | pointers("*u8", "i_q")
+        | pointers("*fp32", "i_scale", "i_reach")
+        | few_weights
+        | pointers(VALUES, "o_h")
+        | pointers("*u8", "o_bits")
+        | integers("D", "F"),
+        OVERLAPS | {"BN": screen.BN, "BK": screen.BK, "SLOTS": screen.SLOTS} | few_kind,
+        screen.WARPS,
+        1,
+        registers=screen.REGISTERS,
+    )
+    compile_kernel(
+        decode._sum_kernel,
+        pointers(VALUES, "i_h")
+        | pointers(INTEGERS, "i_words")
+        | pointers(VALUES, "i_down", "i_down_bias", "o_y")
+        | integers("D", "F"),
+        OVERLAPS | {"BW": triton.next_power_of_2(F // 32)} | decode._ONE | {"HAS_DOWN_BIAS": False},
+        decode._warps_for_words(triton.next_power_of_2(F // 32)),
+        1,
+    )
+for tokens in (1, 8, 16, 32, 64):
+    facts = {"element_size": ELEMENT_BYTES, "capability": CAPABILITY}
+    neurons, sums = decode.tiles_for(tokens, D, F, **facts)
+    few_arguments = pointers(VALUES, "i_x") | few_weights | pointers(VALUES, "m_h")
+    few_arguments |= pointers({32: "*i32", 64: "*i64"}[neurons.BN], "o_bits") | integers("M", "D", "F", "x_stride")
+    BM = max(16, tokens)
+    if isinstance(neurons, decode.HopperTile):
+        from twell.kernels import hopper
+
+        for early in (True, False):
+            compile_kernel(
+                hopper.neurons_kernel,
+                few_arguments,
+                OVERLAPS
+                | {"EARLY": early, "HM": BM, "BM": max(8, tokens), "TN": neurons.TN, "SUBS": -(-neurons.TN // 16)}
+                | {"CHAINS": decode.HOPPER_CHAINS, "DEPTH": neurons.depth}
+                | few_kind,
+                decode.HOPPER_CHAINS,
+                1,
+                f" {tokens} {early}",
+            )
+    if isinstance(sums, decode.HopperSumTile):
+        from twell.kernels import hopper
+
         compile_kernel(
-            screen.screened_neurons_kernel,
-            pointers(VALUES, "i_x")
-            | pointers("*u8", "i_q")
-            | pointers("*fp32", "i_scale", "i_reach")
-            | few_weights
-            | pointers(VALUES, "o_h")
-            | pointers("*u8", "o_bits")
-            | integers("D", "F"),
-            OVERLAPS | few_prefetches | {"BN": screen.BN, "BK": screen.BK, "SLOTS": screen.SLOTS} | few_kind,
-            screen.WARPS,
+            hopper.sums_kernel,
+            pointers(VALUES, "i_h")
+            | pointers("*i64", "i_words")
+            | pointers(VALUES, "i_down", "i_down_bias", "o_y")
+            | integers("M", "D", "n_words"),
+            {"STRIDE": neurons.TN}
+            | OVERLAPS
+            | {"BM": BM, "BW": decode._WORDS, "BS": sums.BS, "BD": sums.BD, "CHAINS": sums.chains}
+            | {"HAS_DOWN_BIAS": False},
+            sums.chains,
             1,
-            registers=screen.REGISTERS,
+            f" {tokens}",
         )
+    neurons, sums = decode.tiles_for(tokens, D, F, aligned=False, **facts)
     compile_kernel(
         decode._neurons_kernel,
-        pointers(VALUES, "i_x")
-        | few_weights
-        | pointers(VALUES, "m_h")
-        | pointers({32: "*i32", 64: "*i64"}[neurons.BN], "o_bits")
-        | integers("M", "D", "F", "x_stride"),
+        few_arguments,
         {"PRECISION": precision}
         | OVERLAPS
-        | {"BM": max(16, tokens)}
-        | few_prefetches
-        | {"BN": neurons.BN, "BK": neurons.BK, "SLOTS": neurons.slots, "CHAINS": decode._CHAINS}
-        | {"DEPTH": decode._CHAIN_DEPTH, "CHAIN_STAGES": decode._CHAIN_STAGES}
+        | {"BM": BM, "TN": neurons.TN or neurons.BN, "BN": neurons.BN, "BK": neurons.BK, "SLOTS": neurons.slots}
+        | {"CHAINS": decode._CHAINS, "DEPTH": decode._CHAIN_DEPTH, "CHAIN_STAGES": decode._CHAIN_STAGES}
+        | {"EARLY": neurons.early}
         | few_kind,
         neurons.warps,
         neurons.stages,
         f" {tokens}",
     )
-    wide = triton.next_power_of_2(F // 32)
     compile_kernel(
         decode._sums_kernel,
         pointers(VALUES, "i_h")
-        | pointers(INTEGERS, "i_words")
+        | pointers("*i64", "i_words")
         | pointers(VALUES, "i_down", "i_down_bias", "o_y")
-        | pointers(INTEGERS, "m_lists")
-        | integers("M", "D", "F"),
-        {"DOTS": not screened, "PRECISION": precision}
+        | integers("M", "D", "n_words", "last_bits"),
+        {"STRIDE": (neurons.TN or 64) if neurons.BN == 64 else 64, "PRECISION": precision}
         | OVERLAPS
-        | {"BM": BM, "BW": wide, "BU": sums.BU, "BD": sums.BD, "LISTS": sums.lists, "HAS_DOWN_BIAS": False}
-        | {"STAGES": sums.stages},
-        sums.warps_for(wide),
+        | {"BM": BM, "BW": sums.BW, "BS": sums.BS, "BD": sums.BD, "HAS_DOWN_BIAS": False, "STAGES": sums.stages},
+        sums.warps,
         sums.stages,
         f" {tokens}",
     )

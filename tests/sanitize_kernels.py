@@ -59,11 +59,13 @@ def main() -> None:
             gpu.forward(x, w, "relu", None)
             for few in (1, 3, 16, 33, 64):
                 some = x[:few]
-                y = gpu.forward(some, w, "relu", dense_plan(F, few_tokens=64).encode())
+                plan = dense_plan(F, few_tokens=64).encode()
+                y = gpu.forward(some, w, "relu", plan)
+                assert torch.equal(gpu.forward(some, w, "relu", plan), y)  # with the gate read early
                 truth = reference.forward(some.double(), w.to(torch.float64), want_stats=False).y
                 assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (len(some), D, F, dtype)
             if dtype == torch.bfloat16:
-                copy, tiles_of_few = screen.screen_of(w.gate), decode.tiles_for(1)
+                copy, tiles_of_few = screen.screen_of(w.gate), decode.tiles_for(1, D, F, aligned=False)
                 y = decode.forward(x[:1], w, w.down.t().contiguous(), "relu", tiles_of_few, copy)
                 truth = reference.forward(x[:1].double(), w.to(torch.float64), want_stats=False).y
                 assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (D, F)

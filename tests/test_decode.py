@@ -23,13 +23,13 @@ from twell.reference import Weights
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
 f16, f32 = torch.float16, torch.float32
-WAYS = [{}, {"slots": 16}, {"lists": False}, {"slots": 16, "lists": False}]
-ONE_TOKEN_WAYS = [*WAYS, {"screened": True}, {"screened": True, "lists": False}]
+WAYS = [{}, {"slots": 16, "BS": 2}, {"BN": 64, "TN": 20, "programs": 9, "BS": 4, "BW": 4}]
+ONE_TOKEN_WAYS = [*WAYS, {"screened": True}]
 
 
 def run(x: Tensor, w: Weights, activation: str = "relu", *, screened: bool = False, **tile: int) -> Tensor:
     neurons = decode.NeuronTile(16, 32, 4, 2)
-    sums = decode.SumTile(16, 32, 4, 2)
+    sums = decode.SumTile(32, 4, 2, BW=2)
     neurons = neurons._replace(**{k: v for k, v in tile.items() if k in neurons._fields})
     sums = sums._replace(**{k: v for k, v in tile.items() if k in sums._fields})
     copy = screen.screen_of(w.gate) if screened else None
@@ -68,17 +68,18 @@ def test_few_tokens(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, gate
     F=st.integers(1, 12),
     share=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
     BN=st.sampled_from([16, 32, 64]),
-    BU=st.sampled_from([16, 64]),
+    BW=st.sampled_from([2, 8]),
     way=st.sampled_from(ONE_TOKEN_WAYS),
     seed=st.integers(0, 99),
 )
 def test_any_shape_and_any_share(
-    M: int, D: int, F: int, share: float, BN: int, BU: int, way: dict[str, bool], seed: int
+    M: int, D: int, F: int, share: float, BN: int, BW: int, way: dict[str, int], seed: int
 ) -> None:
     torch.manual_seed(seed)
     M = 1 if "screened" in way else M
     w, x = spread(16 * D, 16 * F, f32, min(max(share, 1e-9), 1 - 1e-9)), torch.randn(M, 16 * D)
-    y, truth = run(x, w, BN=BN, BU=BU, **way), reference.forward(x.double(), w.to(torch.float64), want_stats=False).y
+    y = run(x, w, **{"BN": BN, "BW": BW} | way)
+    truth = reference.forward(x.double(), w.to(torch.float64), want_stats=False).y
     eager = reference.forward(x, w, want_stats=False).y  # where one neuron fires with z near 0, both lose digits
     assert (y - truth).norm() <= 1e-6 * truth.norm() + 2 * (eager - truth).norm()
 
@@ -138,11 +139,34 @@ def test_only_few_tokens_are_taken() -> None:
 
 def test_tiles_fit_every_count() -> None:
     for M in range(1, 65):
-        neurons, sums = decode.tiles_for(M, 2)
-        assert neurons.BN == 64 and sums.BU >= 16
-        assert decode.tiles_for(M, 4)[0].slots == 0  # those dots are tf32
-        for capability in (80, 86, 90, 120):  # test_cross_compile sees that they fit
-            assert 1 <= decode.tiles_for(M, 2, capability)[0].stages <= neurons.stages
+        neurons, sums = decode.tiles_for(M, 2048, 5632)
+        assert neurons.BN == 64 and neurons.TN == 44 and neurons.programs == 132
+        assert isinstance(sums, decode.HopperSumTile)
+        assert isinstance(neurons, decode.HopperTile) == (M <= 16)
+        narrow, _ = decode.tiles_for(M, 2048, 5632, element_size=4)
+        assert isinstance(narrow, decode.NeuronTile) and narrow.slots == 0  # those dots are tf32
+        for capability in (80, 86, 100, 120):  # test_cross_compile sees that they fit
+            tile, sums = decode.tiles_for(M, 2048, 5632, capability=capability)
+            assert isinstance(tile, decode.NeuronTile) and 1 <= tile.stages <= 6
+            assert isinstance(sums, decode.SumTile) and 1 <= sums.stages <= 4
+            assert (44 if capability == 120 else 0) == tile.TN
+
+
+def test_hopper_has_its_own_kernel_where_the_gate_fits() -> None:
+    def kind(D: int, F: int, **facts: int) -> type:
+        return type(decode.tiles_for(8, D, F, **facts)[0])
+
+    assert kind(2048, 5632) is kind(1024, 4096) is kind(16, 16) is decode.HopperTile
+    for D, F in ((2048, 8192), (4096, 5632), (8192, 28672), (2040, 5632)):
+        assert kind(D, F) is decode.NeuronTile
+    assert kind(2048, 5632, aligned=False) is kind(2048, 5632, processors=66) is decode.NeuronTile
+
+
+@given(F=st.integers(1, 30000), most=st.sampled_from([16, 64]), processors=st.integers(1, 200))
+def test_neurons_are_divided_among_all_processors(F: int, most: int, processors: int) -> None:
+    TN, programs = decode._divided(F, most, processors)
+    assert 1 <= TN <= most and TN * programs >= F
+    assert programs % processors == 0 and (programs - processors) * most < F  # not a round more than needed
 
 
 # -- one token, by the int8 copy of the gate ----------------------------------------------------------------
@@ -229,7 +253,7 @@ def test_the_copy_is_made_once_and_only_where_it_helps(monkeypatch: pytest.Monke
     monkeypatch.setattr(screen, "screen_of", lambda gate: made.append(gate) or screen_of(gate))
     used: list[bool] = []
     forward = decode.forward
-    monkeypatch.setattr(decode, "forward", lambda *a: used.append(a[5] is not None) or forward(*a))
+    monkeypatch.setattr(decode, "forward", lambda *a, **k: used.append(a[5] is not None) or forward(*a, **k))
     plan, x = dense_plan(160, few_tokens=4).encode(), torch.randn(1, 64).half()
     sparse, dense = spread(64, 160, f16, 0.01), spread(64, 160, f16, 0.5)
     for w, helps in ((sparse, True), (dense, False)):
@@ -254,9 +278,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     forward = decode.forward
 
-    def watched(x: Tensor, *rest: object) -> Tensor:
+    def watched(x: Tensor, *rest: object, **options: bool) -> Tensor:
         seen.append(len(x))
-        return forward(x, *rest)
+        return forward(x, *rest, **options)
 
     monkeypatch.setattr(decode, "forward", watched)
     return seen

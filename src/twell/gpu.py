@@ -33,7 +33,7 @@ _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
     tail_backward=RowTile(2, 4, 2),
     use_tma=False,
 )
-_INTERPRETED_FEW = decode.NeuronTile(16, 32, 4, 2), decode.SumTile(16, 32, 4, 2)
+_INTERPRETED_FEW = decode.NeuronTile(16, 32, 4, 2), decode.SumTile(32, 4, 2, BS=2, BW=2)
 
 
 def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tensor:
@@ -61,7 +61,10 @@ def few_tokens_forward(x: Tensor, w: Weights, activation: str) -> Tensor:
     if w.down.is_inference():
         return _densely(x, w, activation)
     screened = _screen(x, w) if len(x) == 1 else None
-    return decode.forward(x, w, _neuron_major(w), activation, _few_tiles(x), screened)
+    settled = weights.kept_already("seen", [w.gate]) is not None  # by an earlier call
+    weights.kept("seen", [w.gate], lambda: True)
+    down = _neuron_major(w)
+    return decode.forward(x, w, down, activation, _few_tiles(x, w, down), screened, settled=settled)
 
 
 def plan_for(encoded: Tensor, tokens: int) -> Plan | None:
@@ -163,10 +166,16 @@ def _screen(x: Tensor, w: Weights) -> screen.Screen | None:
     return weights.kept("screen", [w.gate], make)
 
 
-def _few_tiles(x: Tensor) -> tuple[decode.NeuronTile, decode.SumTile]:
+def _few_tiles(
+    x: Tensor, w: Weights, down: Tensor
+) -> tuple[decode.NeuronTile | decode.HopperTile, decode.SumTile | decode.HopperSumTile]:
     if x.device.type == "cpu":
         return _INTERPRETED_FEW
-    return decode.tiles_for(len(x), x.element_size(), _facts(x)[0])
+    (M, D), F, (capability, processors) = x.shape, len(w.gate), _facts(x)
+    aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (x, w.gate, w.up, down))
+    return decode.tiles_for(
+        M, D, F, element_size=x.element_size(), capability=capability, processors=processors, aligned=aligned
+    )
 
 
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:

@@ -3,10 +3,15 @@
     neurons kernel   z = x Wg^T + bg;  u = x Wu^T + bu for the tile's neurons that any token fires;  h = a(relu(z)) * u
     sums kernel      y = sum over those neurons n of h_n Wd_n,  + bd
 
-A program of the first has BN neurons over the whole of D: ReLU needs the whole sum. It marks those that fire, a bit
-each, and sends for their rows of Wd, which the second reads. A program of the second finds the neurons whose bits are
-set, in order, and adds them up for BD columns of y: no sum depends on timing, and no grid on a count, so that both can
-be captured in a CUDA graph. For one token screen.py has another first kernel.
+A program of the first has TN neurons over the whole of D: ReLU needs the whole sum. It marks those that fire, a bit
+each, and sends for their rows of Wd, which the second reads. A program of the second takes the lowest bits of all words
+of bits, then the next ones, and adds the neurons up for BD columns of y: no sum depends on timing, and no grid on a
+count, so that both can be captured in a CUDA graph. For one token screen.py has another first kernel, and there is
+another second one; on Hopper hopper.py has another first kernel for up to 16 tokens.
+
+From Hopper on a kernel's programs start while the kernel before ends, each where most is free: where one processor had
+none of the kernel before, it would get several of the next, and all would wait for it. So the first kernel has as many
+programs as there are processors, even if some have no neurons.
 
 A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as it is in a
 dense FFN, where u is inf or NaN.
@@ -29,19 +34,34 @@ from torch import Tensor
 from twell.kernels import screen
 from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
 from twell.kernels.screen import Screen
-from twell.kernels.tiles import popcount, prefetch, relu, start_after, take
+from twell.kernels.tiles import (
+    let_next_kernel_start,
+    popcount,
+    popcount64,
+    prefetch,
+    relu,
+    start_after,
+    take,
+    wait_for_kernel_before,
+)
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
 
 _BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # of a tile's neurons
 _SHARED_KIB = {80: 163, 90: 227, 100: 227}  # a program may have, where it is not 99
 _CHAINS, _CHAIN_DEPTH, _CHAIN_STAGES = 4, 128, 4  # of up for few rows: D is divided among warps
+HOPPER_CHAINS = 8  # warps of hopper.py's kernel, each with a share of D
+_WORDS = 128  # of bits that the sums kernel takes at once
+_ONE = {"BU": 32, "BD": 32}  # the sum of one token: neurons at once, columns of y
 
 
 class NeuronTile(NamedTuple):
     """Neurons (16, 32 or 64) and depth of a tile, warps, stages.
 
     slots: neurons that fire are taken so many at once for up (16, not in fp32); 0: all of the tile's at once.
+    TN: neurons of a program, where they are fewer than a tile's 64; 0: all.
+    programs: at least so many.
+    early: the gate is sent for (into the L2 cache) before the kernel waits for the one before it.
     """
 
     BN: int
@@ -49,40 +69,93 @@ class NeuronTile(NamedTuple):
     warps: int
     stages: int
     slots: int = 0
+    TN: int = 0
+    programs: int = 0
+    early: bool = False
+
+
+class HopperTile(NamedTuple):
+    """Of hopper.py's kernel: neurons of a program, at least so many programs, depth of a chain."""
+
+    TN: int
+    programs: int
+    depth: int
+    BN: int = 64  # bits of a program
 
 
 class SumTile(NamedTuple):
-    """Neurons taken at once, columns of y, warps, stages.
+    """Columns of y, warps, stages; so many bits of each word, and words, are taken at once."""
 
-    lists: all neurons that fire are listed in memory first; else each block's are found in registers.
-    """
-
-    BU: int
     BD: int
     warps: int
     stages: int
-    lists: bool = True
-
-    def warps_for(self, n_words: int) -> int:
-        """The table is for up to 8192 neurons; every thread looks at some words."""
-        return min(16, self.warps * max(1, n_words // 256))
+    BS: int = 1
+    BW: int = _WORDS
 
 
-def tiles_for(tokens: int, element_size: int = 2, capability: int = 90) -> tuple[NeuronTile, SumTile]:
-    """For D 2048 on an H200; right anywhere."""
-    shared = _SHARED_KIB.get(capability, 99)
-    has_room = shared > 99 and element_size == 2
-    BN = 32 if capability // 10 == 10 else 64  # Triton 3.7 cannot compile tcgen05's narrow tiles
-    warps = 8 if tokens > 32 and (capability < 90 or element_size == 4) else 4  # without wgmma: registers
-    neurons = NeuronTile(BN, 512 // element_size**2, warps, 6, slots=16 if tokens <= 16 and has_room else 0)
-    if tokens <= 8:
-        sums = SumTile({1: 32, 2: 32, 4: 64}.get(power_of_2(tokens), 256), 32, 4, 1, lists=False)
-    elif tokens <= 32:
-        sums = SumTile(256, 64 if tokens > 16 and element_size == 2 else 32, 4, 2)
+class HopperSumTile(NamedTuple):
+    """Of hopper.py's kernel: so many bits of each word are taken at once; warps; columns of y."""
+
+    BS: int
+    chains: int
+    BD: int = 16
+
+
+def tiles_for(
+    tokens: int,
+    D: int,
+    F: int,
+    *,
+    element_size: int = 2,
+    capability: int = 90,
+    processors: int = 132,
+    aligned: bool = True,
+) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
+    """Measured at D 2048, F 5632 on an H200; right anywhere. ``aligned``: x and weights, to 16 bytes."""
+    shared = 1024 * _SHARED_KIB.get(capability, 99)
+    BM = max(16, power_of_2(tokens))
+    sums: SumTile | HopperSumTile
+    if capability == 90 and element_size == 2 and aligned and D % 16 == 0:
+        sums = HopperSumTile(
+            *((3, 4) if tokens <= 8 else (2, 4) if tokens <= 16 else (10, 8) if tokens <= 32 else (8, 8))
+        )
+        hopper_tile = _hopper_tile(tokens, D, F, processors)
+        if hopper_tile is not None:
+            return hopper_tile, sums
     else:
-        sums = SumTile(512, 16, 4, 2) if has_room and capability >= 90 else SumTile(128, 16, 4, 5)
-    stage = (neurons.BN + max(16, power_of_2(tokens))) * neurons.BK * element_size
-    return neurons._replace(stages=max(1, min(neurons.stages, shared * 1024 // stage))), sums
+        room = shared * 3 // 4 // (_WORDS * (16 + BM) * element_size)  # blocks; a stage has BS
+        BS = min(1 if tokens <= 16 else 2, max(1, room))
+        sums = SumTile(16, 4, max(1, min(4, 1 + room // BS)), BS)
+    has_room = shared > 99 * 1024 and element_size == 2
+    BN = 32 if capability // 10 == 10 else 64  # Triton 3.7 cannot compile tcgen05's narrow tiles
+    BK = 512 // element_size**2
+    warps = 8 if tokens > 32 and (capability < 90 or element_size == 4) else 4  # without wgmma: registers
+    stages = max(1, min(6, shared // ((BN + BM) * BK * element_size)))
+    neurons = NeuronTile(BN, BK, warps, stages, slots=16 if tokens <= 16 and has_room else 0)
+    if capability >= 90 and BN == 64:
+        TN, programs = _divided(F, BN, processors)
+        neurons = neurons._replace(TN=TN, programs=programs, early=tokens <= 16)
+    return neurons, sums
+
+
+def _divided(F: int, most: int, processors: int) -> tuple[int, int]:
+    """(neurons of a program, at most ``most``; programs), so that all processors have as many programs.
+
+    The words of bits are a multiple of what the sums kernel takes at once, if there are so many.
+    """
+    programs = processors * ceil_div(F, most * processors)
+    words = programs // _WORDS * _WORDS or programs
+    return (ceil_div(F, words), programs) if ceil_div(F, words) <= most else (ceil_div(F, programs), programs)
+
+
+def _hopper_tile(tokens: int, D: int, F: int, processors: int) -> HopperTile | None:
+    """None where one processor's rows of the gate do not fit into its shared memory, beside a program of sums."""
+    if tokens > 16:
+        return None
+    TN, programs = _divided(F, 64, processors)
+    depth = max(64, power_of_2(ceil_div(D, HOPPER_CHAINS)))
+    size = 16 * ceil_div(TN, 16) * HOPPER_CHAINS * depth * 2
+    return HopperTile(TN, programs, depth) if programs == processors and depth <= 256 and size <= 192 * 1024 else None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -163,6 +236,13 @@ def _nth_neurons(bits, counts, start, total, BW: tl.constexpr, BU: tl.constexpr)
     return tl.where(u < total, word * 32 + place, 0)
 
 
+@triton.jit
+def _lowest(bits, first):
+    """(int32, uint64): ``first`` + the place of the lowest bit of each word, or -1 where none is set; the others."""
+    place = popcount64((bits & (0 - bits)) - 1)
+    return tl.where(bits != 0, first + place, -1), bits & (bits - 1)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Kernels
 # ---------------------------------------------------------------------------------------------------------
@@ -177,7 +257,7 @@ def _neurons_kernel(
     i_up_bias,  # [F] or unused
     i_down,  # [F, D]
     m_h,  # [F, BM]: of the neurons that fire
-    o_bits,  # [F / BN]: of BN bits each, set for the neurons that fire for any token
+    o_bits,  # [programs]: of BN bits each, set for the neurons that fire for any token
     M,
     D,
     F,
@@ -185,24 +265,29 @@ def _neurons_kernel(
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
     BM: tl.constexpr,
-    PREFETCHES: tl.constexpr,
+    TN: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     SLOTS: tl.constexpr,
     CHAINS: tl.constexpr,
     DEPTH: tl.constexpr,
     CHAIN_STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+    PREFETCHES: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
 ):
-    start_after(OVERLAPS)
+    let_next_kernel_start(OVERLAPS)
     tile = tl.program_id(0)
     dtype = m_h.dtype.element_ty
-    neuron = tile * BN + tl.arange(0, BN)
+    neuron = tile * TN + tl.arange(0, BN)
     m = tl.arange(0, BM)
-    there = neuron < F
+    there = (neuron < F) & (tl.arange(0, BN) < TN)
+    if EARLY:
+        prefetch(i_gate, neuron, there, D, 3)  # four neighbours have the same ones
+    wait_for_kernel_before(OVERLAPS)
     z = _products(i_x, i_gate, neuron, there, M, D, x_stride, BM, BN, BK, PRECISION)
     if HAS_GATE_BIAS:
         z += tl.load(i_gate_bias + neuron, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -215,7 +300,7 @@ def _neurons_kernel(
     if bits != 0:
         wanted = fired > 0
         if PREFETCHES:
-            prefetch(i_down, neuron, wanted, D, 3)  # four neighbours have the same ones
+            prefetch(i_down, neuron, wanted, D, 3)
         places = m_h + neuron[:, None].to(tl.int64) * BM + m[None, :]
         if GATED and SLOTS > 0:  # a goes through memory, to where its neuron is taken; -inf as itself
             tl.store(places, tl.where(fires, tl.where(z == float("-inf"), z, a), 0.0).to(dtype), mask=wanted[:, None])
@@ -223,11 +308,11 @@ def _neurons_kernel(
             n = tl.sum(fired, axis=0)
             for first in range(0, n, SLOTS):
                 its, filled = take(neuron, fired, first, n, SLOTS)
+                at = m_h + its[:, None].to(tl.int64) * BM + m[None, :]
+                kept = tl.load(at, mask=filled[:, None], other=0.0).to(tl.float32)
                 u = _products_of_few(i_x, i_up, its, filled, M, D, x_stride, BM, SLOTS, DEPTH, CHAINS, CHAIN_STAGES)
                 if HAS_UP_BIAS:
                     u += tl.load(i_up_bias + its, mask=filled, other=0.0).to(tl.float32)[:, None]
-                at = m_h + its[:, None].to(tl.int64) * BM + m[None, :]
-                kept = tl.load(at, mask=filled[:, None], other=0.0).to(tl.float32)
                 r = relu(kept)
                 if SQUARED:
                     r = r * r
@@ -246,69 +331,94 @@ def _neurons_kernel(
 @triton.jit
 def _sums_kernel(
     i_h,  # [F, BM]
-    i_words,  # int32 [F / 32]
+    i_words,  # int64 [n_words]: bit b of word w is neuron w * STRIDE + b
     i_down,  # [F, D]
     i_down_bias,  # [D] or unused
     o_y,  # [M, D]
-    m_lists,  # int32 [D / BD, F]: for each program the neurons that fire, in order; unused without LISTS
     M,
     D,
-    F,
-    DOTS: tl.constexpr,
+    n_words,
+    last_bits,  # of the last word that were written
+    STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
     BM: tl.constexpr,
-    BW: tl.constexpr,  # words of bits: power of 2 >= F / 32
-    BU: tl.constexpr,
+    BW: tl.constexpr,
+    BS: tl.constexpr,
     BD: tl.constexpr,
-    LISTS: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    column = tl.program_id(0)
     m = tl.arange(0, BM)
-    d = column * BD + tl.arange(0, BD)
-    word = tl.arange(0, BW)
-    bits = tl.load(i_words + word, mask=word * 32 < F, other=0)
-    bits = tl.where(word * 32 + 32 > F, bits & ((1 << (F % 32)) - 1), bits)  # the last word may be half written
-    words = bits.to(tl.uint32, bitcast=True)
-    counts = popcount(words)
-    total = tl.sum(counts, axis=0)
-    its_list = m_lists + column * F
-    if LISTS:
-        starts = tl.cumsum(counts, axis=0) - counts
-        bit = tl.arange(0, 32).to(tl.uint32)
-        place = starts[:, None] + popcount(words[:, None] & ((1 << bit) - 1)[None, :])  # [BW, 32]
-        is_set = ((words[:, None] >> bit[None, :]) & 1) != 0
-        tl.store(its_list + place, word[:, None] * 32 + bit[None, :].to(tl.int32), mask=is_set)
-        tl.debug_barrier()  # all of it, before it is read
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
     acc = tl.zeros((BM, BD), tl.float32)
     nothing = tl.zeros((BM, BD), tl.float32) + tl.where(M < 0, 1.0, 0.0)
-    for start in tl.range(0, total, BU, num_stages=STAGES):
-        there = start + tl.arange(0, BU) < total
-        if LISTS:
-            neuron = tl.load(its_list + start + tl.arange(0, BU), mask=there, other=0).to(tl.int64)
-        else:
-            neuron = _nth_neurons(bits, counts, start, total, BW, BU).to(tl.int64)
-        w = tl.load(i_down + neuron[:, None] * D + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0)
-        if DOTS:
-            h = tl.load(i_h + neuron[None, :] * BM + m[:, None], mask=there[None, :], other=0.0)
+    for first in range(0, n_words, BW):
+        word = first + tl.arange(0, BW)
+        bits = tl.load(i_words + word, mask=word < n_words, other=0).to(tl.uint64, bitcast=True)
+        if last_bits < 64:
+            bits = tl.where(word == n_words - 1, bits & ((tl.full((), 1, tl.uint64) << last_bits) - 1), bits)
+        most = tl.max(popcount64(bits), axis=0)
+        for _ in tl.range(0, most, BS, num_stages=STAGES):  # the lowest bits of every word
+            neuron, bits = _lowest(bits, word * STRIDE)
+            if BS >= 2:
+                second, bits = _lowest(bits, word * STRIDE)
+                if BS == 4:
+                    third, bits = _lowest(bits, word * STRIDE)
+                    fourth, bits = _lowest(bits, word * STRIDE)
+                    neuron, second = tl.join(neuron, third), tl.join(second, fourth)
+                neuron = tl.reshape(tl.join(neuron, second), (BS * BW,))
+            row, column = neuron[:, None], neuron[None, :]
+            w = tl.load(i_down + row.to(tl.int64) * D + d[None, :], mask=(row >= 0) & (d[None, :] < D), other=0.0)
+            h = tl.load(i_h + column.to(tl.int64) * BM + m[:, None], mask=column >= 0, other=0.0)
             if PRECISION == "ieee":
                 acc += tl.dot(h, w, nothing, input_precision=PRECISION)
             else:
                 acc = tl.dot(h, w, acc)
-        else:  # one token
-            h = tl.load(i_h + neuron, mask=there, other=0.0).to(tl.float32)
-            acc += tl.sum(h[:, None] * w.to(tl.float32), axis=0)[None, :]
     if HAS_DOWN_BIAS:
         acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     inside = (m[:, None] < M) & (d[None, :] < D)
     tl.store(o_y + m[:, None] * D + d[None, :], acc.to(o_y.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _sum_kernel(
+    i_h,  # [F]
+    i_words,  # int32 [F / 32]
+    i_down,  # [F, D]
+    i_down_bias,  # [D] or unused
+    o_y,  # [1, D]
+    D,
+    F,
+    OVERLAPS: tl.constexpr,
+    BW: tl.constexpr,  # words of bits: power of 2 >= F / 32
+    BU: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_DOWN_BIAS: tl.constexpr,
+):
+    """Of one token, for which few neurons fire: they are found BU at once."""
+    start_after(OVERLAPS)
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    word = tl.arange(0, BW)
+    bits = tl.load(i_words + word, mask=word * 32 < F, other=0)
+    bits = tl.where(word * 32 + 32 > F, bits & ((1 << (F % 32)) - 1), bits)  # the last word may be half written
+    counts = popcount(bits.to(tl.uint32, bitcast=True))
+    total = tl.sum(counts, axis=0)
+    acc = tl.zeros((BD,), tl.float32)
+    for start in range(0, total, BU):
+        there = start + tl.arange(0, BU) < total
+        neuron = _nth_neurons(bits, counts, start, total, BW, BU).to(tl.int64)
+        w = tl.load(i_down + neuron[:, None] * D + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0)
+        h = tl.load(i_h + neuron, mask=there, other=0.0).to(tl.float32)
+        acc += tl.sum(h[:, None] * w.to(tl.float32), axis=0)
+    if HAS_DOWN_BIAS:
+        acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(o_y + d, acc.to(o_y.dtype.element_ty), mask=d < D)
+
+
 # ---------------------------------------------------------------------------------------------------------
-# Launcher
+# Launchers
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -317,93 +427,185 @@ def forward(
     w: Weights,
     down: Tensor,
     activation: str,
-    tiles: tuple[NeuronTile, SumTile],
+    tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile],
     screened: Screen | None = None,
+    *,
+    settled: bool = False,
 ) -> Tensor:
-    """y [M, D] for x [M, D], M from 1 to 64. ``down``: Wd as [F, D], contiguous; ``screened``: the gate's, for M 1."""
-    (M, D), F = x.shape, w.gate.shape[0]
+    """y [M, D] for x [M, D], M from 1 to 64.
+
+    ``down``: Wd as [F, D], contiguous; ``screened``: the gate's, for M 1. ``settled``: the gate was written before the
+    kernel before this was launched, so that it may be read while that runs.
+    """
+    M = len(x)
     if not 0 < M <= MAX_FEW_TOKENS:
         raise ValueError(f"decode.forward takes 1 to {MAX_FEW_TOKENS} tokens, got {M}")
     if screened is not None and M > 1:
         raise ValueError(f"a screened gate is for one token, got {M}")
     x = x if x.stride(1) == 1 else x.contiguous()
-    neurons, sums = tiles
-    dots = screened is None
-    BM = max(16, power_of_2(M)) if dots else 1
+    w = w._replace(gate=w.gate.contiguous(), up=None if w.up is None else w.up.contiguous())
+    if screened is not None:
+        return _one_token(x, w, down, activation, screened)
+    return _several_tokens(x, w, down, activation, *tiles, settled)
+
+
+def _one_token(x: Tensor, w: Weights, down: Tensor, activation: str, screened: Screen) -> Tensor:
+    D, F = x.shape[1], len(w.gate)
+    h = x.new_empty(F)
+    words = torch.empty(ceil_div(F, 32), dtype=torch.int32, device=x.device)
+    launch(
+        screen.screened_neurons_kernel,
+        ceil_div(F, screen.BN),
+        (x, *screened, *_tensors(x, w, down), h, words.view(_BITS[screen.BN]), D, F),
+        {
+            "OVERLAPS": can_overlap(),
+            "BN": screen.BN,
+            "BK": min(screen.BK, power_of_2(D)),
+            "SLOTS": screen.SLOTS,
+            **_constants(x, w, down, activation),
+        },
+        warps=screen.WARPS,
+        stages=1,
+        registers=screen.REGISTERS,
+    )
+    y = x.new_empty(1, D)
+    BW = power_of_2(len(words))
+    launch(
+        _sum_kernel,
+        ceil_div(D, _ONE["BD"]),
+        (h, words, down, x if w.down_bias is None else w.down_bias, y, D, F),
+        {"OVERLAPS": can_overlap(), "BW": BW, **_ONE, "HAS_DOWN_BIAS": w.down_bias is not None},
+        warps=_warps_for_words(BW),
+        stages=1,
+    )
+    return y
+
+
+def _warps_for_words(n: int) -> int:
+    """Every thread looks at some words."""
+    return min(16, 4 * max(1, n // 256))
+
+
+def _several_tokens(
+    x: Tensor,
+    w: Weights,
+    down: Tensor,
+    activation: str,
+    neurons: NeuronTile | HopperTile,
+    sums: SumTile | HopperSumTile,
+    settled: bool,
+) -> Tensor:
+    (M, D), F = x.shape, len(w.gate)
+    if isinstance(neurons, HopperTile) and x.stride(0) % 8:
+        x = x.contiguous()  # rows that start at multiples of 16 bytes
+    BM, BN, TN = max(16, power_of_2(M)), neurons.BN, neurons.TN or neurons.BN
+    n_tiles = ceil_div(F, TN)
+    n_words = ceil_div(n_tiles * BN, 64)
+    programs = max(n_tiles, neurons.programs)
+    h = x.new_empty(F, BM)
+    words = torch.empty(ceil_div(programs * BN, 64), dtype=torch.int64, device=x.device)
     overlaps = can_overlap()
     precision = "ieee" if x.dtype == torch.float32 else "tf32"  # which says nothing of 16 bits
-    h = x.new_empty(F, BM)
-    words = torch.empty(2 * ceil_div(F, 64), dtype=torch.int32, device=x.device)
-    BN = neurons.BN if dots else screen.BN
-    gate, up = w.gate.contiguous(), None if w.up is None else w.up.contiguous()
-    shared = (  # by both ways to the neurons, after x
-        gate,
-        x if w.gate_bias is None else w.gate_bias,
-        x if up is None else up,
-        x if w.up_bias is None else w.up_bias,
-        down,
-        h,
-        words.view(_BITS[BN]),
-    )
-    prefetches = {"PREFETCHES": overlaps and D * x.element_size() % 16 == 0 and down.data_ptr() % 16 == 0}
-    kind = {
-        "GATED": up is not None,
-        "SQUARED": activation == "relu2",
-        "HAS_GATE_BIAS": w.gate_bias is not None,
-        "HAS_UP_BIAS": w.up_bias is not None,
-    }
-    if screened is not None:
+    arguments = (x, *_tensors(x, w, down), h, words.view(_BITS[BN]), M, D, F, x.stride(0))
+    constants = _constants(x, w, down, activation)
+    if isinstance(neurons, HopperTile):
+        from twell.kernels import hopper  # needs Gluon, of which there is none in the interpreter
+
         launch(
-            screen.screened_neurons_kernel,
-            ceil_div(F, BN),
-            (x, *screened, *shared, D, F),
-            {"OVERLAPS": overlaps, **prefetches, "BN": BN, "BK": min(screen.BK, power_of_2(D)), "SLOTS": screen.SLOTS}
-            | kind,
-            warps=screen.WARPS,
+            hopper.neurons_kernel,
+            programs,
+            arguments,
+            {
+                "OVERLAPS": overlaps,
+                "EARLY": settled,
+                "HM": BM,
+                "BM": max(8, power_of_2(M)),
+                "TN": TN,
+                "SUBS": ceil_div(TN, 16),
+                "CHAINS": HOPPER_CHAINS,
+                "DEPTH": neurons.depth,
+                **constants,
+            },
+            warps=HOPPER_CHAINS,
             stages=1,
-            registers=screen.REGISTERS,
         )
     else:
         launch(
             _neurons_kernel,
-            ceil_div(F, BN),
-            (x, *shared, M, D, F, x.stride(0)),
+            programs,
+            arguments,
             {
                 "PRECISION": precision,
                 "OVERLAPS": overlaps,
                 "BM": BM,
-                **prefetches,
+                "TN": TN,
                 "BN": BN,
                 "BK": min(neurons.BK, power_of_2(D)),
                 "SLOTS": neurons.slots,
                 "CHAINS": _CHAINS,
                 "DEPTH": min(_CHAIN_DEPTH, max(16, power_of_2(D) // _CHAINS)),
                 "CHAIN_STAGES": _CHAIN_STAGES,
-                **kind,
+                "EARLY": neurons.early and constants["PREFETCHES"],
+                **constants,
             },
             warps=neurons.warps,
             stages=neurons.stages,
         )
     y = x.new_empty(M, D)
-    columns, wide = ceil_div(D, sums.BD), power_of_2(len(words))
-    lists = torch.empty((columns, F) if sums.lists else 0, dtype=torch.int32, device=x.device)
+    if isinstance(sums, HopperSumTile):
+        from twell.kernels import hopper
+
+        launch(
+            hopper.sums_kernel,
+            ceil_div(D, sums.BD),
+            (h, words, down, x if w.down_bias is None else w.down_bias, y, M, D, n_words),
+            {
+                "STRIDE": TN,
+                "OVERLAPS": overlaps,
+                "BM": BM,
+                "BW": _WORDS,
+                "BS": sums.BS,
+                "BD": sums.BD,
+                "CHAINS": sums.chains,
+                "HAS_DOWN_BIAS": w.down_bias is not None,
+            },
+            warps=sums.chains,
+            stages=1,
+        )
+        return y
+    last_bits = n_tiles * BN - 64 * (n_words - 1)
     launch(
         _sums_kernel,
-        columns,
-        (h, words, down, x if w.down_bias is None else w.down_bias, y, lists, M, D, F),
+        ceil_div(D, sums.BD),
+        (h, words, down, x if w.down_bias is None else w.down_bias, y, M, D, n_words, last_bits),
         {
-            "DOTS": dots,
+            "STRIDE": TN if BN == 64 else 64,
             "PRECISION": precision,
             "OVERLAPS": overlaps,
             "BM": BM,
-            "BW": wide,
-            "BU": sums.BU,
+            "BW": sums.BW,
+            "BS": sums.BS,
             "BD": sums.BD,
-            "LISTS": sums.lists,
             "HAS_DOWN_BIAS": w.down_bias is not None,
             "STAGES": sums.stages,
         },
-        warps=sums.warps_for(wide),
+        warps=sums.warps,
         stages=sums.stages,
     )
     return y
+
+
+def _tensors(x: Tensor, w: Weights, down: Tensor) -> tuple[Tensor, ...]:
+    """What all first kernels take, x in place of what there is not."""
+    return tuple(x if t is None else t for t in (w.gate, w.gate_bias, w.up, w.up_bias, down))
+
+
+def _constants(x: Tensor, w: Weights, down: Tensor, activation: str) -> dict[str, bool]:
+    aligned = all(t.data_ptr() % 16 == 0 for t in (w.gate, down)) and x.shape[1] * x.element_size() % 16 == 0
+    return {
+        "PREFETCHES": can_overlap() and aligned,
+        "GATED": w.up is not None,
+        "SQUARED": activation == "relu2",
+        "HAS_GATE_BIAS": w.gate_bias is not None,
+        "HAS_UP_BIAS": w.up_bias is not None,
+    }

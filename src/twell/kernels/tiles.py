@@ -140,8 +140,8 @@ def prefetch(i_rows, row, wanted, D, LANES: tl.constexpr):
     A thread holds some of ``row``, and others the same, of which one asks: that whose number has none of LANES' bits.
     """
     address = (i_rows + row.to(tl.int64) * D).to(tl.int64)
-    size = tl.zeros_like(row) + D * (i_rows.dtype.element_ty.primitive_bitwidth // 8)
-    others = tl.zeros_like(row) + LANES
+    size = 0 * row + D * (i_rows.dtype.element_ty.primitive_bitwidth // 8)
+    others = 0 * row + LANES
     tl.inline_asm_elementwise(
         """{
             .reg .pred p;
@@ -187,6 +187,16 @@ def popcount(words):
         n = ((words * 0x01010101) >> 24).to(tl.int32)
     else:
         n = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [words], tl.int32, True, 1)
+    return n
+
+
+@triton.jit
+def popcount64(words):
+    """Set bits of each uint64."""
+    if INTERPRETED:
+        n = popcount(words.to(tl.uint32)) + popcount((words >> 32).to(tl.uint32))
+    else:
+        n = tl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [words], tl.int32, True, 1)
     return n
 
 
