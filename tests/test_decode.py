@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from test_kernels import assert_right, make_weights
 from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference, weights
-from twell.bench import cases
+from twell.bench import cases, tune, tune_few
 from twell.kernels import decode, screen
 from twell.plan import Plan, dense_plan
 from twell.reference import Weights
@@ -160,6 +160,9 @@ def test_hopper_has_its_own_kernel_where_the_gate_fits() -> None:
     for D, F in ((2048, 8192), (4096, 5632), (8192, 28672), (2040, 5632)):
         assert kind(D, F) is decode.NeuronTile
     assert kind(2048, 5632, aligned=False) is kind(2048, 5632, processors=66) is decode.NeuronTile
+    for version, answer in (("3.6.0", None), ("3.7.1", None), ("3.8.0", "tried with Triton 3.6 and 3.7, not 3.8.0")):
+        assert decode.why_not_hopper(90, version) == answer
+    assert decode.why_not_hopper(100) == decode.why_not_hopper(89) == "for sm_90"
 
 
 @given(F=st.integers(1, 30000), most=st.sampled_from([16, 64]), processors=st.integers(1, 200))
@@ -167,6 +170,43 @@ def test_neurons_are_divided_among_all_processors(F: int, most: int, processors:
     TN, programs = decode._divided(F, most, processors)
     assert 1 <= TN <= most and TN * programs >= F
     assert programs % processors == 0 and (programs - processors) * most < F  # not a round more than needed
+
+
+def test_tune_tries_tiles_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    neurons, sums = decode.NeuronTile(32, 16, 4, 2), decode.SumTile(16, 4, 2, BW=4)
+    impossible = decode.NeuronTile(24, 16, 4, 2)
+    monkeypatch.setattr(tune_few, "neuron_candidates", lambda *_, **__: [neurons, impossible])
+    monkeypatch.setattr(tune_few, "sum_candidates", lambda **_: [sums])
+    arguments = ("skew10", 4, 32, 96, f32, torch.device("cpu"))
+    seen: list[tuple[int, int]] = []
+    trials = list(tune.tune(*arguments, progress=lambda tried, total: seen.append((tried, total))))
+    usual = gpu._INTERPRETED_FEW
+    assert [(t.kernel, t.tile) for t in trials] == [
+        ("neurons", usual[0]),
+        ("neurons", neurons),
+        ("sums", usual[1]),
+        ("sums", sums),
+    ]
+    assert all(t.ms > 0 for t in trials) and seen[-1] == (3, 3)
+    with pytest.raises(ValueError, match="unknown kernel 'tail': 4 tokens have neurons, sums"):
+        next(tune.tune(*arguments, only=["tail"]))
+    forward = decode.forward
+
+    def wrong(*a: object, settled: bool) -> Tensor:
+        return forward(*a, settled=settled) + (a[4][1] == sums)
+
+    monkeypatch.setattr(decode, "forward", wrong)
+    with pytest.raises(RuntimeError, match="another result with"):
+        list(tune.tune(*arguments, only=["sums"]))
+
+
+def test_tune_has_candidates_for_every_gpu() -> None:
+    facts = {"processors": 132, "hopper": True}
+    few, more, many = (list(tune_few.neuron_candidates(M, 2048, 5632, **facts)) for M in (8, 32, 64))
+    assert decode.HopperTile in map(type, few) and decode.WideTile in map(type, more)
+    assert {*map(type, many)} == {decode.NeuronTile}
+    assert {*map(type, tune_few.sum_candidates(hopper=True))} == {decode.SumTile, decode.HopperSumTile}
+    assert {*map(type, tune_few.sum_candidates(hopper=False))} == {decode.SumTile}
 
 
 # -- one token, by the int8 copy of the gate ----------------------------------------------------------------
@@ -267,6 +307,30 @@ def test_the_copy_is_made_once_and_only_where_it_helps(monkeypatch: pytest.Monke
     assert len(made) == 1 and used == [True]
     gpu.forward(x.float(), Weights(*(None if t is None else t.float() for t in sparse)), "relu", plan)
     assert len(made) == 1 and used == [True, False]  # fp32 has no use for it
+
+
+def test_a_gate_is_read_early_only_if_an_earlier_call_saw_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kernel before may be what writes it."""
+    seen: list[bool] = []
+    forward = decode.forward
+    monkeypatch.setattr(decode, "forward", lambda *a, settled: seen.append(settled) or forward(*a, settled=settled))
+    w, plan, x = make_weights(32, 64, f32), dense_plan(64, few_tokens=4).encode(), torch.randn(2, 32)
+
+    def call(w: Weights = w) -> bool:
+        gpu.forward(x, w, "relu", plan)
+        return seen.pop()
+
+    assert [call(), call(), call()] == [False, True, True]
+    w.gate.mul_(1)
+    assert [call(), call()] == [False, True]
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    torch.optim.SGD([parameter], lr=0.1).step()  # fused optimisers move no version counter
+    assert [call(), call()] == [False, True]
+    assert [call(w._replace(gate=w.gate + 0)) for _ in range(2)] == [False, False]  # computed each time
+    with torch.inference_mode():
+        made_there = w._replace(gate=w.gate + 0)
+        assert [call(made_there), call(made_there)] == [False, False]  # counts no versions
 
 
 # -- who calls them ---------------------------------------------------------------------------------------

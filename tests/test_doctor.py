@@ -150,12 +150,16 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
 
 @pytest.mark.parametrize(
     ("capability", "tiles"),
-    [((8, 0), "sm_80 on an sm_80"), ((8, 7), "sm_86 on an sm_87"), ((9, 0), "sm_90 on an sm_90")],
+    [
+        ((8, 0), "sm_80 on an sm_80 GPU; a few tokens not in Gluon (for sm_90)"),
+        ((8, 7), "sm_86 on an sm_87 GPU; a few tokens not in Gluon (for sm_90)"),
+        ((9, 0), "sm_90 on an sm_90 GPU; a few tokens in Gluon"),
+    ],
 )
 def test_kernels_that_would_run(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], tiles: str) -> None:
     pytest.importorskip("triton")
     pretend_gpu(monkeypatch, capability)
-    expected = f"Triton, tiles of {tiles} GPU; plans: measured costs of sm_90"
+    expected = f"Triton, tiles of {tiles}; plans: measured costs of sm_90"
     assert doctor._kernels(torch.device("cuda")) == expected
 
 

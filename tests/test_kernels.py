@@ -366,6 +366,7 @@ def test_bench_times_the_parts() -> None:
 @pytest.mark.slow
 def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     other = tiles.GateTile(16, 128, 16, 4, 2)
+    monkeypatch.setattr(tuning, "MAX_FEW_TOKENS", 0)
     monkeypatch.setattr(tuning, "gate_candidates", lambda: [(other, False), (other, True)])
     monkeypatch.setattr(tuning, "tail_candidates", lambda: [tiles.RowTile(2, 1, 1)])
     monkeypatch.setattr(tuning, "heavy_candidates", lambda: [tiles.GateTile(16, 16, 24, 4, 2)])  # no power of 2

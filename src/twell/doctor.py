@@ -86,13 +86,15 @@ def _kernels(gpu: torch.device | None) -> str:
     why_none = "torch sees no GPU" if gpu is None else ops.why_unavailable("triton", gpu)
     if gpu is None or why_none:
         return f"none: {why_none}; {plans_by}"
-    from twell.kernels import tiles  # needs triton
+    from twell.kernels import decode, tiles  # need triton
 
     major, minor = torch.cuda.get_device_capability(gpu)
     capability = 10 * major + minor
     chosen = tiles.tiles_for(capability, torch.bfloat16)
     made_for = next(c for c, known in tiles._BY_CAPABILITY.items() if known is chosen)
-    return f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; {plans_by}"
+    why_no_gluon = decode.why_not_hopper(capability)
+    gluon = "in Gluon" if why_no_gluon is None else f"not in Gluon ({why_no_gluon})"
+    return f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; a few tokens {gluon}; {plans_by}"
 
 
 def _driver() -> str:

@@ -64,7 +64,7 @@ def few_tokens_forward(x: Tensor, w: Weights, activation: str) -> Tensor:
     settled = weights.kept_already("seen", [w.gate]) is not None  # by an earlier call
     weights.kept("seen", [w.gate], lambda: True)
     down = _neuron_major(w)
-    return decode.forward(x, w, down, activation, _few_tiles(x, w, down), screened, settled=settled)
+    return decode.forward(x, w, down, activation, few_tiles(x, w, down), screened, settled=settled)
 
 
 def plan_for(encoded: Tensor, tokens: int) -> Plan | None:
@@ -166,12 +166,13 @@ def _screen(x: Tensor, w: Weights) -> screen.Screen | None:
     return weights.kept("screen", [w.gate], make)
 
 
-def _few_tiles(
+def few_tiles(
     x: Tensor, w: Weights, down: Tensor
 ) -> tuple[decode.NeuronTile | decode.HopperTile, decode.SumTile | decode.HopperSumTile]:
+    """For the two kernels of few tokens x [M, D]; ``down``: Wd as [F, D]."""
     if x.device.type == "cpu":
         return _INTERPRETED_FEW
-    (M, D), F, (capability, processors) = x.shape, len(w.gate), _facts(x)
+    (M, D), F, (capability, processors) = x.shape, len(w.gate), facts(x)
     aligned = all(t is None or t.data_ptr() % 16 == 0 for t in (x, w.gate, w.up, down))
     return decode.tiles_for(
         M, D, F, element_size=x.element_size(), capability=capability, processors=processors, aligned=aligned
@@ -182,9 +183,10 @@ def launch_facts(x: Tensor) -> tuple[Tiles, int]:
     """Tile sizes for x's dtype and device, and how many programs fill it."""
     if x.device.type == "cpu":
         return _INTERPRETED, 2
-    capability, processors = _facts(x)
+    capability, processors = facts(x)
     return tiles_for(capability, x.dtype), processors
 
 
-def _facts(x: Tensor) -> tuple[int, int]:
+def facts(x: Tensor) -> tuple[int, int]:
+    """(compute capability, multiprocessors) of x's GPU."""
     return device_facts(torch.cuda.current_device() if x.device.index is None else x.device.index)

@@ -1,5 +1,7 @@
 """``twell tune``: time the kernels with other tile sizes, to fill the table in ``kernels/tiles.py``.
 
+For up to 64 tokens see tune_few.py.
+
 Every candidate is checked against the kernel's usual tiles before it is timed; one that does not compile, or does not
 fit the GPU's shared memory, is left out.
 """
@@ -13,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell.bench import cases, timing
+from twell.bench import cases, timing, tune_few
 from twell.bench.parts import Parts
 from twell.kernels.tiles import GateTile, RowTile
-from twell.plan import choose_plan, costs_for
+from twell.plan import MAX_FEW_TOKENS, choose_plan, costs_for
 from twell.reference import Weights
 
 KERNELS = ("tail", "gate", "hot", "heavy")
@@ -26,7 +28,7 @@ class Trial(NamedTuple):
     """One candidate of one kernel, in ms; ``times`` compares it with what the table has now."""
 
     kernel: str
-    tile: GateTile | RowTile
+    tile: GateTile | RowTile | tune_few.Neurons | tune_few.Sums
     use_tma: bool
     ms: float
     times: float
@@ -59,13 +61,19 @@ def tune(
     F: int,
     dtype: torch.dtype,
     device: torch.device,
-    only: Sequence[str] = KERNELS,
+    only: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda tried, total: None,
 ) -> Iterator[Trial]:
-    """Trials of the kernels named in ``only``, one after the other."""
+    """Trials of the kernels named in ``only``, or of all that so many tokens have, one after the other."""
+    known = tune_few.KERNELS if M <= MAX_FEW_TOKENS else KERNELS
     for name in only:
-        if name not in KERNELS:
-            raise ValueError(f"unknown kernel {name!r}: expected one of {', '.join(KERNELS)}")
+        if name not in known:
+            raise ValueError(f"unknown kernel {name!r}: {M} tokens have {', '.join(known)}")
+    only = only or known
+    if M <= MAX_FEW_TOKENS:
+        for name, tile, ms, times in tune_few.tune(workload, M, D, F, dtype, device, only, progress):
+            yield Trial(name, tile, False, ms, times)
+        return
     inputs = cases.make(workload, M, D, F, dtype=dtype, device=device)
     w = Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
     r = torch.relu(inputs.x @ w.gate.T)

@@ -80,14 +80,15 @@ def tune(
     hidden: Annotated[int, typer.Option("--hidden", "-f", help="Hidden width F.")] = 5632,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     kernel: Annotated[
-        list[str] | None, typer.Option(help="tail, gate, hot or heavy; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option(help="tail, gate, hot or heavy; for up to 64 tokens neurons or sums; repeatable. Default: all."),
     ] = None,
     best: Annotated[int, typer.Option(help="Candidates to show of each kernel.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Every trial as a JSON line on standard output.")] = False,
 ) -> None:
     """Time the GPU kernels with other tile sizes than the built-in ones, on this GPU.
 
-    Takes a few minutes and changes nothing. Example: [bold]twell tune -m 16384[/bold]
+    Takes a few minutes and changes nothing. Examples: [bold]twell tune -m 16384[/bold], [bold]twell tune -m 8[/bold]
     """
     torch_dtype, device = dtype_of(dtype), device_of("cuda")
     try:
@@ -95,20 +96,19 @@ def tune(
     except ImportError as error:
         raise RuntimeError(f"the kernels need triton ({error})") from None
     trials: dict[str, list[Any]] = {}
-    only = kernel or tuning.KERNELS
     with new_bar() as bar:
         task = bar.add_task("tuning", total=None)
 
         def progress(tried: int, total: int) -> None:
             bar.update(task, completed=tried, total=total)
 
-        for trial in tuning.tune(workload, tokens, width, hidden, torch_dtype, device, only, progress):
+        for trial in tuning.tune(workload, tokens, width, hidden, torch_dtype, device, kernel or (), progress):
             trials.setdefault(trial.kernel, []).append(trial)
             bar.update(task, description=trial.kernel)
             if as_json:
                 print(json.dumps({**trial._asdict(), "tile": trial.tile._asdict()}), flush=True)
     for name, of_kernel in trials.items() if not as_json else ():
-        print(f"{name}: now {of_kernel[0].ms:.4f} ms with {tuple(of_kernel[0].tile)}")
+        print(f"{name}: now {of_kernel[0].ms:.5f} ms with {of_kernel[0].tile}")
         for trial in sorted(of_kernel[1:], key=lambda t: t.ms)[:best]:
             tma = ", TMA" if trial.use_tma else ""
-            print(f"    {trial.ms:.4f} ms ({trial.times:.3f}) with {tuple(trial.tile)}{tma}")
+            print(f"    {trial.ms:.5f} ms ({trial.times:.3f}) with {trial.tile}{tma}")

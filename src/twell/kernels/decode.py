@@ -50,6 +50,7 @@ from twell.reference import Weights
 _BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # of a tile's neurons
 _SHARED_KIB = {80: 163, 90: 227, 100: 227}  # a program may have, where it is not 99
 _CHAINS, _CHAIN_DEPTH, _CHAIN_STAGES = 4, 128, 4  # of up for few rows: D is divided among warps
+_GLUON = ("3.6.", "3.7.")  # versions of Triton with whose Gluon hopper.py was tried
 HOPPER_CHAINS = 8  # warps of hopper.py's kernel, each with a share of D
 _WORDS = 128  # of bits that the sums kernel takes at once
 _ONE = {"BU": 32, "BD": 32}  # the sum of one token: neurons at once, columns of y
@@ -83,6 +84,15 @@ class HopperTile(NamedTuple):
     BN: int = 64  # bits of a program
 
 
+class WideTile(NamedTuple):
+    """Of hopper.py's kernel for 17 to 32 tokens. Not chosen yet: it has still to be measured."""
+
+    TN: int
+    programs: int
+    stages: int = 3
+    BN: int = 64
+
+
 class SumTile(NamedTuple):
     """Columns of y, warps, stages; so many bits of each word, and words, are taken at once."""
 
@@ -101,6 +111,17 @@ class HopperSumTile(NamedTuple):
     BD: int = 16
 
 
+# By the most tokens.
+_HOPPER_SUMS = {8: HopperSumTile(3, 4), 16: HopperSumTile(2, 4), 32: HopperSumTile(10, 8), 64: HopperSumTile(8, 8)}
+
+
+def why_not_hopper(capability: int, version: str = triton.__version__) -> str | None:
+    """Why the kernels of hopper.py cannot run, or None."""
+    if capability != 90:
+        return "for sm_90"
+    return None if version.startswith(_GLUON) else f"tried with Triton 3.6 and 3.7, not {version}"
+
+
 def tiles_for(
     tokens: int,
     D: int,
@@ -115,10 +136,8 @@ def tiles_for(
     shared = 1024 * _SHARED_KIB.get(capability, 99)
     BM = max(16, power_of_2(tokens))
     sums: SumTile | HopperSumTile
-    if capability == 90 and element_size == 2 and aligned and D % 16 == 0:
-        sums = HopperSumTile(
-            *((3, 4) if tokens <= 8 else (2, 4) if tokens <= 16 else (10, 8) if tokens <= 32 else (8, 8))
-        )
+    if why_not_hopper(capability) is None and element_size == 2 and aligned and D % 16 == 0:
+        sums = next(tile for most, tile in _HOPPER_SUMS.items() if tokens <= most or most == MAX_FEW_TOKENS)
         hopper_tile = _hopper_tile(tokens, D, F, processors)
         if hopper_tile is not None:
             return hopper_tile, sums
@@ -427,7 +446,7 @@ def forward(
     w: Weights,
     down: Tensor,
     activation: str,
-    tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile],
+    tiles: tuple[NeuronTile | HopperTile | WideTile, SumTile | HopperSumTile],
     screened: Screen | None = None,
     *,
     settled: bool = False,
@@ -491,12 +510,12 @@ def _several_tokens(
     w: Weights,
     down: Tensor,
     activation: str,
-    neurons: NeuronTile | HopperTile,
+    neurons: NeuronTile | HopperTile | WideTile,
     sums: SumTile | HopperSumTile,
     settled: bool,
 ) -> Tensor:
     (M, D), F = x.shape, len(w.gate)
-    if isinstance(neurons, HopperTile) and x.stride(0) % 8:
+    if isinstance(neurons, HopperTile | WideTile) and x.stride(0) % 8:
         x = x.contiguous()  # rows that start at multiples of 16 bytes
     BM, BN, TN = max(16, power_of_2(M)), neurons.BN, neurons.TN or neurons.BN
     n_tiles = ceil_div(F, TN)
@@ -524,6 +543,25 @@ def _several_tokens(
                 "SUBS": ceil_div(TN, 16),
                 "CHAINS": HOPPER_CHAINS,
                 "DEPTH": neurons.depth,
+                **constants,
+            },
+            warps=HOPPER_CHAINS,
+            stages=1,
+        )
+    elif isinstance(neurons, WideTile):
+        from twell.kernels import hopper
+
+        launch(
+            hopper.wide_neurons_kernel,
+            programs,
+            arguments,
+            {
+                "OVERLAPS": overlaps,
+                "BM": BM,
+                "TN": TN,
+                "CHAINS": HOPPER_CHAINS,
+                "BLOCKS": ceil_div(D, 32 * HOPPER_CHAINS),
+                "STAGES": neurons.stages,
                 **constants,
             },
             warps=HOPPER_CHAINS,

@@ -1,0 +1,123 @@
+"""``twell tune`` for up to 64 tokens: the two kernels of few tokens with other tiles, for ``kernels/decode.py``.
+
+They take microseconds and overlap, so they are timed together, as CUDA graphs of layers with weights of their own: the
+neurons kernel with other tiles before the usual sums, then other sums after the usual neurons kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from twell import gpu, weights
+from twell.bench import cases, ffn, timing
+from twell.kernels import decode
+from twell.reference import Weights
+
+KERNELS = ("neurons", "sums")
+
+Neurons = decode.NeuronTile | decode.HopperTile | decode.WideTile
+Sums = decode.SumTile | decode.HopperSumTile
+Tiles = tuple[Neurons, Sums]
+
+
+def neuron_candidates(M: int, D: int, F: int, *, processors: int, hopper: bool) -> Iterator[Neurons]:
+    """Those of Triton, divided among all processors or not, and where they can run those of hopper.py."""
+    divided = decode._divided(F, 64, processors)
+    for BK, stages, slots, spread, early in itertools.product(
+        (64, 128, 256), (3, 4, 6, 8), (0, 16), (False, True), (False, True)
+    ):
+        TN, programs = divided if spread else (0, 0)
+        yield decode.NeuronTile(64, BK, 4, stages, slots, TN, programs, early)
+    if hopper and (tile := decode._hopper_tile(M, D, F, processors)) is not None:
+        yield tile
+    if hopper and 16 < M <= 32 and D <= 2048:
+        yield from (decode.WideTile(*divided, stages) for stages in (2, 3))
+
+
+def sum_candidates(*, hopper: bool) -> Iterator[Sums]:
+    for BD, warps, stages, BS in itertools.product((16, 32), (4, 8), (2, 3, 4, 6), (1, 2, 4)):
+        yield decode.SumTile(BD, warps, stages, BS)
+    if hopper:
+        for BS, chains, BD in itertools.product((1, 2, 3, 4, 6, 8, 10, 12), (4, 8), (16, 32)):
+            yield decode.HopperSumTile(BS, chains, BD)
+
+
+class Layers:
+    """One FFN as often as a graph has layers, each with weights of its own."""
+
+    def __init__(self, workload: str, M: int, D: int, F: int, dtype: torch.dtype, device: torch.device) -> None:
+        inputs = cases.make(workload, M, D, F, dtype=dtype, device=device)
+        self.x, own = inputs.x, (inputs.w_gate, inputs.w_up, inputs.w_down)
+        self.on_gpu = device.type == "cuda"
+        n = ffn.GRAPH_LAYERS if self.on_gpu else 1
+        with torch.inference_mode(False):
+            self.weights = [Weights(*(w.clone() for w in own)) for _ in range(n)]
+            self.downs = [weights.neuron_major(w.down) for w in self.weights]
+
+    def usual(self) -> Tiles:
+        assert self.downs[0] is not None
+        return gpu.few_tiles(self.x, self.weights[0], self.downs[0])
+
+    def run(self, tiles: Tiles) -> Callable[[], Tensor]:
+        """All layers: the last one's y."""
+        runs = [
+            functools.partial(decode.forward, self.x, w, down, "relu", tiles, settled=True)
+            for w, down in zip(self.weights, self.downs, strict=True)
+            if down is not None
+        ]
+        return ffn.replayed(runs) if self.on_gpu else runs[0]
+
+    def ms(self, run: Callable[[], Tensor]) -> float:
+        times = timing.compare({"it": run}, seconds=0.1, min_repeats=10, warmups=1, device=self.x.device)
+        return times["it"].p50 / len(self.weights)
+
+
+@torch.inference_mode()
+def tune(
+    workload: str,
+    M: int,
+    D: int,
+    F: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    only: Sequence[str] = KERNELS,
+    progress: Callable[[int, int], None] = lambda tried, total: None,
+) -> Iterator[tuple[str, Neurons | Sums, float, float]]:
+    """(kernel, tile, ms of a layer, that in terms of the usual tile's): the usual tile first."""
+    layers = Layers(workload, M, D, F, dtype, device)
+    neurons, sums = usual = layers.usual()
+    capability, processors = gpu.facts(layers.x) if layers.on_gpu else (0, 1)
+    hopper = decode.why_not_hopper(capability) is None and dtype != torch.float32 and D % 16 == 0
+    candidates: dict[str, list[Tiles]] = {
+        "neurons": [(tile, sums) for tile in neuron_candidates(M, D, F, processors=processors, hopper=hopper)],
+        "sums": [(neurons, tile) for tile in sum_candidates(hopper=hopper)],
+    }
+    total, tried = sum(len(candidates[name]) for name in only), 0
+    for name in only:
+        run = layers.run(usual)
+        expected, base = run().clone(), layers.ms(run)
+        place = KERNELS.index(name)
+        yield name, usual[place], base, 1.0
+        for tiles in candidates[name]:
+            if (found := _try(layers, tiles, expected)) is not None:
+                yield name, tiles[place], found, found / base
+            progress(tried := tried + 1, total)
+
+
+def _try(layers: Layers, tiles: Tiles, expected: Tensor) -> float | None:
+    """ms, or None for tiles that cannot run: Triton has no one class of error for that."""
+    try:
+        run = layers.run(tiles)
+        result = run()
+        if layers.on_gpu:
+            torch.cuda.synchronize(layers.x.device)
+    except Exception:
+        return None
+    if not torch.allclose(result.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max())):
+        raise RuntimeError(f"few tokens have another result with {tiles}")
+    return layers.ms(run)
