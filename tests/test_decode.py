@@ -328,6 +328,10 @@ def test_a_gate_is_read_early_only_if_an_earlier_call_saw_it(monkeypatch: pytest
     torch.optim.SGD([parameter], lr=0.1).step()  # fused optimisers move no version counter
     assert [call(), call()] == [False, True]
     assert [call(w._replace(gate=w.gate + 0)) for _ in range(2)] == [False, False]  # computed each time
+    several: list[bool] = []
+    monkeypatch.setattr(decode, "_several_tokens", lambda *a: several.append(a[-1]) or a[0])
+    strided = w._replace(gate=w.gate.t().contiguous().t())
+    assert [call(strided), call(strided)] == [False, True] and several == [False, False]  # of it a copy is read
     with torch.inference_mode():
         made_there = w._replace(gate=w.gate + 0)
         assert [call(made_there), call(made_there)] == [False, False]  # counts no versions

@@ -462,6 +462,7 @@ def forward(
     if screened is not None and M > 1:
         raise ValueError(f"a screened gate is for one token, got {M}")
     x = x if x.stride(1) == 1 else x.contiguous()
+    settled &= w.gate.is_contiguous()  # else a copy is made now
     w = w._replace(gate=w.gate.contiguous(), up=None if w.up is None else w.up.contiguous())
     if screened is not None:
         return _one_token(x, w, down, activation, screened)
