@@ -256,6 +256,7 @@ def test_a_silu_model_trains_to_compare_with(text: Path, tmp_path: Path) -> None
     assert all(row["l1_loss"] == 0 for row in rows if "ce_loss" in row)
     assert not any("active_mean" in row or "eval_active_mean" in row for row in rows)
     summary = json.loads((tmp_path / "summary.json").read_text())
+    assert not list(tmp_path.glob("*.part"))
     assert "active" not in summary and summary["validation_loss"] > 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_act == "silu"
 

@@ -192,9 +192,11 @@ def _correlation(active: Sequence[float], speedups: Sequence[float]) -> float | 
 
 
 def _case(row: Row) -> Case | None:
-    """None for what is no row of ``twell bench ffn`` or ``twell bench model``."""
+    """None for what is no row of ``twell bench ffn`` or ``twell bench model``, or has a time of 0."""
     kind = row.get("bench")
     if kind not in ("ffn", "model") or not {"dense_ms", "sparse_ms", "speedup"} <= row.keys():
+        return None
+    if not all(row[f"{name}_ms"]["p50"] > 0 for name in _SIDES if f"{name}_ms" in row):
         return None
     whole, real = kind == "model", kind == "model" and row.get("model") is not None
     if whole:

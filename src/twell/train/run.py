@@ -121,7 +121,9 @@ def run(
         summary = summarise(trainer, out, seconds, _bytes_a_token(corpus.held_out, tok))
         if conversion is not None:
             summary["conversion"] = {**conversion["facts"], "loss_recovered": summary["validation_loss"]}
-        (out / SUMMARY_FILE).write_text(json.dumps(summary, indent=1))
+        part = out / f"{SUMMARY_FILE}.part"  # whole, or not at all: a run with a summary is finished
+        part.write_text(json.dumps(summary, indent=1))
+        part.replace(out / SUMMARY_FILE)
         say(describe(summary))
         say(f"the model is in {out / MODEL_FOLDER}")
     return trainer
