@@ -105,3 +105,8 @@ def test_compare_takes_turns_and_respects_bounds() -> None:
     )
     assert calls == ["a", "b"] + ["a", "b"] * 3
     assert set(spreads) == {"a", "b"}
+
+
+def test_graphs_are_timed_in_turn() -> None:
+    run = ffn.in_turn([lambda i=i: torch.tensor(i) for i in range(3)])
+    assert [int(run()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from twell.plan import Plan, choose_plan, costs_for
 
 PLAN_TOKENS = 4096  # whose counts make the plan; they are not timed
 GRAPH_LAYERS = 16  # of a CUDA graph, with weights of their own: as in a model, none finds its weights in the L2 cache
+GRAPHS = 3  # of each way, timed in turn: where kernels overlap, each graph may place their programs otherwise
 _TRUTH_ROWS = 256  # rows compared with float64
 _SLACK = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
 
@@ -90,7 +92,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
         "dtype": str(case.dtype).removeprefix("torch."),
         "backend": backend,
         "graph": case.graph,
-        **({"graph_layers": GRAPH_LAYERS} if case.graph else {}),
+        **({"graph_layers": GRAPH_LAYERS, "graphs": GRAPHS} if case.graph else {}),
         "mean_active": round((torch.relu(nnf.linear(x, inputs.w_gate)) != 0).sum().item() / case.M, 2),
         **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
         "speedup": round(fastest_dense / times["sparse"].p50, 3),
@@ -116,7 +118,7 @@ def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
 
 
 def alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None) -> dict[str, Callable[[], Tensor]]:
-    """dense, on a GPU also dense compiled, and sparse; as CUDA graphs, of ``GRAPH_LAYERS`` layers each."""
+    """dense, on a GPU also dense compiled, and sparse; as ``GRAPHS`` CUDA graphs, of ``GRAPH_LAYERS`` layers each."""
     with torch.inference_mode(False):  # what is made in inference mode cannot be kept
         encoded = None if plan is None else plan.encode()
         own = (inputs.w_gate, inputs.w_up, inputs.w_down)
@@ -139,7 +141,15 @@ def alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | No
         ways["compiled"] = torch.compile(dense, fullgraph=True, dynamic=False)
     ways["sparse"] = sparse
     runs = {name: [functools.partial(way, x, *w) for w in (own, *copies)] for name, way in ways.items()}
-    return {name: replayed(layers) if case.graph else layers[0] for name, layers in runs.items()}
+    if not case.graph:
+        return {name: layers[0] for name, layers in runs.items()}
+    return {name: in_turn([replayed(layers) for _ in range(GRAPHS)]) for name, layers in runs.items()}
+
+
+def in_turn(runs: Sequence[Callable[[], Tensor]]) -> Callable[[], Tensor]:
+    """The first one when called, then the second, and after the last the first again."""
+    cycle = itertools.cycle(runs)
+    return lambda: next(cycle)()
 
 
 def replayed(runs: Sequence[Callable[[], Tensor]], before: Callable[[], Any] = lambda: None) -> Callable[[], Tensor]:

@@ -40,7 +40,8 @@ def bench_ffn(
     device: Annotated[str, typer.Option(help="cpu, or cuda where there is one.")] = "cpu",
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
     graph: Annotated[
-        bool, typer.Option("--graph", help="Time replays of CUDA graphs of 16 layers; given is one's share.")
+        bool,
+        typer.Option("--graph", help="Time replays of three CUDA graphs of 16 layers; given is one layer's share."),
     ] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")
