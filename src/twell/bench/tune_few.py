@@ -26,13 +26,13 @@ Tiles = tuple[Neurons, Sums]
 
 
 def neuron_candidates(M: int, D: int, F: int, *, processors: int, hopper: bool) -> Iterator[Neurons]:
-    """Those of Triton, divided among all processors or not, and where they can run those of hopper.py."""
+    """Those of Triton, and where they can run those of hopper.py."""
     divided = decode._divided(F, 64, processors)
-    for BK, stages, slots, spread, early in itertools.product(
-        (64, 128, 256), (3, 4, 6, 8), (0, 16), (False, True), (False, True)
+    yield decode.NeuronTile(64, 128, 4, 6)
+    for (BK, stages), slots, early in itertools.product(
+        ((64, 8), (128, 4), (128, 6), (256, 3)), (0, 16), (False, True)
     ):
-        TN, programs = divided if spread else (0, 0)
-        yield decode.NeuronTile(64, BK, 4, stages, slots, TN, programs, early)
+        yield decode.NeuronTile(64, BK, 4, stages, slots, *divided, early)
     if hopper and (tile := decode._hopper_tile(M, D, F, processors)) is not None:
         yield tile
     if hopper and 16 < M <= 32 and D <= 2048:
@@ -40,11 +40,11 @@ def neuron_candidates(M: int, D: int, F: int, *, processors: int, hopper: bool) 
 
 
 def sum_candidates(*, hopper: bool) -> Iterator[Sums]:
-    for BD, warps, stages, BS in itertools.product((16, 32), (4, 8), (2, 3, 4, 6), (1, 2, 4)):
-        yield decode.SumTile(BD, warps, stages, BS)
+    for BD, stages, BS in itertools.product((16, 32), (2, 4, 6), (1, 2)):
+        yield decode.SumTile(BD, 4, stages, BS)
     if hopper:
-        for BS, chains, BD in itertools.product((1, 2, 3, 4, 6, 8, 10, 12), (4, 8), (16, 32)):
-            yield decode.HopperSumTile(BS, chains, BD)
+        for BS, chains in itertools.product((2, 3, 4, 6, 8, 10, 12), (4, 8)):
+            yield decode.HopperSumTile(BS, chains)
 
 
 class Layers:
