@@ -1,8 +1,9 @@
-"""The neurons kernel of decode.py for up to 16 tokens on Hopper, in Gluon: Triton, with memory and layouts by hand.
+"""The kernels of decode.py for Hopper, in Gluon: Triton, with memory and layouts by hand.
 
-Between two kernels that read weights the memory is idle while one ends, the other starts, and its first bytes come.
-Weights do not depend on the kernel before. So a program of this kernel, one a processor, asks for all of its rows of
-the gate at once, which fill the shared memory (44 rows of D 2048: 192 KB), and only then waits for the kernel before:
+neurons_kernel, up to 16 tokens. Between two kernels that read weights the memory is idle while one ends, the other
+starts, and its first bytes come. Weights do not depend on the kernel before. So a program of this kernel, one a
+processor, asks for all of its rows of the gate at once, which fill the shared memory (44 rows of D 2048: 192 KB), and
+only then waits for the kernel before:
 
     sums of a layer     -----------|
     gate of the next        wwwwwww|x mma | bits | rows of Wu of what fires: mma | h
@@ -11,6 +12,10 @@ the gate at once, which fill the shared memory (44 rows of D 2048: 192 KB), and 
 would be one chain of 128 for D 2048, too: here D is divided among CHAINS warps, each with tiles of 16 rows of its own,
 whose sums meet in shared memory. x is read into registers once, for the gate and for up, in the order in which tensor
 cores take it.
+
+wide_neurons_kernel, 17 to 32 tokens: x is in shared memory, and the gate passes through what is left of it.
+
+sums_kernel: the rows of many neurons are on their way at once, and words of bits are divided among warps.
 
 Legend: M tokens (BM in a tile), D model width, F neurons (TN in a program, SUBS tiles of 16).
 """
