@@ -383,7 +383,6 @@ for tokens in (1, 8, 16, 32, 64):
         | OVERLAPS
         | {"BM": BM, "TN": neurons.TN or neurons.BN, "BN": neurons.BN, "BK": neurons.BK, "SLOTS": neurons.slots}
         | {"CHAINS": decode._CHAINS, "DEPTH": decode._CHAIN_DEPTH, "CHAIN_STAGES": decode._CHAIN_STAGES}
-        | {"EARLY": neurons.early}
         | few_kind,
         neurons.warps,
         neurons.stages,

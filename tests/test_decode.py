@@ -201,7 +201,7 @@ def test_tune_tries_tiles_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tune_has_candidates_for_every_gpu() -> None:
-    facts = {"processors": 132, "hopper": True}
+    facts = {"processors": 132, "sixteen_bits": True, "hopper": True}
     few, more, many = (list(tune_few.neuron_candidates(M, 2048, 5632, **facts)) for M in (8, 32, 64))
     assert decode.HopperTile in map(type, few) and decode.WideTile in map(type, more)
     assert {*map(type, many)} == {decode.NeuronTile}
@@ -313,7 +313,8 @@ def test_a_gate_is_read_early_only_if_an_earlier_call_saw_it(monkeypatch: pytest
     """Else the kernel before may be what writes it."""
     seen: list[bool] = []
     forward = decode.forward
-    monkeypatch.setattr(decode, "forward", lambda *a, settled: seen.append(settled) or forward(*a, settled=settled))
+    monkeypatch.setattr(decode, "forward", lambda *a, settled: seen.append(settled) or a[0])
+    monkeypatch.setattr(gpu, "few_tiles", lambda *_: (decode.HopperTile(1, 1, 64), decode.SumTile(16, 4, 2)))
     w, plan, x = make_weights(32, 64, f32), dense_plan(64, few_tokens=4).encode(), torch.randn(2, 32)
 
     def call(w: Weights = w) -> bool:
@@ -328,13 +329,15 @@ def test_a_gate_is_read_early_only_if_an_earlier_call_saw_it(monkeypatch: pytest
     torch.optim.SGD([parameter], lr=0.1).step()  # fused optimisers move no version counter
     assert [call(), call()] == [False, True]
     assert [call(w._replace(gate=w.gate + 0)) for _ in range(2)] == [False, False]  # computed each time
-    several: list[bool] = []
-    monkeypatch.setattr(decode, "_several_tokens", lambda *a: several.append(a[-1]) or a[0])
-    strided = w._replace(gate=w.gate.t().contiguous().t())
-    assert [call(strided), call(strided)] == [False, True] and several == [False, False]  # of it a copy is read
     with torch.inference_mode():
         made_there = w._replace(gate=w.gate + 0)
         assert [call(made_there), call(made_there)] == [False, False]  # counts no versions
+    monkeypatch.setattr(gpu, "few_tiles", lambda *_: gpu._INTERPRETED_FEW)
+    assert [call(), call()] == [False, False]  # that kernel does not read early
+    monkeypatch.setattr(decode, "_several_tokens", lambda *a: seen.append(a[-1]) or a[0])
+    for gate, answer in ((w.gate, True), (w.gate.t().contiguous().t(), False)):  # of which a copy is made at once
+        forward(x, w._replace(gate=gate), w.down.t().contiguous(), "relu", gpu._INTERPRETED_FEW, settled=True)
+        assert seen.pop() == answer
 
 
 # -- who calls them ---------------------------------------------------------------------------------------

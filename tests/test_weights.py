@@ -279,3 +279,54 @@ def test_outputs_follow_an_update() -> None:
         before = twell.gated_ffn(x, gate, up, down)
         down.mul_(2)
         torch.testing.assert_close(twell.gated_ffn(x, gate, up, down), 2 * before)
+
+
+def test_copies_that_a_graph_reads_stay_in_place_and_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay asks for nothing: what it reads must be alive, and right after an optimiser's step."""
+    capturing = False
+    monkeypatch.setattr(weights, "_is_capturing", lambda _: capturing)
+    w, other = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4, 6))
+
+    def copy_of(p: Tensor) -> Tensor:
+        return weights.kept("turned", [p], lambda: p.detach().t().contiguous(), again=lambda p: p.detach().t().clone())
+
+    def step(*parameters: nn.Parameter) -> None:
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        torch.optim.SGD(parameters, lr=0.1).step()
+
+    in_graph, not_in_one = copy_of(w), copy_of(other)
+    capturing = True
+    assert copy_of(w) is in_graph
+    unseen = torch.randn(4, 6)
+    assert copy_of(unseen) is not copy_of(unseen)  # what is made in a graph is nobody else's
+    capturing = False
+    for _ in range(2):
+        step(w, other)
+        assert torch.equal(in_graph, w.detach().t())  # at once
+        assert copy_of(w) is in_graph
+    assert copy_of(other) is not not_in_one and torch.equal(copy_of(other), other.detach().t())
+    with torch.no_grad():
+        w.mul_(2)
+    assert copy_of(w) is in_graph and torch.equal(in_graph, w.detach().t())  # when next asked for
+    w.data = torch.randn(8, 6)
+    assert copy_of(w).shape == (6, 8)
+    key = weights._key("turned", [w])
+    assert weights._in_graphs[key][0] is in_graph  # alive
+    del w
+    gc.collect()
+    assert key not in weights._in_graphs and key not in weights._copies
+
+
+def test_writing_over_a_copy_never_writes_to_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is neuron-major already is not copied: the value is the weight's own memory."""
+    p, q = torch.randn(3, 5), torch.randn(3, 5)
+    before = q.clone()
+    view = weights.kept("turned", [p], lambda: p.detach().t())
+    monkeypatch.setattr(weights, "_is_capturing", lambda _: True)
+    assert weights.kept_already("turned", [p]) is view
+    monkeypatch.setattr(weights, "_is_capturing", lambda _: False)
+    p.data, q.data = q.data, p.data.clone()
+    old = view.clone()
+    weights.kept("turned", [p], lambda: p.detach().t())
+    assert torch.equal(p, before) and torch.equal(view, old)

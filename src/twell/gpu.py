@@ -61,10 +61,13 @@ def few_tokens_forward(x: Tensor, w: Weights, activation: str) -> Tensor:
     if w.down.is_inference():
         return _densely(x, w, activation)
     screened = _screen(x, w) if len(x) == 1 else None
-    settled = weights.kept_already("seen", [w.gate]) is not None  # by an earlier call
-    weights.kept("seen", [w.gate], lambda: True)
     down = _neuron_major(w)
-    return decode.forward(x, w, down, activation, few_tiles(x, w, down), screened, settled=settled)
+    tiles, settled = few_tiles(x, w, down), False
+    if screened is None and isinstance(tiles[0], decode.HopperTile):
+        # Seen by an earlier call of that kernel, which lets none start before what came before it has ended.
+        settled = weights.kept_already("seen", [w.gate]) is not None
+        weights.kept("seen", [w.gate], lambda: True)
+    return decode.forward(x, w, down, activation, tiles, screened, settled=settled)
 
 
 def plan_for(encoded: Tensor, tokens: int) -> Plan | None:
@@ -145,7 +148,7 @@ def _layout(w: Weights, encoded: Tensor) -> split.Layout:
 
 
 def _neuron_major(w: Weights) -> Tensor:
-    return weights.kept("down", [w.down], lambda: split.neuron_major(w.down))
+    return weights.kept("down", [w.down], lambda: split.neuron_major(w.down), again=split.neuron_major)
 
 
 def _screen(x: Tensor, w: Weights) -> screen.Screen | None:
@@ -163,7 +166,7 @@ def _screen(x: Tensor, w: Weights) -> screen.Screen | None:
         screened = screen.screen_of(w.gate.detach())
         return screened if screened is not None and screen.is_worth_it(screened, x, w.gate_bias) else None
 
-    return weights.kept("screen", [w.gate], make)
+    return weights.kept("screen", [w.gate], make, again=lambda gate: screen.screen_of(gate.detach()))
 
 
 def few_tiles(

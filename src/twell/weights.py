@@ -7,6 +7,10 @@ A copy is made again when
 - a weight's version counter or its storage has moved, or
 - any ``torch.optim`` optimiser has stepped since: fused optimisers write without moving version counters, or
 - (``sampled`` copies on the CPU, where looking costs no sync) a sample of the weight has changed.
+
+A CUDA graph that was captured with a copy goes on reading it where it was. So such copies live as long as their
+weights, stay in place, and are written over when they are made again; after an optimiser's step at once, since a replay
+asks for nothing. After any other change of weights under a graph, capture it again or call the layer once.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -26,12 +31,14 @@ class _Copy(NamedTuple):
     value: Any
     survives_steps: bool
     samples: list[Any]
+    again: Callable[..., Any] | None  # makes it of the weights
 
     def is_of(self, weights: Sequence[Tensor], state: tuple[tuple[int, int], ...]) -> bool:
         return self.state == state and all(r() is w for r, w in zip(self.weights, weights, strict=True))
 
 
 _copies: dict[tuple[Hashable, ...], _Copy] = {}  # by kind and ids of the weights; an entry goes when a weight does
+_in_graphs: dict[tuple[Hashable, ...], list[Any]] = {}  # copies that graphs read; older ones that could not be replaced
 
 
 def _key(kind: Hashable, weights: Sequence[Tensor]) -> tuple[Hashable, ...]:
@@ -42,13 +49,48 @@ def _state(weights: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((w._version, w.data_ptr()) for w in weights)
 
 
+def _is_capturing(weights: Sequence[Tensor]) -> bool:
+    return weights[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @functools.cache
 def _drop_copies_after_optimizer_steps() -> None:
     def drop(*_: Any) -> None:
-        for key in [key for key, copy in _copies.items() if not copy.survives_steps]:
+        for key, copy in [(key, copy) for key, copy in _copies.items() if not copy.survives_steps]:
             del _copies[key]
+            if key not in _in_graphs:
+                continue
+            weights = [w for r in copy.weights if (w := r()) is not None]
+            if copy.again is None or len(weights) < len(copy.weights):
+                _in_graphs[key].append(copy.value)
+            else:
+                value = _written_over(key, copy, copy.again(*weights))
+                _copies[key] = copy._replace(state=_state(weights), value=value)
 
     register_optimizer_step_post_hook(drop)
+
+
+def _written_over(key: tuple[Hashable, ...], copy: _Copy, new: Any) -> Any:
+    """``copy``'s value with ``new``'s numbers, for graphs that read it; ``new`` itself where that cannot be."""
+    old = copy.value
+    pairs = [(old, new)] if isinstance(old, Tensor) else list(zip(old, new, strict=True)) if old and new else []
+    if not pairs or not all(
+        isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        for a, b in pairs
+    ):
+        _in_graphs[key].append(old)
+        return new
+    addresses = {address for _, address in copy.state}  # of the weights: what is not copied is their own memory
+    with torch.no_grad():
+        for a, b in pairs:
+            if a.untyped_storage().data_ptr() not in addresses:
+                a.copy_(b)
+    return old
+
+
+def _forget(key: tuple[Hashable, ...]) -> None:
+    _copies.pop(key, None)
+    _in_graphs.pop(key, None)
 
 
 def kept(
@@ -58,29 +100,44 @@ def kept(
     *,
     survives_steps: bool = False,
     sampled: bool = False,
+    again: Callable[..., Any] | None = None,
 ) -> Any:
     """``make()``, or what it returned the last time for this kind and these weights if none of them has changed since.
 
     ``survives_steps``: they are nothing that an optimiser changes. ``sampled``: look at a sample of each (matrices).
-    Weights made under ``torch.inference_mode`` count no versions, so nothing made of them can be trusted or kept.
+    ``again``: of the weights makes the same, without holding them; for what graphs read.
+    Weights made under ``torch.inference_mode`` count no versions, so nothing made of them can be trusted or kept. What
+    is made while a graph is captured is not kept either: only a replay fills it.
     """
     if any(w.is_inference() for w in weights):
         return make()
     key, state, samples = _key(kind, weights), _state(weights), [_sample(w) for w in weights] if sampled else []
     copy = _copies.get(key)
+    capturing = _is_capturing(weights)
     if copy is not None and copy.samples == samples and copy.is_of(weights, state):
+        if capturing:
+            _in_graphs.setdefault(key, [])
         return copy.value
-    _drop_copies_after_optimizer_steps()
     value = make()
-    references = tuple(weakref.ref(w, lambda _: _copies.pop(key, None)) for w in weights)
-    _copies[key] = _Copy(references, state, value, survives_steps, samples)
+    if capturing:
+        return value
+    _drop_copies_after_optimizer_steps()
+    if copy is not None and key in _in_graphs:
+        value = _written_over(key, copy, value)
+    references = tuple(weakref.ref(w, lambda _: _forget(key)) for w in weights)
+    _copies[key] = _Copy(references, state, value, survives_steps, samples, again)
     return value
 
 
 def kept_already(kind: Hashable, weights: Sequence[Tensor]) -> Any:
     """What ``kept`` would return without making it anew, or None. (Of copies that are not ``sampled``.)"""
-    copy = _copies.get(_key(kind, weights))
-    return copy.value if copy is not None and copy.is_of(weights, _state(weights)) else None
+    key = _key(kind, weights)
+    copy = _copies.get(key)
+    if copy is None or not copy.is_of(weights, _state(weights)):
+        return None
+    if _is_capturing(weights):
+        _in_graphs.setdefault(key, [])
+    return copy.value
 
 
 def neuron_major(w_down: Tensor) -> Tensor | None:

@@ -25,14 +25,15 @@ Sums = decode.SumTile | decode.HopperSumTile
 Tiles = tuple[Neurons, Sums]
 
 
-def neuron_candidates(M: int, D: int, F: int, *, processors: int, hopper: bool) -> Iterator[Neurons]:
+def neuron_candidates(
+    M: int, D: int, F: int, *, processors: int, sixteen_bits: bool, hopper: bool
+) -> Iterator[Neurons]:
     """Those of Triton, and where they can run those of hopper.py."""
     divided = decode._divided(F, 64, processors)
     yield decode.NeuronTile(64, 128, 4, 6)
-    for (BK, stages), slots, early in itertools.product(
-        ((64, 8), (128, 4), (128, 6), (256, 3)), (0, 16), (False, True)
-    ):
-        yield decode.NeuronTile(64, BK, 4, stages, slots, *divided, early)
+    shapes = ((64, 8), (128, 4), (128, 6), (256, 3))
+    for (BK, stages), slots in itertools.product(shapes, (0, 16) if sixteen_bits else (0,)):
+        yield decode.NeuronTile(64, BK, 4, stages, slots, *divided)
     if hopper and (tile := decode._hopper_tile(M, D, F, processors)) is not None:
         yield tile
     if hopper and 16 < M <= 32 and D <= 2048:
@@ -92,9 +93,11 @@ def tune(
     layers = Layers(workload, M, D, F, dtype, device)
     neurons, sums = usual = layers.usual()
     capability, processors = gpu.facts(layers.x) if layers.on_gpu else (0, 1)
-    hopper = decode.why_not_hopper(capability) is None and dtype != torch.float32 and D % 16 == 0
+    sixteen_bits = dtype != torch.float32
+    hopper = decode.why_not_hopper(capability) is None and sixteen_bits and D % 16 == 0
+    others = neuron_candidates(M, D, F, processors=processors, sixteen_bits=sixteen_bits, hopper=hopper)
     candidates: dict[str, list[Tiles]] = {
-        "neurons": [(tile, sums) for tile in neuron_candidates(M, D, F, processors=processors, hopper=hopper)],
+        "neurons": [(tile, sums) for tile in others],
         "sums": [(neurons, tile) for tile in sum_candidates(hopper=hopper)],
     }
     total, tried = sum(len(candidates[name]) for name in only), 0

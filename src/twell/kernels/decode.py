@@ -7,7 +7,7 @@ A program of the first has TN neurons over the whole of D: ReLU needs the whole 
 each, and sends for their rows of Wd, which the second reads. A program of the second takes the lowest bits of all words
 of bits, then the next ones, and adds the neurons up for BD columns of y: no sum depends on timing, and no grid on a
 count, so that both can be captured in a CUDA graph. For one token screen.py has another first kernel, and there is
-another second one; on Hopper hopper.py has another first kernel for up to 16 tokens.
+another second one; for Hopper hopper.py has another first kernel for up to 16 tokens, and another second one.
 
 From Hopper on a kernel's programs start while the kernel before ends, each where most is free: where one processor had
 none of the kernel before, it would get several of the next, and all would wait for it. So the first kernel has as many
@@ -35,14 +35,12 @@ from twell.kernels import screen
 from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
 from twell.kernels.screen import Screen
 from twell.kernels.tiles import (
-    let_next_kernel_start,
     popcount,
     popcount64,
     prefetch,
     relu,
     start_after,
     take,
-    wait_for_kernel_before,
 )
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
@@ -62,7 +60,6 @@ class NeuronTile(NamedTuple):
     slots: neurons that fire are taken so many at once for up (16, not in fp32); 0: all of the tile's at once.
     TN: neurons of a program, where they are fewer than a tile's 64; 0: all.
     programs: at least so many.
-    early: the gate is sent for (into the L2 cache) before the kernel waits for the one before it.
     """
 
     BN: int
@@ -72,7 +69,6 @@ class NeuronTile(NamedTuple):
     slots: int = 0
     TN: int = 0
     programs: int = 0
-    early: bool = False
 
 
 class HopperTile(NamedTuple):
@@ -146,14 +142,14 @@ def tiles_for(
         BS = min(1 if tokens <= 16 else 2, max(1, room))
         sums = SumTile(16, 4, max(1, min(4, 1 + room // BS)), BS)
     has_room = shared > 99 * 1024 and element_size == 2
-    BN = 32 if capability // 10 == 10 else 64  # Triton 3.7 cannot compile tcgen05's narrow tiles
+    BN = 32 if 100 <= capability < 120 else 64  # Triton 3.7 cannot compile tcgen05's narrow tiles
     BK = 512 // element_size**2
     warps = 8 if tokens > 32 and (capability < 90 or element_size == 4) else 4  # without wgmma: registers
     stages = max(1, min(6, shared // ((BN + BM) * BK * element_size)))
     neurons = NeuronTile(BN, BK, warps, stages, slots=16 if tokens <= 16 and has_room else 0)
     if capability >= 90 and BN == 64:
         TN, programs = _divided(F, BN, processors)
-        neurons = neurons._replace(TN=TN, programs=programs, early=tokens <= 16)
+        neurons = neurons._replace(TN=TN, programs=programs)
     return neurons, sums
 
 
@@ -195,7 +191,9 @@ def _products(
     nothing = tl.zeros((BN, BM), tl.float32) + tl.where(M < 0, 1.0, 0.0)  # which the compiler does not know
     for start in range(0, D, BK):
         at = start + k
-        x = tl.load(i_x + m[None, :] * x_stride + at[:, None], mask=(m[None, :] < M) & (at[:, None] < D), other=0.0)
+        x = tl.load(
+            i_x + m[None, :].to(tl.int64) * x_stride + at[:, None], mask=(m[None, :] < M) & (at[:, None] < D), other=0.0
+        )
         w = tl.load(rows + at[None, :], mask=wanted[:, None] & (at[None, :] < D), other=0.0)
         if PRECISION == "ieee":  # sums of sums, as long chains of fp32 lose digits
             acc += tl.dot(w, x, nothing, input_precision=PRECISION)
@@ -218,7 +216,7 @@ def _products_of_few(
         at = start + k
         inside = at < D
         w = tl.load(rows[None, :, None] + at[:, None, :], mask=filled[None, :, None] & inside[:, None, :], other=0.0)
-        tokens = i_x + m[None, None, :] * x_stride
+        tokens = i_x + m[None, None, :].to(tl.int64) * x_stride
         x = tl.load(tokens + at[:, :, None], mask=(m[None, None, :] < M) & inside[:, :, None], other=0.0)
         acc = tl.dot(w, x, acc)
     return tl.sum(acc, axis=0)
@@ -291,22 +289,18 @@ def _neurons_kernel(
     CHAINS: tl.constexpr,
     DEPTH: tl.constexpr,
     CHAIN_STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
     PREFETCHES: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
 ):
-    let_next_kernel_start(OVERLAPS)
+    start_after(OVERLAPS)
     tile = tl.program_id(0)
     dtype = m_h.dtype.element_ty
     neuron = tile * TN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     there = (neuron < F) & (tl.arange(0, BN) < TN)
-    if EARLY:
-        prefetch(i_gate, neuron, there, D, 3)  # four neighbours have the same ones
-    wait_for_kernel_before(OVERLAPS)
     z = _products(i_x, i_gate, neuron, there, M, D, x_stride, BM, BN, BK, PRECISION)
     if HAS_GATE_BIAS:
         z += tl.load(i_gate_bias + neuron, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -319,7 +313,7 @@ def _neurons_kernel(
     if bits != 0:
         wanted = fired > 0
         if PREFETCHES:
-            prefetch(i_down, neuron, wanted, D, 3)
+            prefetch(i_down, neuron, wanted, D, 3)  # four neighbours have the same ones
         places = m_h + neuron[:, None].to(tl.int64) * BM + m[None, :]
         if GATED and SLOTS > 0:  # a goes through memory, to where its neuron is taken; -inf as itself
             tl.store(places, tl.where(fires, tl.where(z == float("-inf"), z, a), 0.0).to(dtype), mask=wanted[:, None])
@@ -516,8 +510,8 @@ def _several_tokens(
     settled: bool,
 ) -> Tensor:
     (M, D), F = x.shape, len(w.gate)
-    if isinstance(neurons, HopperTile | WideTile) and x.stride(0) % 8:
-        x = x.contiguous()  # rows that start at multiples of 16 bytes
+    if isinstance(neurons, HopperTile | WideTile) and x.stride(0) % 16:
+        x = x.contiguous()  # Triton knows of multiples of 16 alone, and copies are of 16 bytes
     BM, BN, TN = max(16, power_of_2(M)), neurons.BN, neurons.TN or neurons.BN
     n_tiles = ceil_div(F, TN)
     n_words = ceil_div(n_tiles * BN, 64)
@@ -584,7 +578,6 @@ def _several_tokens(
                 "CHAINS": _CHAINS,
                 "DEPTH": min(_CHAIN_DEPTH, max(16, power_of_2(D) // _CHAINS)),
                 "CHAIN_STAGES": _CHAIN_STAGES,
-                "EARLY": neurons.early and constants["PREFETCHES"],
                 **constants,
             },
             warps=neurons.warps,

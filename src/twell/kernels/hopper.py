@@ -69,7 +69,9 @@ def _load_x(i_x, M, D, x_stride, layout: gl.constexpr, CHAINS: gl.constexpr, DEP
     k = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     at = chain[:, None, None] * DEPTH + k[None, :, None]
-    return gl.load(i_x + m[None, None, :] * x_stride + at, mask=(m < M)[None, None, :] & (at < D), other=0.0)
+    return gl.load(
+        i_x + m.to(gl.int64)[None, None, :] * x_stride + at, mask=(m < M)[None, None, :] & (at < D), other=0.0
+    )
 
 
 @gluon.jit
@@ -167,6 +169,8 @@ def neurons_kernel(
     summed: gl.constexpr = gl.BlockedLayout([CHAINS, 1, 1], [1, 32 // BM, BM], [1, CHAINS, 1], [2, 1, 0])
     SAME: gl.constexpr = BM - 1 + (CHAINS * 32 - BM * 16 if CHAINS * 32 > BM * 16 else 0)
 
+    if OVERLAPS and not EARLY:  # first: a later kernel takes this one's word that the gate is written
+        gdc_wait()
     if OVERLAPS:
         gdc_launch_dependents()
     sums = gl.allocate_shared_memory(gl.float32, [CHAINS, 16, BM], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
@@ -174,8 +178,6 @@ def neurons_kernel(
     first = gl.program_id(0) * TN
     n = gl.minimum(TN, F - first)  # neurons of this program
     copied_row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, copied)))
-    if OVERLAPS and not EARLY:
-        gdc_wait()
     for sub in gl.static_range(SUBS):
         row = sub * 16 + copied_row
         _copy(i_gate, first + row, row < n, D, copied, blocks.index(sub), CHAINS, DEPTH)

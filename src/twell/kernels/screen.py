@@ -137,7 +137,7 @@ def screened_neurons_kernel(
         most += bias + tl.abs(bias) * 1e-6  # for the rounding of this sum
     candidate = (~(most <= 0) & there).to(tl.int32)  # NaN is one
     if PREFETCHES:
-        prefetch(i_down, neuron, candidate > 0, D, 0xFFFF)  # every thread has all of them
+        prefetch(i_down, neuron, candidate > 0, D, BK // 16 - 1)  # that many threads read a row, 16 bytes each
     n = tl.sum(candidate, axis=0)
     bits = tl.zeros((), tl.int32)
     for first in range(0, n, SLOTS):
