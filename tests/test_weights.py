@@ -284,7 +284,7 @@ def test_outputs_follow_an_update() -> None:
 def test_copies_that_a_graph_reads_stay_in_place_and_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay asks for nothing: what it reads must be alive, and right after an optimiser's step."""
     capturing = False
-    monkeypatch.setattr(weights, "_is_capturing", lambda _: capturing)
+    monkeypatch.setattr(weights, "_is_capturing", lambda: capturing)
     w, other = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4, 6))
 
     def copy_of(p: Tensor) -> Tensor:
@@ -323,9 +323,9 @@ def test_writing_over_a_copy_never_writes_to_a_weight(monkeypatch: pytest.Monkey
     p, q = torch.randn(3, 5), torch.randn(3, 5)
     before = q.clone()
     view = weights.kept("turned", [p], lambda: p.detach().t())
-    monkeypatch.setattr(weights, "_is_capturing", lambda _: True)
+    monkeypatch.setattr(weights, "_is_capturing", lambda: True)
     assert weights.kept_already("turned", [p]) is view
-    monkeypatch.setattr(weights, "_is_capturing", lambda _: False)
+    monkeypatch.setattr(weights, "_is_capturing", lambda: False)
     p.data, q.data = q.data, p.data.clone()
     old = view.clone()
     weights.kept("turned", [p], lambda: p.detach().t())

@@ -49,8 +49,8 @@ def _state(weights: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((w._version, w.data_ptr()) for w in weights)
 
 
-def _is_capturing(weights: Sequence[Tensor]) -> bool:
-    return weights[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def kept(
         return make()
     key, state, samples = _key(kind, weights), _state(weights), [_sample(w) for w in weights] if sampled else []
     copy = _copies.get(key)
-    capturing = _is_capturing(weights)
+    capturing = _is_capturing()
     if copy is not None and copy.samples == samples and copy.is_of(weights, state):
         if capturing:
             _in_graphs.setdefault(key, [])
@@ -135,7 +135,7 @@ def kept_already(kind: Hashable, weights: Sequence[Tensor]) -> Any:
     copy = _copies.get(key)
     if copy is None or not copy.is_of(weights, _state(weights)):
         return None
-    if _is_capturing(weights):
+    if _is_capturing():
         _in_graphs.setdefault(key, [])
     return copy.value
 
