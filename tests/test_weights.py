@@ -330,3 +330,29 @@ def test_writing_over_a_copy_never_writes_to_a_weight(monkeypatch: pytest.Monkey
     old = view.clone()
     weights.kept("turned", [p], lambda: p.detach().t())
     assert torch.equal(p, before) and torch.equal(view, old)
+
+
+def test_what_a_graph_read_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only values that were captured are held, whatever they are, and not those that came after them."""
+    w, captured = nn.Parameter(torch.randn(4, 6)), []
+
+    def values() -> tuple[Tensor, bool, tuple[Tensor, int]]:
+        tensor = weights.kept("no again", [w], lambda: w.detach().t().contiguous())
+        mark = weights.kept("mark", [w], lambda: True)
+        return tensor, mark, weights.kept("mixed", [w], lambda: (w.detach().clone(), 1))
+
+    values()
+    monkeypatch.setattr(weights, "_is_capturing", lambda: True)
+    captured.append(values())
+    monkeypatch.setattr(weights, "_is_capturing", lambda: False)
+    for i in range(4):
+        if i % 2:
+            w.grad = torch.ones_like(w)
+            torch.optim.SGD([w], lr=0.1).step()
+        else:
+            with torch.no_grad():
+                w.add_(1)
+        assert torch.equal(values()[0], w.detach().t()) and torch.equal(values()[2][0], w.detach())
+    for kind, value in zip(("no again", "mark", "mixed"), captured[0], strict=True):
+        (held,) = weights._in_graphs[weights._key(kind, [w])]
+        assert held is value

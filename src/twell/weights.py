@@ -38,7 +38,7 @@ class _Copy(NamedTuple):
 
 
 _copies: dict[tuple[Hashable, ...], _Copy] = {}  # by kind and ids of the weights; an entry goes when a weight does
-_in_graphs: dict[tuple[Hashable, ...], list[Any]] = {}  # copies that graphs read; older ones that could not be replaced
+_in_graphs: dict[tuple[Hashable, ...], list[Any]] = {}  # values that graphs read, by the same keys
 
 
 def _key(kind: Hashable, weights: Sequence[Tensor]) -> tuple[Hashable, ...]:
@@ -57,33 +57,39 @@ def _is_capturing() -> bool:
 def _drop_copies_after_optimizer_steps() -> None:
     def drop(*_: Any) -> None:
         for key, copy in [(key, copy) for key, copy in _copies.items() if not copy.survives_steps]:
-            del _copies[key]
-            if key not in _in_graphs:
-                continue
             weights = [w for r in copy.weights if (w := r()) is not None]
-            if copy.again is None or len(weights) < len(copy.weights):
-                _in_graphs[key].append(copy.value)
+            if copy.again is None or len(weights) < len(copy.weights) or not _is_in_a_graph(key, copy.value):
+                del _copies[key]
             else:
-                value = _written_over(key, copy, copy.again(*weights))
+                value = _written_over(copy, copy.again(*weights))
                 _copies[key] = copy._replace(state=_state(weights), value=value)
 
     register_optimizer_step_post_hook(drop)
 
 
-def _written_over(key: tuple[Hashable, ...], copy: _Copy, new: Any) -> Any:
+def _is_in_a_graph(key: tuple[Hashable, ...], value: Any) -> bool:
+    return any(v is value for v in _in_graphs.get(key, ()))
+
+
+def _note_if_captured(key: tuple[Hashable, ...], value: Any) -> None:
+    if _is_capturing() and not _is_in_a_graph(key, value):
+        _in_graphs.setdefault(key, []).append(value)
+
+
+def _written_over(copy: _Copy, new: Any) -> Any:
     """``copy``'s value with ``new``'s numbers, for graphs that read it; ``new`` itself where that cannot be."""
     old = copy.value
-    pairs = [(old, new)] if isinstance(old, Tensor) else list(zip(old, new, strict=True)) if old and new else []
-    if not pairs or not all(
+    olds, news = (v if isinstance(v, tuple) else (v,) for v in (old, new))
+    pairs = list(zip(olds, news, strict=False))
+    if len(olds) != len(news) or not all(
         isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
         for a, b in pairs
     ):
-        _in_graphs[key].append(old)
         return new
     addresses = {address for _, address in copy.state}  # of the weights: what is not copied is their own memory
     with torch.no_grad():
         for a, b in pairs:
-            if a.untyped_storage().data_ptr() not in addresses:
+            if a.data_ptr() not in addresses:
                 a.copy_(b)
     return old
 
@@ -113,17 +119,15 @@ def kept(
         return make()
     key, state, samples = _key(kind, weights), _state(weights), [_sample(w) for w in weights] if sampled else []
     copy = _copies.get(key)
-    capturing = _is_capturing()
     if copy is not None and copy.samples == samples and copy.is_of(weights, state):
-        if capturing:
-            _in_graphs.setdefault(key, [])
+        _note_if_captured(key, copy.value)
         return copy.value
     value = make()
-    if capturing:
+    if _is_capturing():
         return value
     _drop_copies_after_optimizer_steps()
-    if copy is not None and key in _in_graphs:
-        value = _written_over(key, copy, value)
+    if copy is not None and _is_in_a_graph(key, copy.value):
+        value = _written_over(copy, value)
     references = tuple(weakref.ref(w, lambda _: _forget(key)) for w in weights)
     _copies[key] = _Copy(references, state, value, survives_steps, samples, again)
     return value
@@ -135,8 +139,7 @@ def kept_already(kind: Hashable, weights: Sequence[Tensor]) -> Any:
     copy = _copies.get(key)
     if copy is None or not copy.is_of(weights, _state(weights)):
         return None
-    if _is_capturing():
-        _in_graphs.setdefault(key, [])
+    _note_if_captured(key, copy.value)
     return copy.value
 
 
