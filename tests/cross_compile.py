@@ -349,18 +349,6 @@ for tokens in (1, 8, 16, 32, 64):
     if isinstance(sums, decode.HopperSumTile):
         from twell.kernels import hopper
 
-        if tokens == 32 and D <= 2048:
-            compile_kernel(
-                hopper.wide_neurons_kernel,
-                few_arguments,
-                OVERLAPS
-                | {"BM": BM, "TN": neurons.TN, "CHAINS": decode.HOPPER_CHAINS}
-                | {"BLOCKS": -(-D // (32 * decode.HOPPER_CHAINS)), "STAGES": 3}
-                | few_kind,
-                decode.HOPPER_CHAINS,
-                1,
-            )
-
         compile_kernel(
             hopper.sums_kernel,
             pointers(VALUES, "i_h")

@@ -36,9 +36,8 @@ def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tm
     kernels = {row["kernel"].split()[0] for row in rows}
     on_hopper = capability == 90 and dtype != "float32"
     assert ("sums_kernel" in kernels) == on_hopper
-    for_narrow = {"neurons_kernel", "wide_neurons_kernel"}
-    assert kernels & for_narrow == (for_narrow if on_hopper and shape == SHAPE else set())
-    others = kernels - {"sums_kernel", *for_narrow}
+    assert ("neurons_kernel" in kernels) == (on_hopper and shape == SHAPE)
+    others = kernels - {"sums_kernel", "neurons_kernel"}
     assert len(others) == (18 if dtype == "float32" else 21)
     for row in rows:
         assert row["shared"] <= SHARED_KIB[capability] * 1024, row

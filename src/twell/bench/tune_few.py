@@ -20,7 +20,7 @@ from twell.reference import Weights
 
 KERNELS = ("neurons", "sums")
 
-Neurons = decode.NeuronTile | decode.HopperTile | decode.WideTile
+Neurons = decode.NeuronTile | decode.HopperTile
 Sums = decode.SumTile | decode.HopperSumTile
 Tiles = tuple[Neurons, Sums]
 
@@ -36,8 +36,6 @@ def neuron_candidates(
         yield decode.NeuronTile(64, BK, 4, stages, slots, *divided)
     if hopper and (tile := decode._hopper_tile(M, D, F, processors)) is not None:
         yield tile
-    if hopper and 16 < M <= 32 and D <= 2048:
-        yield from (decode.WideTile(*divided, stages) for stages in (2, 3))
 
 
 def sum_candidates(*, hopper: bool) -> Iterator[Sums]:

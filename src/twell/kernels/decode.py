@@ -80,15 +80,6 @@ class HopperTile(NamedTuple):
     BN: int = 64  # bits of a program
 
 
-class WideTile(NamedTuple):
-    """Of hopper.py's kernel for 17 to 32 tokens. Not chosen yet: it has still to be measured."""
-
-    TN: int
-    programs: int
-    stages: int = 3
-    BN: int = 64
-
-
 class SumTile(NamedTuple):
     """Columns of y, warps, stages; so many bits of each word, and words, are taken at once."""
 
@@ -440,7 +431,7 @@ def forward(
     w: Weights,
     down: Tensor,
     activation: str,
-    tiles: tuple[NeuronTile | HopperTile | WideTile, SumTile | HopperSumTile],
+    tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile],
     screened: Screen | None = None,
     *,
     settled: bool = False,
@@ -505,12 +496,12 @@ def _several_tokens(
     w: Weights,
     down: Tensor,
     activation: str,
-    neurons: NeuronTile | HopperTile | WideTile,
+    neurons: NeuronTile | HopperTile,
     sums: SumTile | HopperSumTile,
     settled: bool,
 ) -> Tensor:
     (M, D), F = x.shape, len(w.gate)
-    if isinstance(neurons, HopperTile | WideTile) and x.stride(0) % 16:
+    if isinstance(neurons, HopperTile) and x.stride(0) % 16:
         x = x.contiguous()  # Triton knows of multiples of 16 alone, and copies are of 16 bytes
     BM, BN, TN = max(16, power_of_2(M)), neurons.BN, neurons.TN or neurons.BN
     n_tiles = ceil_div(F, TN)
@@ -538,25 +529,6 @@ def _several_tokens(
                 "SUBS": ceil_div(TN, 16),
                 "CHAINS": HOPPER_CHAINS,
                 "DEPTH": neurons.depth,
-                **constants,
-            },
-            warps=HOPPER_CHAINS,
-            stages=1,
-        )
-    elif isinstance(neurons, WideTile):
-        from twell.kernels import hopper
-
-        launch(
-            hopper.wide_neurons_kernel,
-            programs,
-            arguments,
-            {
-                "OVERLAPS": overlaps,
-                "BM": BM,
-                "TN": TN,
-                "CHAINS": HOPPER_CHAINS,
-                "BLOCKS": ceil_div(D, 32 * HOPPER_CHAINS),
-                "STAGES": neurons.stages,
                 **constants,
             },
             warps=HOPPER_CHAINS,

@@ -13,8 +13,6 @@ would be one chain of 128 for D 2048, too: here D is divided among CHAINS warps,
 whose sums meet in shared memory. x is read into registers once, for the gate and for up, in the order in which tensor
 cores take it.
 
-wide_neurons_kernel, 17 to 32 tokens: x is in shared memory, and the gate passes through what is left of it.
-
 sums_kernel: the rows of many neurons are on their way at once, and words of bits are divided among warps.
 
 Legend: M tokens (BM in a tile), D model width, F neurons (TN in a program, SUBS tiles of 16).
@@ -114,16 +112,6 @@ def _store_gated(
 
 
 @gluon.jit
-def _copy_block(i_rows, row, wanted, stride, D, number, block, layout: gl.constexpr, CHAINS: gl.constexpr):
-    """[CHAINS, rows, 32], CHAINS * 32 neighbours of D, on their way to shared memory; zeros for rows not wanted."""
-    chain = gl.arange(0, CHAINS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    k = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    at = (number * CHAINS + chain)[:, None, None] * 32 + k[None, None, :]
-    pointers = (i_rows + row.to(gl.int64) * stride)[None, :, None] + at
-    async_copy.async_copy_global_to_shared(block, pointers, mask=wanted[None, :, None] & (at < D))
-
-
-@gluon.jit
 def _products(rows, x, sums, summed: gl.constexpr, CHAINS: gl.constexpr, BM: gl.constexpr):
     """fp32 [16, BM] of rows [CHAINS, 16, DEPTH] in shared memory; ``sums``: where the chains meet."""
     mma: gl.constexpr = x.type.layout.parent
@@ -213,108 +201,6 @@ def neurons_kernel(
             a = gl.load(places, mask=filled[:, None], other=0.0).to(gl.float32)
             async_copy.wait_group(0)
             u = _products(blocks.index(0), x, sums, summed, CHAINS, BM)
-            _store_gated(a, u, its, filled, places, i_up_bias, dtype, SQUARED, HAS_UP_BIAS)
-
-
-@gluon.jit
-def wide_neurons_kernel(
-    i_x,  # [M, D]
-    i_gate,  # [F, D]
-    i_gate_bias,  # [F] or unused
-    i_up,  # [F, D] or unused
-    i_up_bias,  # [F] or unused
-    i_down,  # [F, D]
-    m_h,  # [F, BM]: of the neurons that fire
-    o_bits,  # int64 [programs]
-    M,
-    D,
-    F,
-    x_stride,
-    OVERLAPS: gl.constexpr,
-    BM: gl.constexpr,
-    TN: gl.constexpr,
-    CHAINS: gl.constexpr,
-    BLOCKS: gl.constexpr,  # of D, of CHAINS * 32
-    STAGES: gl.constexpr,
-    PREFETCHES: gl.constexpr,
-    GATED: gl.constexpr,
-    SQUARED: gl.constexpr,
-    HAS_GATE_BIAS: gl.constexpr,
-    HAS_UP_BIAS: gl.constexpr,
-):
-    """As neurons_kernel, for 17 to 32 tokens: x stays in shared memory, and the gate passes through what is left."""
-    dtype: gl.constexpr = m_h.dtype.element_ty
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHAINS, 1, 1], [1, 16, 8])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
-    x_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    copied: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [CHAINS, 1, 1], [2, 1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [2, 1, 0])  # two rows of 64 bytes are all banks
-    summed: gl.constexpr = gl.BlockedLayout([CHAINS, 1, 1], [1, 32 // BM, BM], [1, CHAINS, 1], [2, 1, 0])
-    if OVERLAPS:
-        gdc_launch_dependents()
-    first = gl.program_id(0) * TN
-    n = gl.minimum(TN, F - first)
-    w_blocks = gl.allocate_shared_memory(dtype, [STAGES, CHAINS, 64, 32], shared)
-    x_blocks = gl.allocate_shared_memory(dtype, [BLOCKS, CHAINS, BM, 32], shared)
-    w_row = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(2, copied)))
-    x_row = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(2, copied)))
-    if OVERLAPS:
-        gdc_wait()
-    for block in gl.static_range(STAGES - 1):
-        if block < BLOCKS:
-            _copy_block(i_gate, first + w_row, w_row < n, D, D, block, w_blocks.index(block), copied, CHAINS)
-            _copy_block(i_x, x_row, x_row < M, x_stride, D, block, x_blocks.index(block), copied, CHAINS)
-        async_copy.commit_group()
-    acc = gl.zeros((CHAINS, 64, BM), gl.float32, mma)
-    for block in gl.static_range(BLOCKS):
-        async_copy.wait_group(STAGES - 2)
-        acc = mma_v2(
-            w_blocks.index(block % STAGES).load(a_layout),
-            x_blocks.index(block).permute((0, 2, 1)).load(x_layout),
-            acc,
-        )
-        if block + STAGES - 1 < BLOCKS:
-            later = block + STAGES - 1
-            _copy_block(i_gate, first + w_row, w_row < n, D, D, later, w_blocks.index(later % STAGES), copied, CHAINS)
-            _copy_block(i_x, x_row, x_row < M, x_stride, D, later, x_blocks.index(later), copied, CHAINS)
-        async_copy.commit_group()
-    sums = gl.allocate_shared_memory(gl.float32, [CHAINS, 64, BM], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    sums.store(acc)
-    z = gl.sum(sums.load(summed), axis=0)
-    m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(0, summed)))
-    row = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(0, summed)))
-    fired = _fire(
-        z, first + row, row < n, m, M, D, i_gate_bias, i_down, m_h, BM, 31, PREFETCHES, GATED, SQUARED, HAS_GATE_BIAS
-    )
-    bits = gl.sum(fired.to(gl.int64) << row.to(gl.int64), axis=0)
-    gl.store(o_bits + gl.program_id(0), bits)
-
-    if GATED:
-        n_fired = _popcount(bits)
-        slot = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(0, summed)))
-        copied_slot = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, copied)))
-        for start in range(0, n_fired, 16):
-            up_blocks = gl.allocate_shared_memory(dtype, [BLOCKS, CHAINS, 16, 32], shared)
-            up_row = first + _nth_bit(bits + 0 * copied_slot, start + copied_slot)
-            wanted = start + copied_slot < n_fired
-            for block in gl.static_range(BLOCKS):
-                _copy_block(i_up, up_row, wanted, D, D, block, up_blocks.index(block), copied, CHAINS)
-            async_copy.commit_group()
-            its = first + _nth_bit(bits + 0 * slot, start + slot)
-            filled = start + slot < n_fired
-            places = m_h + its.to(gl.int64)[:, None] * BM + m[None, :]
-            _barrier()  # all of a is written
-            a = gl.load(places, mask=filled[:, None], other=0.0).to(gl.float32)
-            async_copy.wait_group(0)
-            up_acc = gl.zeros((CHAINS, 16, BM), gl.float32, mma)
-            for block in gl.static_range(BLOCKS):
-                x = x_blocks.index(block).permute((0, 2, 1)).load(x_layout)
-                up_acc = mma_v2(up_blocks.index(block).load(a_layout), x, up_acc)
-            up_sums = gl.allocate_shared_memory(
-                gl.float32, [CHAINS, 16, BM], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-            )
-            up_sums.store(up_acc)
-            u = gl.sum(up_sums.load(summed), axis=0)
             _store_gated(a, u, its, filled, places, i_up_bias, dtype, SQUARED, HAS_UP_BIAS)
 
 
