@@ -9,8 +9,9 @@ A copy is made again when
 - (``sampled`` copies on the CPU, where looking costs no sync) a sample of the weight has changed.
 
 A CUDA graph that was captured with a copy goes on reading it where it was. So such copies live as long as their
-weights, stay in place, and are written over when they are made again; after an optimiser's step at once, since a replay
-asks for nothing. After any other change of weights under a graph, capture it again or call the layer once.
+weights, stay in place, and are written over when they are made again; after an optimiser's step at once (if ``again``
+says how), since a replay asks for nothing. After any other change of weights under a graph, capture it again or call
+the layer once.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ Bytes, D 2048, F 5632, bf16: Wg 23 MB, then 8 KB for each of U neurons (29 at M 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -109,6 +110,7 @@ def why_not_hopper(capability: int, version: str = triton.__version__) -> str | 
     return None if version.startswith(_GLUON) else f"tried with Triton 3.6 and 3.7, not {version}"
 
 
+@functools.cache  # asked for in every call
 def tiles_for(
     tokens: int,
     D: int,
