@@ -10,8 +10,8 @@ A copy is made again when
 
 A CUDA graph that was captured with a copy goes on reading it where it was. So such copies live as long as their
 weights, stay in place, and are written over when they are made again; after an optimiser's step at once (if ``again``
-says how), since a replay asks for nothing. After any other change of weights under a graph, capture it again or call
-the layer once.
+says how), since a replay asks for nothing. What is not all tensors is not written over: such a graph, of large batches,
+has to be captured again when weights change.
 """
 
 from __future__ import annotations
