@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import gc
 import json
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +115,33 @@ def test_compare_takes_turns_and_respects_bounds() -> None:
 def test_graphs_are_timed_in_turn() -> None:
     run = ffn.in_turn([lambda i=i: torch.tensor(i) for i in range(3)])
     assert [int(run()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_what_a_graph_reads_lives_as_long_as_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def replay(self) -> None: ...
+
+    for name, fake in (("CUDAGraph", Graph), ("graph", contextlib.nullcontext), ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    weight = torch.ones(3)
+    alive = weakref.ref(weight)
+    replay = ffn.replayed([functools.partial(torch.add, weight, 1)])
+    del weight
+    gc.collect()
+    assert alive() is not None and replay().tolist() == [2, 2, 2]
+    del replay
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_result_that_changes_while_it_is_timed_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare, right, wrong = timing.compare, ops.gated_ffn, []
+
+    def spoil(*args: Any, **kwargs: Any) -> Any:
+        wrong.append(True)
+        return compare(*args, **kwargs)
+
+    monkeypatch.setattr(timing, "compare", spoil)
+    monkeypatch.setattr(ops, "gated_ffn", lambda *a, **k: right(*a, **k) * (1.01 if wrong else 1.0))
+    with pytest.raises(ffn.WrongResult, match="before it was timed"):
+        list(ffn.run([ffn.Case(workload="skew10", M=8, D=64, F=256)], seconds=0.0))

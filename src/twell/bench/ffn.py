@@ -77,8 +77,11 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     backend = ops.choose_backend(case.backend, x.device)
     plan = _plan(case, inputs) if backend == "triton" else None
     runs = alternatives(case, inputs, x, plan)
-    errors = check(x, inputs, case.gated, runs["dense"](), runs["sparse"]())
+    checked = runs["sparse"]().clone()
+    errors = check(x, inputs, case.gated, runs["dense"](), checked)
     times = timing.compare(runs, seconds=seconds, device=x.device)
+    if not torch.equal(runs["sparse"](), checked):
+        raise WrongResult("sparse output is not what it was before it was timed; no speedup is reported")
     if case.graph:
         times = {name: timing.Spread(*(round(t / GRAPH_LAYERS, 5) for t in spread)) for name, spread in times.items()}
     fastest_dense = min(times[name].p50 for name in times if name != "sparse")
@@ -155,7 +158,8 @@ def in_turn(runs: Sequence[Callable[[], Tensor]]) -> Callable[[], Tensor]:
 def replayed(runs: Sequence[Callable[[], Tensor]], before: Callable[[], Any] = lambda: None) -> Callable[[], Tensor]:
     """``runs``, one after the other, as one CUDA graph: what the host does is done once. Returns what the last does.
 
-    Each is run before it is captured, to compile what it needs, after ``before``.
+    Each is run before it is captured, to compile what it needs, after ``before``. What they hold lives as long as the
+    graph, which would go on reading weights that are freed.
     """
     for run in (*runs, *runs, *runs):
         before()
@@ -164,12 +168,12 @@ def replayed(runs: Sequence[Callable[[], Tensor]], before: Callable[[], Any] = l
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         *_, out = (run() for run in runs)
+    return functools.partial(_replay, graph, out, runs)
 
-    def replay() -> Tensor:
-        graph.replay()
-        return out
 
-    return replay
+def _replay(graph: torch.cuda.CUDAGraph, out: Tensor, _held: Sequence[Callable[[], Tensor]]) -> Tensor:
+    graph.replay()
+    return out
 
 
 def _parts(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan, seconds: float) -> dict[str, float]:

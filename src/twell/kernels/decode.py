@@ -99,8 +99,12 @@ class HopperSumTile(NamedTuple):
     BD: int = 16
 
 
-# By the most tokens.
-_HOPPER_SUMS = {8: HopperSumTile(3, 4), 16: HopperSumTile(2, 4), 32: HopperSumTile(10, 8), 64: HopperSumTile(8, 8)}
+_HOPPER_SUMS = {  # by the most tokens
+    8: HopperSumTile(3, 4),
+    16: HopperSumTile(2, 4),
+    32: HopperSumTile(10, 8),
+    64: SumTile(16, 4, 4, BS=2),
+}
 
 
 def why_not_hopper(capability: int, version: str = triton.__version__) -> str | None:
