@@ -250,8 +250,8 @@ def test_the_bound_is_no_wider_than_it_need_be() -> None:
     assert copy is not None
     fired = (inputs.x.float() @ inputs.w_gate.float().t() > 0).sum()
     assert fired <= (screen.bounds(copy, inputs.x, None) > 0).sum() <= 4 * fired
-    assert screen.is_worth_it(copy, inputs.x, None)
-    assert not screen.is_worth_it(copy, inputs.x, torch.full((1408,), 100.0))
+    assert screen.is_worth_it(copy, inputs.x, None, screen.MOST_CANDIDATES)
+    assert not screen.is_worth_it(copy, inputs.x, torch.full((1408,), 100.0), screen.MOST_CANDIDATES)
 
 
 def test_a_bias_may_be_anything() -> None:
@@ -394,7 +394,7 @@ def test_layers_plan_for_few_tokens_by_the_first_ones(
     kind: type, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("twell.nn.FIRST_LOOK", 8)
-    monkeypatch.setattr("twell.plan._FEW_START", 0.0)
+    monkeypatch.setattr("twell.plan._FEW_COSTS", dict.fromkeys((1, 2, 4, 8, 16, 32, 64), (0.0, 2.0)))
     layer = kind(32, 64, bias=True, backend="triton")
     with torch.no_grad():
         getattr(layer, layer.projections[0]).bias.fill_(-1.0)  # few fire

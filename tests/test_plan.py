@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from twell.plan import Costs, Plan, choose_plan, costs_for, dense_plan
+from twell.plan import _FEW_COSTS, _FEW_GATE, _MIN_GAIN, Costs, Plan, choose_plan, costs_for, dense_plan
 
 COSTS = Costs(gate=1.0, down=1.0, gather=200.0, heavy=1.5, token=0.0, hot=0.0, batch=1e6)
 
@@ -146,10 +146,18 @@ def test_an_odd_number_of_hot_neurons_is_refused() -> None:
 def test_few_tokens_pay_while_few_neurons_fire_for_any_of_them() -> None:
     rare, often = torch.full((5632,), 3.0), torch.full((5632,), 100.0)  # of 1000 tokens
     assert choose_plan(rare, 1000, COSTS).few_tokens == 64  # 17 % of the neurons fire for one of 64
-    assert choose_plan(often, 1000, COSTS).few_tokens == 2  # 19 % for one of two, 34 % for one of four
+    assert choose_plan(often, 1000, COSTS).few_tokens == 4  # 34 % for one of four, 57 % for one of eight
     assert choose_plan(torch.full((5632,), 700.0), 1000, COSTS).few_tokens == 0
     uneven = torch.cat([torch.full((512,), 900.0), torch.full((5120,), 1.0)])
     assert choose_plan(uneven, 1000, COSTS).few_tokens == 64
+
+
+def test_few_tokens_pay_for_every_smaller_batch() -> None:
+    """A gathered row costs less for 64 tokens, and these neurons fire for any number of tokens."""
+    always = torch.cat([torch.full((2600,), 999.0), torch.zeros(3032)])
+    start, gather = _FEW_COSTS[64]
+    assert start + _FEW_GATE * 5632 + 2 * gather * 2600 < 3 * 5632 / _MIN_GAIN  # 64 alone would pay
+    assert choose_plan(always, 1000, COSTS).few_tokens == 0
 
 
 def test_not_more_tokens_than_were_seen() -> None:
@@ -159,15 +167,15 @@ def test_not_more_tokens_than_were_seen() -> None:
 def test_narrow_layers_and_plain_ones_save_less() -> None:
     counts = torch.full((2048,), 3.0)
     assert choose_plan(counts, 1000, COSTS, width=4096).few_tokens == 64
-    assert choose_plan(counts, 1000, COSTS, width=512).few_tokens == 0  # a kernel takes longer to start
-    at_limit = torch.full((5632,), 10.0)  # 15 % of the neurons fire for one of 16
+    assert choose_plan(counts, 1000, COSTS, width=256).few_tokens == 0  # a kernel takes longer to start
+    at_limit = torch.full((5632,), 30.0)  # 39 % of the neurons fire for one of 16
     gated, plain = (choose_plan(at_limit, 1000, COSTS, gated=g).few_tokens for g in (True, False))
     assert (gated, plain) == (16, 8)
 
 
 def test_a_dense_layer_may_be_sparse_for_few_tokens() -> None:
     plan = choose_plan(torch.full((5632,), 100.0), 1000, COSTS)
-    assert plan.is_dense and repr(plan) == "Plan(dense, 5632 neurons, sparse up to 2 tokens)"
-    assert Plan.decode(plan.encode()).few_tokens == 2
+    assert plan.is_dense and repr(plan) == "Plan(dense, 5632 neurons, sparse up to 4 tokens)"
+    assert Plan.decode(plan.encode()).few_tokens == 4
     with pytest.raises(ValueError, match="at most 64"):
         dense_plan(512, few_tokens=65)

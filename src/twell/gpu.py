@@ -60,10 +60,12 @@ def few_tokens_forward(x: Tensor, w: Weights, activation: str) -> Tensor:
             return few_tokens_forward(x, w, activation)
     if w.down.is_inference():
         return _densely(x, w, activation)
-    screened = _screen(x, w) if len(x) == 1 else None
     down = _neuron_major(w)
     tiles, settled = few_tiles(x, w, down), False
-    if screened is None and isinstance(tiles[0], decode.HopperTile):
+    for_hopper = isinstance(tiles[0], decode.HopperTile)
+    most_candidates = screen.MOST_BESIDE_HOPPER if for_hopper else screen.MOST_CANDIDATES
+    screened = _screen(x, w, most_candidates) if len(x) == 1 else None
+    if screened is None and for_hopper:
         # Seen by an earlier call of that kernel, which lets none start before what came before it has ended.
         settled = weights.kept_already("seen", [w.gate]) is not None
         weights.kept("seen", [w.gate], lambda: True)
@@ -151,7 +153,7 @@ def _neuron_major(w: Weights) -> Tensor:
     return weights.kept("down", [w.down], lambda: split.neuron_major(w.down), again=split.neuron_major)
 
 
-def _screen(x: Tensor, w: Weights) -> screen.Screen | None:
+def _screen(x: Tensor, w: Weights, most_candidates: float) -> screen.Screen | None:
     """The gate's int8 copy for one token, or None where it cannot be, or would not help for the token x [1, D].
 
     That is looked at once for a gate, which waits for the device: not while a graph is captured. When a kernel gets the
@@ -164,7 +166,8 @@ def _screen(x: Tensor, w: Weights) -> screen.Screen | None:
 
     def make() -> screen.Screen | None:
         screened = screen.screen_of(w.gate.detach())
-        return screened if screened is not None and screen.is_worth_it(screened, x, w.gate_bias) else None
+        helps = screened is not None and screen.is_worth_it(screened, x, w.gate_bias, most_candidates)
+        return screened if helps else None
 
     return weights.kept("screen", [w.gate], make, again=lambda gate: screen.screen_of(gate.detach()))
 

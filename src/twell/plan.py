@@ -63,10 +63,18 @@ _LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the 
 _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
 _MIN_TOKENS = 4096  # fewer leave parts of the GPU idle in every kernel, and all of it while the host launches them
 MAX_FEW_TOKENS = 64  # that kernels/decode.py takes at once
-_FEW_TOKENS = (MAX_FEW_TOKENS, 32, 16, 8, 4, 2, 1)  # batches that it may get
-# In rows of a dense FFN's weights that take as long to read: what there is to do besides (at D 2048), a gate row, a
-# gathered row. Fitted to an H200's times of 1 to 64 tokens of skew29, as CUDA graphs.
-_FEW_START, _FEW_GATE, _FEW_GATHER = 4000.0, 0.95, 2.3
+# In rows of a dense FFN's weights that take as long to read, by tokens at once: what there is to do besides (at D
+# 2048), and a gathered row. Fitted to an H200's times of 4 to 3800 neurons of 5632, as CUDA graphs.
+_FEW_COSTS = {
+    1: (550.0, 2.2),
+    2: (550.0, 2.2),
+    4: (650.0, 2.0),
+    8: (900.0, 2.0),
+    16: (1400.0, 2.0),
+    32: (3000.0, 1.2),
+    MAX_FEW_TOKENS: (4300.0, 0.85),
+}
+_FEW_GATE = 0.95  # a row of the gate
 _HEADER = 5  # numbers before the neurons in the encoded form
 
 
@@ -195,17 +203,19 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
 
 
 def few_tokens_for(frequency: Tensor, tokens: int, *, width: int, gated: bool) -> int:
-    """Up to how many tokens at once kernels/decode.py pays; 0: never. ``frequency`` [F]: how often each neuron fired.
+    """Up to how many tokens at once kernels/decode.py always pays; 0: never. ``frequency`` [F] of neurons.
 
     Not more than the ``tokens`` that were seen: of neurons that wait for rarer ones nothing is known.
     """
     F, others = len(frequency), 2 if gated else 1  # projections beside the gate
-    fixed = _FEW_START * 2048 / width + _FEW_GATE * F
-    for M in _FEW_TOKENS:
+    few_tokens = 0
+    for M, (start, gather) in _FEW_COSTS.items():
         union = float((1 - (1 - frequency.clamp(max=1)) ** M).sum())
-        if tokens >= M and fixed + others * _FEW_GATHER * union < (1 + others) * F / _MIN_GAIN:
-            return M
-    return 0
+        cost = start * 2048 / width + _FEW_GATE * F + others * gather * union
+        if tokens < M or cost > (1 + others) * F / _MIN_GAIN:
+            break
+        few_tokens = M
+    return few_tokens
 
 
 def _rounded(n: float) -> int:

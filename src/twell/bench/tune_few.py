@@ -31,7 +31,7 @@ def neuron_candidates(
     """Those of Triton, and where they can run those of hopper.py."""
     divided = decode._divided(F, 64, processors)
     yield decode.NeuronTile(64, 128, 4, 6)
-    shapes = ((64, 8), (128, 4), (128, 6), (256, 3))
+    shapes = ((64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3))
     for (BK, stages), slots in itertools.product(shapes, (0, 16) if sixteen_bits else (0,)):
         yield decode.NeuronTile(64, BK, 4, stages, slots, *divided)
     if hopper and (tile := decode._hopper_tile(M, D, F, processors)) is not None:

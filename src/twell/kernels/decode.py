@@ -99,7 +99,7 @@ class HopperSumTile(NamedTuple):
     BD: int = 16
 
 
-_HOPPER_SUMS = {  # by the most tokens
+_HOPPER_SUMS: dict[int, SumTile | HopperSumTile] = {  # by the most tokens
     8: HopperSumTile(3, 4),
     16: HopperSumTile(2, 4),
     32: HopperSumTile(10, 8),

@@ -25,7 +25,8 @@ BN, BK, WARPS = 8, 2048, 4  # neurons of a program: six programs a processor hol
 SLOTS = 2  # candidates of a tile taken at once
 REGISTERS = 80
 _CHUNK_ROWS = 1024
-_MOST_CANDIDATES = 0.1  # of all neurons, above which reading the gate itself is faster
+# Candidates, of all neurons, above which reading the gate itself is faster: by decode.py's kernel, by hopper.py's.
+MOST_CANDIDATES, MOST_BESIDE_HOPPER = 0.06, 0.035
 
 
 class Screen(NamedTuple):
@@ -54,11 +55,11 @@ def bounds(screen: Screen, x: Tensor, gate_bias: Tensor | None) -> Tensor:
     return most if gate_bias is None else most + gate_bias
 
 
-def is_worth_it(screen: Screen, x: Tensor, gate_bias: Tensor | None) -> bool:
+def is_worth_it(screen: Screen, x: Tensor, gate_bias: Tensor | None, most_candidates: float) -> bool:
     """Whether few neurons, of every eighth, are candidates for the tokens x [M, D]. Waits for the device."""
     some = Screen(*(t[::8] for t in screen))
     most = bounds(some, x, None if gate_bias is None else gate_bias[::8])
-    return bool((most > 0).float().mean() <= _MOST_CANDIDATES)
+    return bool((most > 0).float().mean() <= most_candidates)
 
 
 @triton.jit
