@@ -152,6 +152,17 @@ def test_tiles_fit_every_count() -> None:
             assert (44 if capability == 120 else 0) == tile.TN
 
 
+@pytest.mark.parametrize("M", [17, 32, 33, 64])
+def test_more_neurons_than_one_program_a_processor_takes_run_two_at_once(M: int) -> None:
+    neurons, sums = decode.tiles_for(M, 4096, 14336)
+    assert isinstance(neurons, decode.NeuronTile) and 132 < neurons.programs <= 2 * 132
+    BM = 32 if M <= 32 else 64
+    assert 2 * neurons.stages * (neurons.BN + BM) * neurons.BK * 2 <= 227 * 1024
+    assert sums == (decode.HopperSumTile(6, 8) if M <= 32 else decode.SumTile(32, 4, 4, BS=2))
+    in_triton = decode.tiles_for(M, 4096, 14336, aligned=False)
+    assert in_triton == (neurons, decode.SumTile(32, 4, 4, BS=2))
+
+
 def test_hopper_has_its_own_kernel_where_the_gate_fits() -> None:
     def kind(D: int, F: int, **facts: int) -> type:
         return type(decode.tiles_for(8, D, F, **facts)[0])

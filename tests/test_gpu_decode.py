@@ -84,13 +84,13 @@ def test_one_token_is_screened_where_that_helps() -> None:
     for workload, helps in (("skew29", True), ("skew2800", False)):
         inputs = cases.make(workload, 1, dtype=bf16, device="cuda")
         w = Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
-        assert (gpu._screen(inputs.x, w) is not None) == helps
-        assert gpu._screen(inputs.x, w) is gpu._screen(inputs.x, w)
+        assert (gpu._screen(inputs.x, w, 0.035) is not None) == helps
+        assert gpu._screen(inputs.x, w, 0.035) is gpu._screen(inputs.x, w, 0.035)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            kept = gpu._screen(inputs.x, w)
+            kept = gpu._screen(inputs.x, w, 0.035)
             assert (kept is not None) == helps
-            assert gpu._screen(inputs.x, w._replace(gate=inputs.w_up)) is None  # nothing new in a graph
+            assert gpu._screen(inputs.x, w._replace(gate=inputs.w_up), 0.035) is None  # nothing new in a graph
 
 
 @pytest.mark.parametrize("M", [1, 8, 64])

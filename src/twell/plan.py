@@ -63,8 +63,8 @@ _LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the 
 _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
 _MIN_TOKENS = 4096  # fewer leave parts of the GPU idle in every kernel, and all of it while the host launches them
 MAX_FEW_TOKENS = 64  # that kernels/decode.py takes at once
-# In rows of a dense FFN's weights that take as long to read, by tokens at once: what there is to do besides (at D
-# 2048), and a gathered row. Fitted to an H200's times of 4 to 3800 neurons of 5632, as CUDA graphs.
+# In rows of a dense FFN's weights that take as long to read, by tokens at once: what there is to do besides, and a
+# gathered row. Fitted to an H200's times of 4 to 3800 neurons of 5632 (D 2048), as CUDA graphs.
 _FEW_COSTS = {
     1: (550.0, 2.2),
     2: (550.0, 2.2),
@@ -74,7 +74,8 @@ _FEW_COSTS = {
     32: (3000.0, 1.2),
     MAX_FEW_TOKENS: (4300.0, 0.85),
 }
-_FEW_GATE = 0.95  # a row of the gate
+_FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; where a processor has more of them than one program takes
+_MANY_NEURONS = 64 * 132
 _HEADER = 5  # numbers before the neurons in the encoded form
 
 
@@ -185,7 +186,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     best = int(near.nonzero()[0])  # the smallest of them
     dense = projections * costs.dense * F
     H, predicted = int(n_hot[best]), dense / float(cost[best])
-    few_tokens = few_tokens_for(frequency, tokens, width=width, gated=gated)
+    few_tokens = few_tokens_for(frequency, tokens, gated=gated)
     if predicted < _MIN_GAIN:
         return dense_plan(F, few_tokens)
     cap = heavy * (F - H) / gather
@@ -202,16 +203,17 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     )
 
 
-def few_tokens_for(frequency: Tensor, tokens: int, *, width: int, gated: bool) -> int:
+def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool) -> int:
     """Up to how many tokens at once kernels/decode.py always pays; 0: never. ``frequency`` [F] of neurons.
 
     Not more than the ``tokens`` that were seen: of neurons that wait for rarer ones nothing is known.
     """
     F, others = len(frequency), 2 if gated else 1  # projections beside the gate
+    gate = _FEW_GATE if F <= _MANY_NEURONS else _FEW_GATE_MANY
     few_tokens = 0
     for M, (start, gather) in _FEW_COSTS.items():
         union = float((1 - (1 - frequency.clamp(max=1)) ** M).sum())
-        cost = start * 2048 / width + _FEW_GATE * F + others * gather * union
+        cost = start + gate * F + others * gather * union
         if tokens < M or cost > (1 + others) * F / _MIN_GAIN:
             break
         few_tokens = M
