@@ -13,7 +13,7 @@ from twell.bench import tables
 from twell.cli import app
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "docs" / "results.md", ROOT / "README.md"]
+DOCUMENTS = [ROOT / "docs" / "results.md", ROOT / "docs" / "converting.md", ROOT / "README.md"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -38,7 +38,8 @@ def change(path: Path, **fields: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ffn", "ffn-layers", "model", "train-ffn", "train-layers", "train-step", "train-largest"]
+    "name",
+    ["ffn", "ffn-few", "ffn-layers", "gpu-decode", "model", "train-ffn", "train-layers", "train-step", "train-largest"],
 )
 def test_numbers_come_from_rows(name: str, rows: Path) -> None:
     (file,) = tables.TABLES[name].files

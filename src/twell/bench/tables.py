@@ -64,7 +64,7 @@ def _source(rows: list[Row], links: str, command: str) -> str:
     if "gpu" in first:
         machine = f"one {first['gpu']}"
     elif "cpu" in first:
-        machine = f"{first['threads']} cores of an {first['cpu']}"
+        machine = f"{first['threads']} core{'s'[: first['threads'] != 1]} of an {first['cpu']}"
     else:
         machine = f"one {first['device']}"
     used = first["versions"]
@@ -79,11 +79,11 @@ def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-def _ms(spread: dict[str, float]) -> str:
+def _ms(spread: dict[str, float], unit: str = "ms") -> str:
     """Median, and half the distance of the 20th and 80th percentile in per cent."""
     p50, half = spread["p50"], (spread["p80"] - spread["p20"]) / 2
-    digits = 1 if p50 >= 100 else 2 if p50 >= 10 else 3
-    return f"{p50:.{digits}f} ±{100 * half / p50:.0f} %"
+    text = f"{1000 * p50:.1f}" if unit == "us" else f"{p50:.{1 if p50 >= 100 else 2 if p50 >= 10 else 3}f}"
+    return f"{text} ±{100 * half / p50:.0f} %"
 
 
 def _dense(row: Row) -> dict[str, float]:
@@ -119,7 +119,9 @@ def _is_largest(row: Row) -> bool:
 
 
 def _is_of_readme(row: Row) -> bool:
-    """Training of one FFN, and the 1.5B model: its forward, and a step of the batch that fills a GPU."""
+    """Training of one FFN, and the 1.5B model: its forward, a token, and a step of the batch that fills a GPU."""
+    if row["bench"] == "decode":
+        return bool(row["preset"] == "1.5b" and row["batch"] == 1)
     if row["bench"] == "model" or _is_step(row):
         return row.get("preset") == "1.5b" and row["batch"] != 12
     return _is_workload(row)
@@ -138,6 +140,11 @@ def _is_usual(row: Row) -> bool:
     return _is_layer(row) or (row["workload"] in {"skew29", "skew100", "skew1000"} and _what(row) == row["workload"])
 
 
+def _is_skewed(row: Row) -> bool:
+    """A layer of the usual shape whose neurons fire unevenly."""
+    return str(row["workload"]).startswith("skew") and _what(row) == row["workload"]
+
+
 def _is_gated_fp32(row: Row) -> bool:
     return bool(row["kind"] == "gated" and row["dtype"] == "float32")
 
@@ -146,26 +153,29 @@ def _what(row: Row) -> str:
     """A row's workload, and what is unusual about it."""
     notes = [str(row["workload"])]
     notes += ["plain"] if row["kind"] == "plain" else []
-    notes += ["graph"] if row.get("graph") else []
     notes += [f"D {row['D']}, F {row['F']}"] if (row["D"], row["F"]) != (2048, 5632) else []
     return ", ".join(notes)
 
 
-def _ffn(rows: list[Row]) -> list[str]:
+def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
     return _lines(
-        ("workload", "tokens", "active", "dense ms", "sparse ms", "speedup"),
+        ("workload", "tokens", "active", f"dense {unit}", f"sparse {unit}", "speedup"),
         (
             (
                 _what(r),
                 str(r["M"]),
                 f"{r['mean_active']:.0f}",
-                _ms(_dense(r)),
-                _ms(r["sparse_ms"]),
+                _ms(_dense(r), unit),
+                _ms(r["sparse_ms"], unit),
                 _speedup(r["speedup"]),
             )
             for r in rows
         ),
     )
+
+
+def _ffn_few(rows: list[Row]) -> list[str]:
+    return _ffn(rows, "us")
 
 
 def _layers(rows: list[Row]) -> list[str]:
@@ -370,14 +380,24 @@ def _readme_models(rows: list[Row]) -> list[str]:
         if row["bench"] == "model":
             energy = f"{row['joules_ratio']:.2f}x" if row["joules_ratio"] else ""
             return f"forward of a model, {_how(row)}, {row['workload']}", f"{row['speedup']:.2f}x", "", energy
+        if row["bench"] == "decode":
+            of = row["joules_per_token"]
+            energy = f"{of['sparse'] / of['dense']:.2f}x" if of["sparse"] else ""
+            return f"generation, a token of a model, {row['workload']}", f"{row['speedup']:.2f}x", "", energy
         if row["level"] == "ffn":
-            energy = row["joules"]["sparse"] / row["joules"]["dense"]
-            memory = row["memory"]["ratio"]
-            return f"training, one FFN, {_what(row)}", f"{row['speedup']:.2f}x", f"{memory:.2f}x", f"{energy:.2f}x"
+            energy = f"{row['joules']['sparse'] / row['joules']['dense']:.2f}x"
+            return (
+                f"training, one FFN, {_what(row)}",
+                f"{row['speedup']:.2f}x",
+                f"{row['memory']['ratio']:.2f}x",
+                energy,
+            )
         what = f"training, a step of a model, {row['workload']}"
         return what, f"{row['speedup']:.2f}x", f"{row['peak_ratio']:.2f}x", f"{row['joules_ratio']:.2f}x"
 
-    in_order = sorted(rows, key=lambda row: (row["bench"] != "model", row.get("level") != "ffn"))
+    in_order = sorted(
+        rows, key=lambda row: (("model", "decode", "train").index(row["bench"]), row.get("level") != "ffn")
+    )
     return _lines(("1.5B shape", "speed", "memory", "energy"), map(line, in_order))
 
 
@@ -399,6 +419,10 @@ def _decode(rows: list[Row]) -> list[str]:
             for row in rows
         ),
     )
+
+
+def _readme_few(rows: list[Row]) -> list[str]:
+    return _grid(rows, (1, 8, 16, 32, 64))
 
 
 def _readme_cpu(rows: list[Row]) -> list[str]:
@@ -426,12 +450,14 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-def _small(rows: list[Row]) -> list[str]:
-    def active(row: Row) -> str:
-        if row.get("active_mean") is None:
-            return "all"
-        return f"{row['active_mean']:.1f} ({_percent(row['active_share'])})"
+def _active(row: Row) -> str:
+    """Active neurons a token of a run."""
+    if row.get("active_mean") is None:
+        return "all"
+    return f"{row['active_mean']:.1f} ({_percent(row['active_share'])})"
 
+
+def _small(rows: list[Row]) -> list[str]:
     return _lines(
         ("run", "validation loss", "bits per byte", "active", "dead", "silent", "tokens/s"),
         (
@@ -439,7 +465,7 @@ def _small(rows: list[Row]) -> list[str]:
                 _run(r),
                 f"{r['validation_loss']:.3f}",
                 f"{r['bits_per_byte']:.4f}",
-                active(r),
+                _active(r),
                 _percent(r.get("dead_share")),
                 _percent(r.get("silent_share")),
                 f"{r['tokens_per_second'] / 1000:.0f}k",
@@ -447,6 +473,19 @@ def _small(rows: list[Row]) -> list[str]:
             for r in rows
         ),
     )
+
+
+def _convert(rows: list[Row]) -> list[str]:
+    """The first row is the model that the others were converted from, or trained beside."""
+
+    def line(row: Row) -> tuple[str, ...]:
+        conversion, steps = row.get("conversion"), row["recipe"]["steps"]
+        losses = [f"{conversion[name]:.3f}" for name in ("loss_before", "loss_after")] if conversion else ["", ""]
+        all_steps = steps + rows[0]["recipe"]["steps"] if conversion else steps
+        return str(row["name"]), str(all_steps), *losses, f"{row['validation_loss']:.3f}", _active(row)
+
+    head = ("run", "steps in all", "loss before", "right after", "at the end", "active neurons a token")
+    return _lines(head, map(line, rows))
 
 
 def _small_layers(rows: list[Row]) -> list[str]:
@@ -518,6 +557,12 @@ _EVAL = "twell eval sweep-small/l1-0/model sweep-small/l1-0.0002/model sweep-sma
 _TEXT = "twell eval RUN/model --text wikitext2_raw_test.txt --last-words lambada_test.jsonl"
 TABLES = {
     "ffn": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 4096 -m 16384 -m 131072", _is_workload, _ffn),
+    "ffn-few": Table(
+        ("ffn-few-h200.jsonl",),
+        f"{_FFN} --graph -w skew29 -m 1 -m 8 -m 16 -m 32 -m 64",
+        _is_any,
+        _ffn_few,
+    ),
     "ffn-layers": Table(("ffn-h200.jsonl",), f"{_FFN} --trace TRACE.npz", _is_layer, _layers),
     "model": Table(
         ("model-h200.jsonl",),
@@ -540,12 +585,17 @@ TABLES = {
     "small": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _is_any, _small),
     "small-layers": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _counts_neurons, _small_layers),
     "small-text": Table(("train-small.jsonl",), _TEXT, _is_any, _small_text),
+    "convert-tiny": Table(("convert-tiny.jsonl",), "twell convert SILU/model --relufy --train", _is_any, _convert),
+    "convert-small": Table(("convert-small.jsonl",), "twell convert SILU/model --relufy --train", _is_any, _convert),
     "sweep": Table(("sweep-small.jsonl",), _SWEEP, _is_any, swept.table),
     "eval": Table(("eval-small.jsonl",), _EVAL, _is_any, _eval),
     "readme-gpu": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 16384", _is_usual, _readme_gpu),
+    "readme-few": Table(
+        ("ffn-few-h200.jsonl",), f"{_FFN} --graph -w skew29 -m 1 -m 8 -m 16 -m 32 -m 64", _is_skewed, _readme_few
+    ),
     "readme-models": Table(
-        ("model-h200.jsonl", "train-h200.jsonl"),
-        "twell bench model; twell bench train [--model]",
+        ("model-h200.jsonl", "decode-h200.jsonl", "train-h200.jsonl"),
+        "twell bench model; twell bench decode --compile; twell bench train [--model]",
         _is_of_readme,
         _readme_models,
     ),

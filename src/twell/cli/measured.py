@@ -45,7 +45,8 @@ def compare(
 @app.command()
 def results(
     documents: Annotated[
-        list[Path] | None, typer.Argument(help="Markdown files with tables. Default: docs/results.md README.md.")
+        list[Path] | None,
+        typer.Argument(help="Markdown files with tables. Default: docs/results.md docs/converting.md README.md."),
     ] = None,
     rows: Annotated[Path, typer.Option(help="The folder of .jsonl files the tables are made from.")] = Path("results"),
     check: Annotated[
@@ -59,7 +60,7 @@ def results(
     from twell.bench import tables
 
     stale = []
-    for document in documents or [Path("docs/results.md"), Path("README.md")]:
+    for document in documents or [Path("docs/results.md"), Path("docs/converting.md"), Path("README.md")]:
         if not document.is_file():
             raise ValueError(f"there is no document {document}")
         new = tables.updated(document, rows)
