@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,17 @@ def test_more_neurons_than_one_program_a_processor_takes_run_two_at_once(M: int)
     assert sums == (decode.HopperSumTile(6, 8) if M <= 32 else decode.SumTile(32, 4, 4, BS=2))
     in_triton = decode.tiles_for(M, 4096, 14336, aligned=False)
     assert in_triton == (neurons, decode.SumTile(32, 4, 4, BS=2))
+    narrower, sums = decode.tiles_for(M, 4096, 8448)  # one program a processor
+    assert isinstance(narrower, decode.NeuronTile) and narrower.stages == 6 and narrower.programs == 132
+    assert sums == decode.tiles_for(M, 2048, 5632)[1]
+    for how in ({"element_size": 4}, {"capability": 120}):
+        _, sums = decode.tiles_for(M, 4096, 14336, **how)
+        assert isinstance(sums, decode.SumTile) and sums.BD == 16
+
+
+def test_up_to_16_tokens_of_many_neurons_keep_all_stages() -> None:
+    neurons, _ = decode.tiles_for(16, 4096, 14336)
+    assert isinstance(neurons, decode.NeuronTile) and neurons.stages == 6
 
 
 def test_hopper_has_its_own_kernel_where_the_gate_fits() -> None:
@@ -296,6 +308,26 @@ def test_no_copy_of_weights_that_are_not_finite_or_out_of_range() -> None:
 def test_only_one_token_is_screened() -> None:
     with pytest.raises(ValueError, match="one token, got 2"):
         run(torch.randn(2, 32), make_weights(32, 48, f32), screened=True)
+
+
+@pytest.mark.parametrize(
+    ("tile", "most"),
+    [(decode.HopperTile(44, 132, 256), screen.MOST_BESIDE_HOPPER), (gpu._INTERPRETED_FEW[0], screen.MOST_CANDIDATES)],
+    ids=["hopper", "triton"],
+)
+def test_fewer_candidates_are_screened_where_hopper_has_a_kernel(
+    tile: Any, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the two limits: by the one that is screened, by the other not."""
+    share = 0.04
+    assert screen.MOST_BESIDE_HOPPER < share < screen.MOST_CANDIDATES
+    monkeypatch.setattr(gpu, "few_tiles", lambda *_: (tile, gpu._INTERPRETED_FEW[1]))
+    bounds = torch.where(torch.arange(1000) < 1000 * share, 1.0, -1.0)[None]
+    monkeypatch.setattr(screen, "bounds", lambda *_: bounds)
+    screened: list[bool] = []
+    monkeypatch.setattr(decode, "forward", lambda *a, **_: screened.append(a[5] is not None))
+    gpu.few_tokens_forward(torch.randn(1, 32).half(), make_weights(32, 48, f16), "relu")
+    assert screened == [share < most]
 
 
 def test_the_copy_is_made_once_and_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def test_plans_are_those_that_sparsify_chooses(relu_model: Path) -> None:
     rows = sparsify_(AutoModelForCausalLM.from_pretrained(relu_model)).rows
     assert [p.layer for p in plans] == [row.layer for row in rows] == [f"model.layers.{i}.mlp" for i in range(3)]
     for shown, row in zip(plans, rows, strict=True):
-        assert shown.plan in row.plan
+        without_prediction = re.sub(r", predicted [\d.]+x", "", row.plan)
+        assert without_prediction == f"Plan({shown.plan})"
     assert plans[0].plan.startswith(f"0 of {F} neurons hot, tokens heavy above ")
     assert plans[1].plan.startswith(f"256 of {F} neurons hot, ")
     assert plans[2] == doctor.LayerPlan("model.layers.2.mlp", f"dense, {F} neurons", 1.0)
@@ -90,7 +92,7 @@ def test_plans_follow_the_costs_of_the_gpu_that_is_there(relu_model: Path, monke
     pays = [p.predicted is not None and p.predicted > 1 for p in doctor.plans(str(relu_model))]
     assert pays == [True, True, False]
     pretend_gpu(monkeypatch, (10, 0))
-    assert {p.plan for p in doctor.plans(str(relu_model))} == {f"dense, {F} neurons"}
+    assert all(p.plan.startswith(f"dense, {F} neurons") for p in doctor.plans(str(relu_model)))
 
 
 def test_plain_ffns_are_planned_as_such(tmp_path: Path) -> None:

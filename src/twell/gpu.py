@@ -161,15 +161,16 @@ def _screen(x: Tensor, w: Weights, most_candidates: float) -> screen.Screen | No
     """
     if x.element_size() != 2 or w.gate.is_inference() or not w.gate.is_contiguous():
         return None
+    kind = "screen", most_candidates
     if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return weights.kept_already("screen", [w.gate])
+        return weights.kept_already(kind, [w.gate])
 
     def make() -> screen.Screen | None:
         screened = screen.screen_of(w.gate.detach())
         helps = screened is not None and screen.is_worth_it(screened, x, w.gate_bias, most_candidates)
         return screened if helps else None
 
-    return weights.kept("screen", [w.gate], make, again=lambda gate: screen.screen_of(gate.detach()))
+    return weights.kept(kind, [w.gate], make, again=lambda gate: screen.screen_of(gate.detach()))
 
 
 def few_tiles(

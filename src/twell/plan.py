@@ -64,7 +64,8 @@ _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it kee
 _MIN_TOKENS = 4096  # fewer leave parts of the GPU idle in every kernel, and all of it while the host launches them
 MAX_FEW_TOKENS = 64  # that kernels/decode.py takes at once
 # In rows of a dense FFN's weights that take as long to read, by tokens at once: what there is to do besides, and a
-# gathered row. Fitted to an H200's times of 4 to 3800 neurons of 5632 (D 2048), as CUDA graphs.
+# gathered row. Fitted to an H200's times of 4 to 3800 neurons of 5632 (D 2048), as CUDA graphs. Where hopper.py's first
+# kernel cannot run, up to 16 tokens take longer: at 8 by 2000 rows.
 _FEW_COSTS = {
     1: (550.0, 2.2),
     2: (550.0, 2.2),
@@ -74,8 +75,8 @@ _FEW_COSTS = {
     32: (3000.0, 1.2),
     MAX_FEW_TOKENS: (4300.0, 0.85),
 }
-_FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; where a processor has more of them than one program takes
-_MANY_NEURONS = 64 * 132
+_FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; of F 14336 (D 4096), where processors have two programs
+_MANY_NEURONS = 64 * 132  # on an H200, above which they do
 _HEADER = 5  # numbers before the neurons in the encoded form
 
 
@@ -167,7 +168,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     >>> counts = torch.tensor([900] * 256 + [3] * 1792)  # of 1000 tokens: some neurons fire nearly always, most hardly
     >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
     >>> choose_plan(counts, 1000, costs)
-    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on, predicted 1.77x)
+    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on, predicted 1.77x, sparse up to 16 tokens)
     >>> choose_plan(torch.full((2048,), 500), 1000, costs)
     Plan(dense, 2048 neurons)
     """
@@ -204,7 +205,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
 
 
 def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool) -> int:
-    """Up to how many tokens at once kernels/decode.py always pays; 0: never. ``frequency`` [F] of neurons.
+    """The most tokens up to which every batch pays by kernels/decode.py; 0: none. ``frequency`` [F] of neurons.
 
     Not more than the ``tokens`` that were seen: of neurons that wait for rarer ones nothing is known.
     """

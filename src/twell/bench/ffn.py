@@ -1,7 +1,8 @@
 """``twell bench ffn``: one FFN, dense against sparse, on workloads of known sparsity.
 
 A case is checked before it is timed: sparse output may err at most twice as much as PyTorch's own dense
-output does against float64. A case that fails the check raises, and no speedup is reported.
+output does against float64. After it, the sparse output must still be the same. A case that fails raises, and no
+speedup is reported.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _source(rows: list[Row], links: str, command: str) -> str:
     if "gpu" in first:
         machine = f"one {first['gpu']}"
     elif "cpu" in first:
-        machine = f"{first['threads']} core{'s'[: first['threads'] != 1]} of an {first['cpu']}"
+        machine = f"{first['threads']} {'core' if first['threads'] == 1 else 'cores'} of an {first['cpu']}"
     else:
         machine = f"one {first['device']}"
     used = first["versions"]
@@ -554,12 +554,13 @@ _SWEEP = (
     "steps=400 sequences_per_step=32 micro_batch=32 eval_every=200 dead_after_tokens=2000000"
 )
 _EVAL = "twell eval sweep-small/l1-0/model sweep-small/l1-0.0002/model sweep-small/l1-0.0004/model --data tasks/"
+_CONVERT = "twell convert SILU/model --relufy --train --data TEXT --out RUN steps=... lr=... l1=..."
 _TEXT = "twell eval RUN/model --text wikitext2_raw_test.txt --last-words lambada_test.jsonl"
 TABLES = {
     "ffn": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 4096 -m 16384 -m 131072", _is_workload, _ffn),
     "ffn-few": Table(
         ("ffn-few-h200.jsonl",),
-        f"{_FFN} --graph -w skew29 -m 1 -m 8 -m 16 -m 32 -m 64",
+        f"{_FFN} --graph -w WORKLOAD -m 1 -m 8 -m 16 -m 32 -m 64 [-d 4096 -f 14336]",
         _is_any,
         _ffn_few,
     ),
@@ -585,8 +586,8 @@ TABLES = {
     "small": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _is_any, _small),
     "small-layers": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _counts_neurons, _small_layers),
     "small-text": Table(("train-small.jsonl",), _TEXT, _is_any, _small_text),
-    "convert-tiny": Table(("convert-tiny.jsonl",), "twell convert SILU/model --relufy --train", _is_any, _convert),
-    "convert-small": Table(("convert-small.jsonl",), "twell convert SILU/model --relufy --train", _is_any, _convert),
+    "convert-tiny": Table(("convert-tiny.jsonl",), _CONVERT, _is_any, _convert),
+    "convert-small": Table(("convert-small.jsonl",), _CONVERT, _is_any, _convert),
     "sweep": Table(("sweep-small.jsonl",), _SWEEP, _is_any, swept.table),
     "eval": Table(("eval-small.jsonl",), _EVAL, _is_any, _eval),
     "readme-gpu": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 16384", _is_usual, _readme_gpu),
@@ -595,12 +596,15 @@ TABLES = {
     ),
     "readme-models": Table(
         ("model-h200.jsonl", "decode-h200.jsonl", "train-h200.jsonl"),
-        "twell bench model; twell bench decode --compile; twell bench train [--model]",
+        "twell bench model; twell bench decode --preset 1.5b --compile; twell bench train [--model]",
         _is_of_readme,
         _readme_models,
     ),
     "gpu-decode": Table(
-        ("decode-h200.jsonl",), "twell bench decode --preset 1.5b -w skew29 --batch 1 --compile", _is_any, _decode
+        ("decode-h200.jsonl",),
+        "twell bench decode --preset 1.5b -w skew29 --batch 1 --batch 8 --compile",
+        _is_any,
+        _decode,
     ),
     "cpu-decode": Table(
         ("cpu-decode.jsonl",),

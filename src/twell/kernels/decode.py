@@ -7,18 +7,19 @@ A program of the first has TN neurons over the whole of D: ReLU needs the whole 
 each, and sends for their rows of Wd, which the second reads. A program of the second takes the lowest bits of all words
 of bits, then the next ones, and adds the neurons up for BD columns of y: no sum depends on timing, and no grid on a
 count, so that both can be captured in a CUDA graph. For one token screen.py has another first kernel, and there is
-another second one; for Hopper hopper.py has another first kernel for up to 16 tokens, and another second one.
+another second one; for Hopper hopper.py has another first kernel for up to 16 tokens, and another second one for up to
+32.
 
 From Hopper on a kernel's programs start while the kernel before ends, each where most is free: where one processor had
 none of the kernel before, it would get several of the next, and all would wait for it. So the first kernel has as many
-programs as there are processors, even if some have no neurons.
+programs as there are processors, or a multiple, even if some have no neurons.
 
 A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as it is in a
 dense FFN, where u is inf or NaN.
 
 Legend: M tokens, D model width, F neurons, U neurons that fire for any token.
 Weights: Wg, Wu [F, D] as the model has them, Wd neuron-major [F, D].
-Bytes, D 2048, F 5632, bf16: Wg 23 MB, then 8 KB for each of U neurons (29 at M 1, 0.2 MB; about 980 at M 64 of skew29,
+Bytes, D 2048, F 5632, bf16: Wg 23 MB, then 8 KB for each of U neurons (29 at M 1, 0.2 MB; about 1000 at M 64 of skew29,
 8 MB); dense reads 69 MB.
 """
 
@@ -99,7 +100,7 @@ class HopperSumTile(NamedTuple):
     BD: int = 16
 
 
-_HOPPER_SUMS: dict[int, SumTile | HopperSumTile] = {  # by the most tokens
+_SUMS_ON_HOPPER: dict[int, SumTile | HopperSumTile] = {  # by the most tokens
     8: HopperSumTile(3, 4),
     16: HopperSumTile(2, 4),
     32: HopperSumTile(10, 8),
@@ -131,7 +132,7 @@ def tiles_for(
     BM = max(16, power_of_2(tokens))
     sums: SumTile | HopperSumTile
     if why_not_hopper(capability) is None and element_size == 2 and aligned and D % 16 == 0:
-        sums = next(tile for most, tile in _HOPPER_SUMS.items() if tokens <= most or most == MAX_FEW_TOKENS)
+        sums = next(tile for most, tile in _SUMS_ON_HOPPER.items() if tokens <= most or most == MAX_FEW_TOKENS)
         hopper_tile = _hopper_tile(tokens, D, F, processors)
         if hopper_tile is not None:
             return hopper_tile, sums

@@ -26,7 +26,7 @@ SLOTS = 2  # candidates of a tile taken at once
 REGISTERS = 80
 _CHUNK_ROWS = 1024
 # Candidates, of all neurons, above which reading the gate itself is faster: by decode.py's kernel, by hopper.py's.
-MOST_CANDIDATES, MOST_BESIDE_HOPPER = 0.06, 0.035
+MOST_CANDIDATES, MOST_BESIDE_HOPPER = 0.06, 0.025
 
 
 class Screen(NamedTuple):
