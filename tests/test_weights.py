@@ -356,3 +356,28 @@ def test_what_a_graph_read_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> 
     for kind, value in zip(("no again", "mark", "mixed"), captured[0], strict=True):
         (held,) = weights._in_graphs[weights._key(kind, [w])]
         assert held is value
+
+
+def test_what_a_graph_reads_follows_though_nothing_would_be_made_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``make`` may decide against a copy; a graph goes on reading the one that it has."""
+    w, wanted, capturing = torch.randn(4, 6), True, False
+    monkeypatch.setattr(weights, "_is_capturing", lambda: capturing)
+
+    def copy_of(w: Tensor) -> Tensor | None:
+        return weights.kept("maybe", [w], lambda: w.clone() if wanted else None, again=lambda w: w.clone())
+
+    copy = copy_of(w)
+    capturing = True
+    assert copy_of(w) is copy
+    capturing = wanted = False
+    w.mul_(2)
+    assert copy_of(w) is copy and torch.equal(copy, w)
+    none = torch.randn(4, 6)
+    assert copy_of(none) is None
+    capturing = True
+    assert copy_of(none) is None
+    capturing = False
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.ones(2)
+    torch.optim.SGD([p], lr=0.1).step()
+    assert copy_of(none) is None  # nor is it made because a graph asked

@@ -42,11 +42,12 @@ def forward(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tens
         with torch.cuda.device(x.device):  # where Triton launches
             return forward(x, w, activation, plan)
     if plan is not None:
-        if (few := _decoded(plan).few_tokens) and not w.down.is_inference():
-            # Made now, by a prompt: in a graph that is captured later it would be in the graph's memory.
-            _neuron_major(w)
+        few = _decoded(plan).few_tokens
         if 0 < len(x) <= few:
             return few_tokens_forward(x, w, activation)
+        if few and not w.down.is_inference():
+            # Made now, by a prompt: in a graph that is captured later it would be in the graph's memory.
+            _neuron_major(w)
         if (decoded := plan_for(plan, len(x))) is not None:
             tiles, programs = launch_facts(x)
             return split.forward(x, w, _layout(w, plan), activation, decoded, tiles, programs)
@@ -68,7 +69,8 @@ def few_tokens_forward(x: Tensor, w: Weights, activation: str) -> Tensor:
     if screened is None and for_hopper:
         # Seen by an earlier call of that kernel, which lets none start before what came before it has ended.
         settled = weights.kept_already("seen", [w.gate]) is not None
-        weights.kept("seen", [w.gate], lambda: True)
+        if not settled:
+            weights.kept("seen", [w.gate], lambda: True)
     return decode.forward(x, w, down, activation, tiles, screened, settled=settled)
 
 
@@ -170,7 +172,10 @@ def _screen(x: Tensor, w: Weights, most_candidates: float) -> screen.Screen | No
         helps = screened is not None and screen.is_worth_it(screened, x, w.gate_bias, most_candidates)
         return screened if helps else None
 
-    return weights.kept(kind, [w.gate], make, again=lambda gate: screen.screen_of(gate.detach()))
+    def again(gate: Tensor) -> screen.Screen:
+        return screen.screen_of(gate.detach()) or screen.screen_of_all(gate)
+
+    return weights.kept(kind, [w.gate], make, again=again)
 
 
 def few_tiles(

@@ -73,7 +73,7 @@ def _is_in_a_graph(key: tuple[Hashable, ...], value: Any) -> bool:
 
 
 def _note_if_captured(key: tuple[Hashable, ...], value: Any) -> None:
-    if _is_capturing() and not _is_in_a_graph(key, value):
+    if _is_capturing() and value is not None and not _is_in_a_graph(key, value):
         _in_graphs.setdefault(key, []).append(value)
 
 
@@ -112,7 +112,8 @@ def kept(
     """``make()``, or what it returned the last time for this kind and these weights if none of them has changed since.
 
     ``survives_steps``: they are nothing that an optimiser changes. ``sampled``: look at a sample of each (matrices).
-    ``again``: of the weights makes the same, without holding them; for what graphs read.
+    ``again``: of the weights makes the same, whatever ``make`` would decide now, without holding them; for what graphs
+    read.
     Weights made under ``torch.inference_mode`` count no versions, so nothing made of them can be trusted or kept. What
     is made while a graph is captured is not kept either: only a replay fills it.
     """
@@ -123,12 +124,13 @@ def kept(
     if copy is not None and copy.samples == samples and copy.is_of(weights, state):
         _note_if_captured(key, copy.value)
         return copy.value
-    value = make()
     if _is_capturing():
-        return value
+        return make()
     _drop_copies_after_optimizer_steps()
     if copy is not None and _is_in_a_graph(key, copy.value):
-        value = _written_over(copy, value)
+        value = _written_over(copy, make() if again is None else again(*weights))
+    else:
+        value = make()
     references = tuple(weakref.ref(w, lambda _: _forget(key)) for w in weights)
     _copies[key] = _Copy(references, state, value, survives_steps, samples, again)
     return value

@@ -11,6 +11,7 @@ The rows of q are asked for before the kernel waits for the one before it: weigh
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,13 @@ def screen_of(gate: Tensor) -> Screen | None:
     scale = rows.per_s.reciprocal()
     reach = (rows.e_norm + rows.q_norm * rounding) * (1 + rounding) * scale
     return Screen(rows.q.view(torch.uint8).bitwise_xor_(128), scale, reach)
+
+
+def screen_of_all(gate: Tensor) -> Screen:
+    """One that rules nothing out: for graphs that read a screen, when their gate has none any more."""
+    F, D = gate.shape
+    ones = torch.ones(F, dtype=torch.float32, device=gate.device)
+    return Screen(torch.full((F, D), 128, dtype=torch.uint8, device=gate.device), ones, ones * math.inf)
 
 
 def bounds(screen: Screen, x: Tensor, gate_bias: Tensor | None) -> Tensor:
