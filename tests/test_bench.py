@@ -79,8 +79,7 @@ def test_a_row_holds_what_a_reader_needs(gated: bool) -> None:
         assert json.loads(json.dumps(row)) == row
         assert set(row["dense_ms"]) == set(row["sparse_ms"]) == {"p20", "p50", "p80"}
         assert row["dense_ms"]["p20"] <= row["dense_ms"]["p50"] <= row["dense_ms"]["p80"]
-        ratio = row["dense_ms"]["p50"] / row["sparse_ms"]["p50"]
-        assert row["speedup"] == pytest.approx(ratio, rel=1e-2, abs=1e-3)  # 3 digits; tiny where cores are busy
+        assert row["speedup"] == round(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], 3)
         assert row["kind"] == ("gated" if gated else "plain")
         assert {"commit", "versions", "cpu", "threads", "device", "time", "error", "mean_active"} <= set(row)
 

@@ -24,6 +24,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from killed import mortal_runs
+from twell.bench import rows as results
 from twell.cli import app
 from twell.train import convert as converting
 from twell.train import run as run_module
@@ -263,3 +264,21 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
             raise result.exception or AssertionError
         assert "\n" not in str(raised.value)
     assert not out.exists()
+
+
+# -- the document -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["convert-tiny.jsonl", "convert-small.jsonl"])
+def test_the_documents_table_is_of_the_rows(file: str) -> None:
+    root = Path(__file__).parents[1]
+    name = file.removesuffix(".jsonl")
+    text = (root / "docs/converting.md").read_text().split(f"<!-- table {name} -->")[1].split("<!-- end -->")[0]
+    rows = results.read([root / "results" / file])
+    assert rows
+    for row in rows:
+        line = next(line for line in text.splitlines() if line.startswith(f"| {row['name']} |"))
+        assert f"| {row['validation_loss']:.3f} |" in line
+        assert "active_share" not in row or f"({row['active_share']:.1%})".replace("%", " %") in line
+        facts = row.get("conversion", {})
+        assert all(f"{facts[key]:.3f}" in line for key in ("loss_before", "loss_after") if facts)

@@ -24,7 +24,7 @@ from twell.reference import Weights
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
 f16, f32 = torch.float16, torch.float32
-WAYS = [{}, {"slots": 16, "BS": 2}, {"BN": 64, "TN": 20, "programs": 9, "BS": 4, "BW": 4}]
+WAYS = [{}, {"slots": 16, "BS": 2}, {"BN": 64, "TN": 20, "programs": 9, "BS": 2, "BW": 4}]
 ONE_TOKEN_WAYS = [*WAYS, {"screened": True}]
 
 
@@ -303,6 +303,35 @@ def test_no_copy_of_weights_that_are_not_finite_or_out_of_range() -> None:
     copy = screen.screen_of(gate)
     assert copy is not None and (copy.q[3] == 128).all()
     assert screen.screen_of(torch.randn(16, 32) * 1e-20) is None
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
+def test_a_graphs_screen_is_never_of_an_older_gate(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the new gate has no screen, or one that is not worth it: all that may fire are candidates."""
+    capturing = False
+    monkeypatch.setattr(weights, "_is_capturing", lambda: capturing)
+    w, x = spread(64, 160, f16, 0.01), torch.randn(1, 64).half()
+
+    def its_screen() -> screen.Screen | None:
+        return gpu._screen(x, w, screen.MOST_CANDIDATES)
+
+    in_graph = its_screen()
+    assert in_graph is not None
+    capturing = True
+    assert its_screen() is in_graph
+    capturing = False
+    w.gate.mul_(50)
+    w.gate[7, 3] *= value
+    assert its_screen() is in_graph
+    candidates = ~(screen.bounds(in_graph, x, w.gate_bias) <= 0)
+    z = x.double() @ w.gate.double().T + w.gate_bias.double()
+    assert (candidates | (z <= 0)).all() and (z > 0).sum() > 0.06 * 160
+    down = w.down.t().contiguous()
+    y = decode.forward(x, w, down, "relu", gpu._INTERPRETED_FEW, in_graph)
+    truth = reference.forward(x.double(), w.to(torch.float64), want_stats=False).y
+    assert torch.equal(y.isnan(), truth.isnan())
+    if value == 1.0:
+        assert_right(y, x, w)
 
 
 def test_only_one_token_is_screened() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from twell import gpu, weights
 from twell.bench import cases, ffn, timing
 from twell.kernels import decode
 from twell.reference import Weights
+
+R = TypeVar("R")
 
 KERNELS = ("neurons", "sums")
 
@@ -105,20 +108,32 @@ def tune(
         place = KERNELS.index(name)
         yield name, usual[place], base, 1.0
         for tiles in candidates[name]:
-            if (found := _try(layers, tiles, expected)) is not None:
-                yield name, tiles[place], found, found / base
+            tried_out = result_of(functools.partial(_run_and_result, layers, tiles), device)
+            if tried_out is not None:
+                run, result = tried_out
+                require_same(result, expected, f"few tokens have another result with {tiles}")
+                ms = layers.ms(run)
+                yield name, tiles[place], ms, ms / base
             progress(tried := tried + 1, total)
 
 
-def _try(layers: Layers, tiles: Tiles, expected: Tensor) -> float | None:
-    """ms, or None for tiles that cannot run: Triton has no one class of error for that."""
+def _run_and_result(layers: Layers, tiles: Tiles) -> tuple[Callable[[], Tensor], Tensor]:
+    run = layers.run(tiles)
+    return run, run()
+
+
+def result_of(run: Callable[[], R], device: torch.device) -> R | None:
+    """None where it does not compile, or needs more than the GPU has: Triton has no one class of error for that."""
     try:
-        run = layers.run(tiles)
         result = run()
-        if layers.on_gpu:
-            torch.cuda.synchronize(layers.x.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     except Exception:
         return None
+    return result
+
+
+def require_same(result: Tensor, expected: Tensor, otherwise: str) -> None:
+    """Up to roundings."""
     if not torch.allclose(result.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max())):
-        raise RuntimeError(f"few tokens have another result with {tiles}")
-    return layers.ms(run)
+        raise RuntimeError(otherwise)

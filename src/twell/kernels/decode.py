@@ -36,14 +36,7 @@ from torch import Tensor
 from twell.kernels import screen
 from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
 from twell.kernels.screen import Screen
-from twell.kernels.tiles import (
-    popcount,
-    popcount64,
-    prefetch,
-    relu,
-    start_after,
-    take,
-)
+from twell.kernels.tiles import popcount, popcount64, prefetch, relu, start_after, take
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
 
@@ -83,7 +76,7 @@ class HopperTile(NamedTuple):
 
 
 class SumTile(NamedTuple):
-    """Columns of y, warps, stages; so many bits of each word, and words, are taken at once."""
+    """Columns of y, warps, stages; so many bits of each word (1 or 2), and words, are taken at once."""
 
     BD: int
     warps: int
@@ -377,13 +370,9 @@ def _sums_kernel(
         most = tl.max(popcount64(bits), axis=0)
         for _ in tl.range(0, most, BS, num_stages=STAGES):  # the lowest bits of every word
             neuron, bits = _lowest(bits, word * STRIDE)
-            if BS >= 2:
+            if BS == 2:
                 second, bits = _lowest(bits, word * STRIDE)
-                if BS == 4:
-                    third, bits = _lowest(bits, word * STRIDE)
-                    fourth, bits = _lowest(bits, word * STRIDE)
-                    neuron, second = tl.join(neuron, third), tl.join(second, fourth)
-                neuron = tl.reshape(tl.join(neuron, second), (BS * BW,))
+                neuron = tl.reshape(tl.join(neuron, second), (2 * BW,))
             row, column = neuron[:, None], neuron[None, :]
             w = tl.load(i_down + row.to(tl.int64) * D + d[None, :], mask=(row >= 0) & (d[None, :] < D), other=0.0)
             h = tl.load(i_h + column.to(tl.int64) * BM + m[:, None], mask=column >= 0, other=0.0)

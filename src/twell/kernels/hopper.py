@@ -28,12 +28,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from twell.kernels import tiles
 
 _prefetch = gluon.jit(tiles.prefetch.fn)
+_popcount = gluon.jit(tiles.popcount64.fn)
+_relu = gluon.jit(tiles.relu.fn)
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name before Triton 3.7
-
-
-@gluon.jit
-def _popcount(words):
-    return gl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [words], gl.int32, True, 1)
 
 
 @gluon.jit
@@ -84,7 +81,7 @@ def _fire(
     dtype: gl.constexpr = m_h.dtype.element_ty
     if HAS_GATE_BIAS:
         z += gl.load(i_gate_bias + neuron, mask=there, other=0.0).to(gl.float32)[:, None]
-    a = gl.where(z <= 0, 0.0, z).to(dtype).to(gl.float32)
+    a = _relu(z).to(dtype).to(gl.float32)
     fires = ((a != 0) | (z == float("-inf"))) & (m < M)[None, :] & there[:, None]
     fired = gl.max(fires.to(gl.int32), axis=1)
     if PREFETCHES:
@@ -105,7 +102,7 @@ def _store_gated(
     """h of neurons that fire, in the place of a."""
     if HAS_UP_BIAS:
         u += gl.load(i_up_bias + neuron, mask=filled, other=0.0).to(gl.float32)[:, None]
-    r = gl.where(a <= 0, 0.0, a)
+    r = _relu(a)
     if SQUARED:
         r = r * r
     gl.store(places, gl.where(a != 0, r * u, 0.0).to(dtype), mask=filled[:, None])
