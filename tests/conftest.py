@@ -12,9 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Both must be set before kernels are imported.
+os.environ["TWELL_CHECK_LAUNCHES"] = "1"  # every kernel's arguments are what it was compiled for
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # must be set before kernels are imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
+import interpreted
 from command_line import Result, Twell
 from twell import cli, cpu
 
@@ -57,6 +60,13 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_shapes_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are small; the CPU path would leave all of them to the dense reference."""
     monkeypatch.setattr(cpu, "_MIN_WORK", 0)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available() and "twell.kernels.split" in sys.modules:
+        interpreted.look_through_triton_once()
+        interpreted.gather_in_torch(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

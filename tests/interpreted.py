@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 
-def shorten_lists(set_attribute: Callable[[Any, str, int], None] = setattr) -> None:
+
+def look_through_triton_once() -> None:
+    """Before every call of a device function the interpreter looks through Triton's language for what to replace, for
+    1.5 ms, though it was replaced when the kernel started."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    replace, languages = interpreter._patch_lang, {}
+    if replace.__name__ == "replace_once":
+        return
+
+    def replace_once(function: Any) -> Any:
+        if function not in languages:
+            languages[function] = [m for m in (tl, tl.core) if any(v is m for v in function.__globals__.values())]
+        if any(tl.core.is_builtin(m.load) for m in languages[function]):
+            return replace(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = replace_once
+
+
+def gather_in_torch(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """The kernel has a program a row, which the interpreter takes a second for; test_kernels.py tests it."""
+    from twell.kernels import split
+
+    set_attribute(split, "gathered", gathered)
+
+
+def gathered(gate: Tensor, up: Tensor | None, down: Tensor, order: Tensor, n_hot: int, *, cold: bool) -> Tensor:
+    """As kernels/turn.py's, which goes by down's address."""
+    down = down if down.is_contiguous() else down.t()
+    hot, others = order[:n_hot].long(), order[n_hot:].long()
+    both = gate[hot] if up is None else torch.stack([gate[hot], up[hot]], 1).flatten(0, 1)
+    return torch.cat([both, down[hot], gate[others if cold else others[:0]]])
+
+
+def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, long: int = 24) -> None:
     """Two long tokens, of up to 24 neurons, short chunks, neurons split from 7 tokens on: tiny shapes have
     heavy tokens, chunks and split neurons, too.
 
     The interpreter runs a program for each long token there could be: fewer are also faster.
     """
-    from twell.kernels import heavy, hybrid, lists, tail_backward, transpose, up_down, weight_gradients  # needs triton
+    from twell import saved
+    from twell.kernels import heavy, hybrid, lists, tail_backward, transpose, up_down, weight_gradients
 
-    for module in (lists, up_down, heavy, transpose, tail_backward, weight_gradients, hybrid):
-        for name, value in (("N_LONG", 2), ("LONG", 24), ("CHUNK", 32), ("SPLIT", 6)):
-            if hasattr(module, name):
+    def rooms(M: Any) -> tuple[Any, Any]:
+        return M * 0 + 2, M // 8
+
+    values = {"LONG": long, "CHUNK": 32, "SPLIT": 6, "n_long": lambda tokens: 2, "rooms": rooms}
+    for module in (saved, lists, up_down, heavy, transpose, tail_backward, weight_gradients, hybrid):
+        for name, value in values.items():
+            # In weight_gradients.py LONG declares a number of 64 bits.
+            if hasattr(module, name) and (module, name) != (weight_gradients, "LONG"):
                 set_attribute(module, name, value)
+        for name in ("_kernel", "_kernels"):  # those that are kept have the old lengths
+            if hasattr(module, name):
+                set_attribute(module, name, functools.cache(getattr(module, name).__wrapped__))

@@ -6,15 +6,25 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import json
+import time
 import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from twell import ops
+from twell import nn, ops
 from twell.bench import cases, ffn, timing
+from twell.plan import Plan
+
+
+@pytest.fixture(autouse=True)
+def timed_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "ROUND_MS", 0.01)
+    monkeypatch.setattr(timing, "ROUNDS", 2)
+    monkeypatch.setattr(timing, "host_us", functools.partial(timing.host_us, repeats=2))
 
 
 @pytest.mark.parametrize("name", ["iid29", "iid70", "skew10", "skew100"])
@@ -72,7 +82,7 @@ def test_impossible_workloads_are_refused() -> None:
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_row_holds_what_a_reader_needs(gated: bool) -> None:
-    todo = [ffn.Case(workload="skew10", M=m, D=64, F=256, gated=gated) for m in (1, 70)]
+    todo = [ffn.Case(workload="skew10", M=m, D=64, F=256, gated=gated, called=True) for m in (1, 70)]
     rows = list(ffn.run(todo, seconds=0.0))
     assert [row["M"] for row in rows] == [1, 70]
     for row in rows:
@@ -80,16 +90,84 @@ def test_a_row_holds_what_a_reader_needs(gated: bool) -> None:
         assert set(row["dense_ms"]) == set(row["sparse_ms"]) == {"p20", "p50", "p80"}
         assert row["dense_ms"]["p20"] <= row["dense_ms"]["p50"] <= row["dense_ms"]["p80"]
         assert row["speedup"] == round(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], 3)
+        assert row["speedup_frozen"] == round(row["dense_ms"]["p50"] / row["frozen_ms"]["p50"], 3)
+        called = row["called_ms"]
+        assert list(called) == list(row["host_us"]) == ["dense", "sparse", "frozen"]
+        assert row["speedup_called"] == round(called["dense"]["p50"] / called["sparse"]["p50"], 3)
+        assert row["speedup_called_frozen"] == round(called["dense"]["p50"] / called["frozen"]["p50"], 3)
+        assert min(row["host_us"].values()) > 0 and row["called_layers"] == 4
+        assert list(row["error"]) == ["dense", "sparse", "frozen"]
         assert row["kind"] == ("gated" if gated else "plain")
         assert {"commit", "versions", "cpu", "threads", "device", "time", "error", "mean_active"} <= set(row)
 
 
-def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ops.gated_ffn
-    monkeypatch.setattr(ops, "gated_ffn", lambda *a, **k: right(*a, **k) * 1.01)
+def test_on_a_cpu_calls_are_timed_where_asked_for() -> None:
+    (row,) = ffn.run([ffn.Case(workload="skew10", M=4, D=64, F=256)], seconds=0.0)
+    assert "called_ms" not in row and row["speedup_frozen"] > 0
+    assert ffn.Case(workload="skew10", M=4, device="cuda").is_called
+    assert not ffn.Case(workload="skew10", M=4, device="cuda", called=False).is_called
+
+
+@pytest.mark.parametrize("way", ["sparse", "frozen"])
+def test_wrong_results_are_not_timed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = nn.SparseFFNBase._ffn
+
+    def wrong(self: Any, *args: Any) -> Any:
+        return right(self, *args) * (1.01 if (self.frozen is not None) == (way == "frozen") else 1.0)
+
+    monkeypatch.setattr(nn.SparseFFNBase, "_ffn", wrong)
     monkeypatch.setattr(timing, "compare", lambda *a, **k: pytest.fail("timed a wrong result"))
     with pytest.raises(ffn.WrongResult, match="no speedup is reported"):
         list(ffn.run([ffn.Case(workload="skew10", M=8, D=64, F=256)]))
+
+
+def test_layers_are_as_sparsify_leaves_them_and_share_nothing_with_each_other() -> None:
+    inputs = cases.make("skew10", 4, 64, 256, dtype=torch.float32)
+    layers = ffn.make_layers(ffn.Case(workload="skew10", M=4, D=64, F=256), inputs, None, 3)
+    for dense, sparse, frozen in zip(layers["dense"], layers["sparse"], layers["frozen"], strict=True):
+        assert dense.down_proj.weight.is_contiguous() and sparse.down_proj.weight.t().is_contiguous()
+        assert not dense.training and not sparse.training and sparse.frozen is None and frozen.frozen is not None
+        assert sparse.why_called() is None and not sparse._plans_itself
+    for name, each in layers.items():
+        addresses = {w.data_ptr() for layer in each for w in layer.parameters()}
+        assert len(addresses) == 9, name
+
+
+def test_as_many_layers_as_outgrow_the_l2_cache() -> None:
+    gpu, of_a_layer = torch.device("cuda"), 3 * 2048 * 5632 * 2
+    n = ffn.called_layers(of_a_layer, gpu)
+    assert n == 7 and n * of_a_layer / 6 > 60e6  # the int8 gate is a sixth
+    assert ffn.called_layers(3 * 4096 * 14336 * 2, gpu) == 4 and ffn.called_layers(of_a_layer, torch.device("cpu")) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or not ops._HAS_TRITON, reason="the interpreter runs without a GPU")
+def test_a_row_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from interpreted import shorten_lists
+
+    shorten_lists(monkeypatch.setattr)
+    plan = Plan(n_neurons=64, hot=torch.arange(16), cap=16, min_tokens=0, few_tokens_captured=4, predicted=1.5)
+    monkeypatch.setattr(ffn, "_plan", lambda *_: plan)
+    monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
+    monkeypatch.setattr(timing, "as_called", lambda ways, **_: dict.fromkeys(ways, timing.Spread(1.0, 1.0, 1.0)))
+    monkeypatch.setattr(timing, "host_us", lambda ways, **_: dict.fromkeys(ways, 1.0))
+    monkeypatch.setattr(ffn, "called_layers", lambda *_: 1)
+    kind: dict[str, Any] = {"D": 16, "F": 64, "backend": "triton", "called": True}
+    (row,) = ffn.run([ffn.Case(workload="skew3", M=4, **kind)], seconds=0)
+    tokens = {"min_tokens": 0, "min_tokens_captured": 0, "few_tokens": 0, "few_tokens_captured": 4}
+    assert row["backend"] == "triton" and row["plan"] == {"hot": 16, "cap": 16, **tokens, "predicted": 1.5}
+    assert row["frozen_bytes"] == 4 * 16 * (3 * 16 + 48)  # gate, up and down of hot ones, gate of cold ones
+    assert max(row["error"].values()) < 2e-6
+    assert {"layout", "cold gate", "tail", "heavy tokens"} <= set(row["parts_ms"])
+
+
+def test_thresholds_of_graphs_are_tried_before_a_capture() -> None:
+    layer = nn.GatedSparseFFN(32, 64)
+    plan = Plan(n_neurons=64, hot=torch.arange(32), cap=16, min_tokens=4096, min_tokens_captured=8)
+    layer.set_plan(plan)
+    eager, captured = layer._plan_eager, layer._plan_captured
+    with ffn.as_if_captured(torch.nn.Sequential(layer)):
+        assert layer._plan_eager is captured
+    assert layer._plan_eager is eager is not captured
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 5.0])
@@ -110,6 +188,41 @@ def test_compare_takes_turns_and_respects_bounds() -> None:
     )
     assert calls == ["a", "b"] + ["a", "b"] * 3
     assert set(spreads) == {"a", "b"}
+
+
+def test_rounds_of_calls_alternate_and_go_through_all_layers() -> None:
+    calls: list[str] = []
+    ways = {name: [functools.partial(calls.append, f"{name}{i}") for i in range(n)] for name, n in (("a", 2), ("b", 3))}
+    spreads = timing.as_called(ways, seconds=0.0, device=torch.device("cpu"))
+    assert set(spreads) == {"a", "b"} and all(s.p20 <= s.p50 <= s.p80 for s in spreads.values())
+    for name, n in (("a", 2), ("b", 3)):
+        own = [call for call in calls if call.startswith(name)]
+        assert own == [f"{name}{i % n}" for i in range(len(own))]
+    turns = "".join(name for name, _ in itertools.groupby(call[0] for call in calls))
+    assert turns == "ab" + "ab" * 2  # two to warm up, two rounds
+
+
+def test_a_round_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "ROUND_MS", 5.0)
+    lengths: list[int] = []
+    right = timing._round_ms
+
+    def watched(cycle: Any, n: int, device: torch.device) -> float:
+        lengths.append(n)
+        return right(cycle, n, device)
+
+    monkeypatch.setattr(timing, "_round_ms", watched)
+    spreads = timing.as_called({"a": [lambda: time.sleep(0.001)]}, seconds=0.0, device=torch.device("cpu"))
+    assert lengths[:2] == [2, 1] and lengths[2:] and min(lengths[2:]) >= 2
+    assert spreads["a"].p50 >= 1
+
+
+def test_host_time_is_of_the_call_alone() -> None:
+    order: list[str] = []
+    found = timing.host_us(
+        {"a": [lambda: order.append("a")]}, device=torch.device("cpu"), after=lambda: time.sleep(0.01)
+    )
+    assert len(order) == 2 + 2 and found["a"] < 5000
 
 
 def test_graphs_are_timed_in_turn() -> None:
@@ -134,14 +247,15 @@ def test_what_a_graph_reads_lives_as_long_as_the_graph(monkeypatch: pytest.Monke
     assert alive() is None
 
 
-def test_a_result_that_changes_while_it_is_timed_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    compare, right, wrong = timing.compare, ops.gated_ffn, []
+@pytest.mark.parametrize("timed", ["compare", "as_called"])
+def test_a_result_that_changes_while_it_is_timed_is_not_reported(timed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, right, wrong = getattr(timing, timed), nn.SparseFFNBase._ffn, []
 
     def spoil(*args: Any, **kwargs: Any) -> Any:
         wrong.append(True)
-        return compare(*args, **kwargs)
+        return measure(*args, **kwargs)
 
-    monkeypatch.setattr(timing, "compare", spoil)
-    monkeypatch.setattr(ops, "gated_ffn", lambda *a, **k: right(*a, **k) * (1.01 if wrong else 1.0))
+    monkeypatch.setattr(timing, timed, spoil)
+    monkeypatch.setattr(nn.SparseFFNBase, "_ffn", lambda *args: right(*args) * (1.01 if wrong else 1.0))
     with pytest.raises(ffn.WrongResult, match="before it was timed"):
-        list(ffn.run([ffn.Case(workload="skew10", M=8, D=64, F=256)], seconds=0.0))
+        list(ffn.run([ffn.Case(workload="skew10", M=8, D=64, F=256, called=True)], seconds=0.0))

@@ -35,7 +35,21 @@ def test_a_row() -> None:
     assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], abs=1e-3)
     assert row["tokens_per_second"]["dense"] == pytest.approx(3000 / row["dense_ms"]["p50"], rel=1e-2)
     assert row["difference"] < 1e-5 and 10 < row["mean_active"] < 60
+    assert row["frozen"] is True and row["frozen_bytes"] >= 0
     assert row["cpu"] and row["joules_per_token"] == {"dense": None, "sparse": None}
+
+
+def test_the_sparse_model_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[bool] = []
+    forward = SparseFFNBase.forward
+
+    def watched(self: SparseFFNBase, *args: Any) -> Any:
+        states.append(self.frozen is not None)
+        return forward(self, *args)
+
+    monkeypatch.setattr(decode, "check_logits", lambda *_: monkeypatch.setattr(SparseFFNBase, "forward", watched))
+    decode.measure(llama(), "skew29", 1, 4, graph=False, seconds=0)
+    assert states and all(states)
 
 
 def test_every_layer_has_tokens_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,5 +112,6 @@ def test_command() -> None:
     assert [(row["batch"], row["preset"], row["graph"]) for row in rows] == [(1, "tiny", False), (2, "tiny", False)]
     told = CliRunner().invoke(app, command)
     assert "1 sequences after 8 tokens: tokens/s dense" in told.output
+    assert "the sparse model is frozen: 0.0 MB beside its weights" in told.output
     for wrong in (["--batch", "0"], ["--context", "0"], ["-w", "skew"], ["--preset", "huge"]):
         assert CliRunner().invoke(app, [*command, *wrong]).exit_code != 0

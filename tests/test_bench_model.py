@@ -32,6 +32,8 @@ SHAPE: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1))
+    for owner, name, value in ((timing, "ROUND_MS", 0.01), (timing, "ROUNDS", 1), (model, "GENERATE_ROUNDS", 1)):
+        monkeypatch.setattr(owner, name, value)
 
 
 def dense_llama(**changes: Any) -> Any:
@@ -65,8 +67,53 @@ def test_row_of_a_real_model(is_sparse_type: bool) -> None:
     for side in ("dense", "sparse"):
         assert row["memory"][side]["weights"] == pytest.approx(weights, rel=0.01)
         assert row["memory"][side]["pass"] > 32 * 64 * 4
-    assert row["memory"]["dense"]["copies"] == 0
+        assert row["memory"][side]["frozen"] == 0
+    held = {side: row["memory"][side]["held"] for side in ("dense", "sparse")}
+    assert held["dense"] == pytest.approx(weights, rel=0.01)
+    assert row["memory_ratio"] == pytest.approx(held["sparse"] / held["dense"], abs=1e-3)
+    assert held["sparse"] - held["dense"] <= 2 * 8 * (256 + 1) * (
+        not is_sparse_type
+    )  # counts, which that type has anyway
+    assert row["frozen"] is False and "called_ms" not in row
     json.dumps(row)
+
+
+def test_calls_of_a_real_model_and_its_generate() -> None:
+    subject = model.real(dense_llama(), "m")
+    row = model.measure(subject, ids_of(1, 4), seconds=0, called=True)
+    assert list(row["called_ms"]) == list(row["host_us"]) == ["dense", "sparse"]
+    assert row["speedup_called"] == pytest.approx(
+        row["called_ms"]["dense"]["p50"] / row["called_ms"]["sparse"]["p50"], abs=2e-3
+    )
+    row = model.measure_generate(subject, ids_of(2, 8), 5, seconds=0)
+    assert (row["bench"], row["batch"], row["length"], row["new_tokens"]) == ("generate", 2, 8, 5)
+    assert list(row["called_ms"]) == ["dense", "sparse", "frozen"] and row["difference"] < 1e-5
+    assert row["speedup_called_frozen"] > 0 and json.loads(json.dumps(row)) == row
+    assert not any(ffn.frozen for _, ffn in nn.sparse_ffns(subject.sparse))  # as it was before
+
+
+def test_a_models_sizes_share_its_weights_and_a_few_tokens_differ_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ffn, "PLAN_TOKENS", 64)
+    made = dense_llama(intermediate_size=256)
+    subject = model.synthetic(made, "skew10", (2, 8))
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def look(i: int, _: Any, args: tuple[torch.Tensor, ...]) -> None:
+        seen.setdefault(i, []).append(args[0])
+
+    model._feed(subject, 1, 4)  # hooks run in the order they were registered
+    for i, layer in enumerate(subject.dense.model.layers):
+        layer.mlp.gate_proj.register_forward_pre_hook(functools.partial(look, i))
+    with torch.no_grad():
+        for shape in ((1, 4), (1, 1)):
+            subject.dense(ids_of(*shape), use_cache=False)
+        model._feed(subject, 2, 8)
+        subject.dense(ids_of(2, 8), use_cache=False)
+    assert [x.shape[:2] for x in seen[0]] == [(1, 4), (1, 1), (2, 8)]
+    x = subject.x
+    assert x is not None and torch.equal(seen[0][0][0], x[:4]) and torch.equal(seen[1][0][0], x[4:8])
+    assert torch.equal(seen[1][1][0], x[4:5])  # of a step of generation: the layer's first
+    assert torch.equal(seen[1][2].flatten(0, 1), x[16:32])
 
 
 def test_opt_has_other_names_for_its_parts() -> None:
@@ -160,6 +207,27 @@ def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *
     return int(stop.value.code or 0), said.out, said.err
 
 
+def test_shapes_and_generate_of_a_model_of_random_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(ffn, "PLAN_TOKENS", 64)
+    monkeypatch.setattr(model, "PROMPT_TOKENS", 2)
+    monkeypatch.setattr(model.measure_generate, "__defaults__", (2,))
+    out = tmp_path / "rows.jsonl"
+    sizes = ("--shape", "1x1", "--shape", "2x3", "--preset", "tiny", "--depth", 1, "-w", "skew10", "--seconds", 0)
+    code, said, errors = twell(monkeypatch, capsys, *sizes, "--generate", "--called", "--device", "cpu", "--out", out)
+    assert code == 0, errors
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["bench"], r["batch"], r["length"]) for r in rows] == [
+        ("model", 1, 1),
+        ("model", 2, 3),
+        ("generate", 1, 2),
+    ]
+    assert all(r["layers"] == 1 and r["preset"] == "1 layers of tiny" for r in rows)
+    assert "as called" in said and "not frozen" in said and "model.generate, 2 tokens after 2: dense" in said
+
+
 def test_a_grid_of_rows_on_text(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +245,14 @@ def test_a_grid_of_rows_on_text(
     ("args", "message"),
     [
         (["--paper", "--batch", "2"], "--paper is 64 x 2048 random tokens"),
+        (["--paper", "--shape", "2x8"], "--paper is 64 x 2048 random tokens"),
+        (["--shape", "2x8", "--batch", "2"], "--shape says both"),
+        (["--shape", "2by8"], "--shape must be sequences x tokens, as 4x2048, got '2by8'"),
+        (["--shape", "0x8"], "--shape must be sequences x tokens"),
+        (["--depth", "0"], "--depth must be at least 1"),
+        (["--trace", "t.npz", "--generate"], "--generate is for a workload"),
+        (["MODEL", "--generate"], "too few for --generate"),
+        (["MODEL", "--depth", "3"], "leave out MODEL"),
         (["MODEL", "--preset", "tiny"], "leave out MODEL"),
         (["--text", "a.txt"], "are for a real model"),
         (["MODEL", "--length", "65"], "context is 64 tokens"),

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from interpreted import shorten_lists
-from twell import cli, cpu, ops, reference
+from twell import cli, cpu, nn, ops, reference
 from twell.bench import cases, energy, ffn, timing, train, train_model
 from twell.reference import Weights
 from twell.trace import Trace
@@ -35,9 +35,17 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_lists(monkeypatch.setattr)
     cheap = costs_for(CPU, training=True)._replace(gather=150.0, heavy=1.4, token=0, hot=0, batch=0)
     monkeypatch.setattr("twell.plan._TRAINING_COSTS", {90: cheap})
-    monkeypatch.setattr("twell.plan._MIN_TOKENS", 0)
+    for name in ("_MIN_TOKENS", "_MIN_TOKENS_TRAINING"):
+        monkeypatch.setattr(f"twell.plan.{name}", 0, raising=False)
     monkeypatch.setattr(ffn, "PLAN_TOKENS", 256)
     monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
+
+
+@pytest.fixture(autouse=True)
+def timed_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "ROUND_MS", 0.01)
+    monkeypatch.setattr(timing, "ROUNDS", 2)
+    monkeypatch.setattr(timing, "host_us", functools.partial(timing.host_us, repeats=2))
 
 
 def case(**changes: Any) -> ffn.Case:
@@ -49,13 +57,22 @@ def case(**changes: Any) -> ffn.Case:
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_row_holds_what_a_reader_needs(gated: bool) -> None:
-    rows = list(train.run([case(M=m, gated=gated) for m in (1, 70)], seconds=0))
+    rows = list(train.run([case(M=m, gated=gated, called=True) for m in (1, 70)], seconds=0))
     assert [row["M"] for row in rows] == [1, 70]
     for row in rows:
         assert json.loads(json.dumps(row)) == row
         assert (row["bench"], row["level"], row["backend"]) == ("train", "ffn", "cpu")
         assert row["kind"] == ("gated" if gated else "plain")
-        assert set(row["dense_ms"]) == set(row["sparse_ms"]) == set(row["after_step_ms"]) == {"p20", "p50", "p80"}
+        assert set(row["dense_ms"]) == set(row["sparse_ms"]) == set(row["optimizer_ms"]) == {"p20", "p50", "p80"}
+        for name in ("called_ms", "called_with_step_ms", "host_us"):
+            assert list(row[name]) == ["dense", "sparse"]
+        called, stepped, step = row["called_ms"], row["called_with_step_ms"], row["optimizer_ms"]["p50"]
+        for side in ("dense", "sparse"):
+            assert called[side]["p50"] == pytest.approx(max(stepped[side]["p50"] - step, 1e-3), abs=2e-4)
+        assert row["speedup_called"] == pytest.approx(called["dense"]["p50"] / called["sparse"]["p50"], abs=1e-3)
+        assert row["speedup_called_with_step"] == pytest.approx(
+            stepped["dense"]["p50"] / stepped["sparse"]["p50"], abs=1e-3
+        )
         assert row["speedup"] == row["speedup_eager"]
         assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], rel=1e-2)
         checked = ["y", "l1", *(name for name in GRADIENTS if gated or name != "dw_up")]
@@ -85,6 +102,31 @@ def test_wrong_gradients_are_not_timed(wrong: str, monkeypatch: pytest.MonkeyPat
     name = "dx" if wrong == "x" else f"dw_{wrong}"
     with pytest.raises(ffn.WrongResult, match=f"sparse {name} is wrong.*no speedup is reported"):
         list(train.run([case()]))
+
+
+def test_results_that_change_while_they_are_timed_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, right = timing.as_called, cpu.backward
+
+    def spoil(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(cpu, "backward", lambda *a: right(*a)._replace(x=1.01 * right(*a).x))
+        return measure(*args, **kwargs)
+
+    monkeypatch.setattr(timing, "as_called", spoil)
+    with pytest.raises(ffn.WrongResult, match="before they were timed"):
+        list(train.run([case(called=True)], seconds=0))
+
+
+def test_a_step_is_made_between_calls_and_changes_nothing() -> None:
+    inputs = cases.make("skew10", 20, 64, 256, dtype=torch.float32)
+    p = train.Problem.of(inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down))
+    for name, loop in train._loops(p, "auto", None).items():
+        before, first = {k: w.clone() for k, w in loop.weights.items()}, loop.results()
+        loop.iteration()
+        assert all(state["step"] == 1 for state in loop.optimizer.state.values()) and len(loop.optimizer.state) == 3
+        assert all(torch.equal(w, before[k]) and w.grad is None for k, w in loop.weights.items()), name
+        assert loop.x.grad is None
+        again = loop.results()
+        assert list(again) == ["y", "l1", *GRADIENTS] and all(torch.equal(again[k], v) for k, v in first.items())
 
 
 def test_a_missing_l1_gradient_shows_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,13 +275,13 @@ def test_out_of_memory_is_part_of_the_row(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_model_that_computes_something_else_has_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ops.gated_ffn
+    right = nn.SparseFFNBase._ffn
 
-    def wrong(*args: Any, return_stats: bool = False, **options: Any) -> Any:
-        y, stats = right(*args, return_stats=True, **options)
+    def wrong(self: Any, x: torch.Tensor, token_mask: Any, return_stats: bool) -> Any:
+        y, stats = right(self, x, token_mask, True)
         return (y, stats._replace(l1_sum=1.1 * stats.l1_sum)) if return_stats else y
 
-    monkeypatch.setattr(ops, "gated_ffn", wrong)
+    monkeypatch.setattr(nn.SparseFFNBase, "_ffn", wrong)
     with pytest.raises(ffn.WrongResult, match="first l1 is"):
         measure_model(tiny_config())
 
@@ -358,8 +400,9 @@ def test_command_prints_and_appends_rows(bench_train: Any, tmp_path: Path) -> No
 
 
 def test_command_prints_a_table(bench_train: Any) -> None:
-    code, printed, errors = bench_train("-w", "skew10", "-m", "8", "--plain", *SMALL)
+    code, printed, errors = bench_train("-w", "skew10", "-m", "8", "--plain", "--called", *SMALL)
     assert code == 0, errors
+    assert "as called dense" in printed and "besides AdamW's step" in printed
     assert "training a plain FFN, D 64, F 256, float32" in printed and "skew10" in printed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from twell import cpu, reference
 from twell.reference import Gradients, Weights
-from twell.weights import copied_bytes
 
 f64 = torch.float64
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,47 +80,70 @@ def every_third_left_out(M: int) -> Tensor:
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ways taken, in order: one for each block or single token, and one or two for a backward."""
     taken: list[str] = []
-    copies: list[Tensor | None] = []
-    run_dense, run_sparse, one_token = cpu._Block._run_dense, cpu._Block._run_sparse, cpu._one_token
-    neuron_major, tail_backward = cpu.neuron_major, cpu._tail_backward
+    run_dense, run_sparse, at_neurons = cpu._Block._run_dense, cpu._Block._run_sparse, cpu._at_neurons
+    one_token, tail_backward = cpu._one_token, cpu._tail_backward
 
-    def spy_neuron_major(w_down):
-        copies.append(neuron_major(w_down))
-        return copies[-1]
-
-    def has_copy() -> bool:
-        return any(c is not None for c in copies)
+    def down(rows: Tensor | None, is_dense: bool) -> str:
+        return ", dense down" if is_dense else ", columns" if rows is None else ""
 
     def spy_dense(block, *args):
         taken.append("dense")
         run_dense(block, *args)
 
-    def spy_sparse(block, y, tail, hot, up_out):
-        copies.clear()
-        run_sparse(block, y, tail, hot, up_out)
-        taken.append(("hot" if len(hot) else "tail") + ("" if has_copy() else ", no copy"))
+    def spy_sparse(block, y, parts, up_out):
+        run_sparse(block, y, parts, up_out)
+        taken.append(("hot" if len(parts.hot) else "tail") + down(block.down_FD, parts.down_is_dense))
+
+    def spy_at_neurons(x, w, frozen, col, *args):
+        rows = cpu._down_rows(w.down, frozen)
+        is_dense = rows is None and len(col) > cpu._MAX_COLUMNS * w.down.shape[1]
+        taken[-1] = "one token" + down(rows, is_dense)
+        return at_neurons(x, w, frozen, col, *args)
 
     def spy_one_token(*args):
-        copies.clear()
-        y = one_token(*args)
-        taken.append("one token, sparse" if has_copy() else "one token, dense")
-        return y
+        taken.append("one token, dense")
+        return one_token(*args)
 
     def spy_tail_backward(*args):
-        taken.append("tail")
+        taken.append("tail" + down(args[4], False))
         return tail_backward(*args)
 
     def spy_backward(*args):
-        taken.append("hot" if taken[-1:] == ["tail"] else "reference")
+        taken.append("hot" if taken[-1:] and taken[-1].startswith("tail") else "reference")
         return reference_backward(*args)
 
-    monkeypatch.setattr(cpu, "neuron_major", spy_neuron_major)
     monkeypatch.setattr(cpu._Block, "_run_dense", spy_dense)
     monkeypatch.setattr(cpu._Block, "_run_sparse", spy_sparse)
+    monkeypatch.setattr(cpu, "_at_neurons", spy_at_neurons)
     monkeypatch.setattr(cpu, "_one_token", spy_one_token)
     monkeypatch.setattr(cpu, "_tail_backward", spy_tail_backward)
     monkeypatch.setattr(reference, "backward", spy_backward)
     return taken
+
+
+DOWN = {"rows": "", "frozen": "", "columns": ", columns", "dense": ", dense down"}  # and what ``ways`` calls it
+
+
+def price_columns(monkeypatch: pytest.MonkeyPatch, price: float) -> None:
+    """0: neurons are always gathered as columns of Wd; inf: the down projection is dense instead."""
+    for name in ("_GATHER", "_GATHER_BF16"):
+        monkeypatch.setattr(cpu, name, getattr(cpu, name)._replace(column=price, read=0.0))
+    monkeypatch.setattr(cpu, "_MAX_COLUMNS", 0.0 if price else 1.0)
+    monkeypatch.setattr(cpu, "_SLICE", 7)  # D is no multiple of it
+
+
+@pytest.fixture(params=DOWN)
+def down(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the rows of active neurons come out of Wd."""
+    price_columns(monkeypatch, INF if request.param == "dense" else 0.0)
+    return request.param
+
+
+def laid(w: Weights, down: str) -> tuple[Weights, tuple[Tensor, ...]]:
+    """The weights and the frozen state for a way in ``DOWN``."""
+    if down == "rows":
+        return w._replace(down=transposed(w.down)), ()
+    return w, cpu.freeze(w) if down == "frozen" else ()
 
 
 def close(got: Tensor, want: Tensor, what: str = "") -> None:
@@ -135,9 +158,10 @@ def assert_forward(
     *,
     want_stats: bool = True,
     save: bool = False,
+    frozen: tuple[Tensor, ...] = (),
 ) -> reference.Forward:
     """cpu.forward is reference.forward; returns the latter."""
-    got = cpu.forward(x, w, activation, mask, want_stats=want_stats, save=save)
+    got = cpu.forward(x, w, activation, mask, want_stats=want_stats, save=save, frozen=frozen)
     want = reference.forward(x, w, activation, mask, want_stats=want_stats)
     close(got.y, want.y, "y")
     close(got.l1_sum, want.l1_sum, "l1_sum")
@@ -191,12 +215,16 @@ def test_forward_is_the_reference(M: int, gated: bool, activation: str, biases: 
 @each_layer
 @pytest.mark.parametrize("M", [2, 65, 257])
 def test_forward_errs_at_most_twice_as_dense(
-    M: int, gated: bool, activation: str, biases: str, dtype: torch.dtype, ways: list[str]
+    M: int, gated: bool, activation: str, biases: str, dtype: torch.dtype, down: str, ways: list[str]
 ) -> None:
-    x, w = case(M, 64, 256, 0.03, gated=gated, biases=biases, hot=6, dtype=dtype, seed=M)
+    x, w = case(M, 64, 256, 0.01 if M == 65 else 0.03, gated=gated, biases=biases, hot=6, dtype=dtype, seed=M)
     truth, dense = reference.forward(x.double(), w.to(f64), activation), reference.forward(x, w, activation)
-    got = cpu.forward(x, w, activation, save=True)
-    assert ways == [{2: "tail, no copy", 65: "hot, no copy", 257: "hot"}[M]]
+    w, frozen = laid(w, down)
+    got = cpu.forward(x, w, activation, save=down != "frozen", frozen=frozen)
+    assert ways == [("tail" if M == 2 else "hot") + DOWN[down]]
+    if down == "frozen":
+        assert_no_worse_than_dense(got.y, dense.y, truth.y)
+        return
     assert_no_worse_than_dense(got.y, dense.y, truth.y)
     assert_no_worse_than_dense(got.gate, dense.gate, truth.gate)
     assert_no_worse_than_dense(got.l1_sum, dense.l1_sum, truth.l1_sum)
@@ -206,13 +234,14 @@ def test_forward_errs_at_most_twice_as_dense(
 @pytest.mark.parametrize("dtype", NARROW)
 @each_layer
 def test_single_tokens_err_at_most_twice_as_dense(
-    gated: bool, activation: str, biases: str, dtype: torch.dtype, ways: list[str]
+    gated: bool, activation: str, biases: str, dtype: torch.dtype, down: str, ways: list[str]
 ) -> None:
     x, w = case(24, 64, 256, 0.03, gated=gated, biases=biases, hot=6, dtype=dtype)
     truth = reference.forward(x.double(), w.to(f64), activation).y
-    got = torch.cat([cpu.forward(token, w, activation, want_stats=False).y for token in x.split(1)])
     dense = torch.cat([reference.forward(token, w, activation).y for token in x.split(1)])
-    assert set(ways) == {"one token, sparse"}
+    w, frozen = laid(w, down)
+    got = torch.cat([cpu.forward(token, w, activation, want_stats=False, frozen=frozen).y for token in x.split(1)])
+    assert set(ways) == {"one token" + DOWN[down]}
     assert_no_worse_than_dense(got, dense, truth)
 
 
@@ -230,15 +259,20 @@ def test_l1_of_16_bit_inputs_is_summed_in_float32() -> None:
     hot=st.integers(0, 5),
     masked=st.booleans(),
     block_rows=st.integers(1, 100),
+    down=st.sampled_from(list(DOWN)),
     seed=st.integers(0, 2**16),
 )
-def test_forward_at_any_shape_and_density(M, D, F, density, layer, hot, masked, block_rows, seed) -> None:
+def test_forward_at_any_shape_and_density(M, D, F, density, layer, hot, masked, block_rows, down, seed) -> None:
     gated, activation, biases = layer
     x, w = case(M, D, F, density, gated=gated, biases=biases, hot=hot, seed=seed)
     mask = every_third_left_out(M) if masked else None
-    with mock.patch.object(cpu, "_BLOCK_BYTES", block_rows * F * 8), mock.patch.object(cpu, "_MIN_HOT_ROWS", 8):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cpu, "_BLOCK_BYTES", block_rows * F * 8)
+        monkeypatch.setattr(cpu, "_MIN_HOT_ROWS", 8)
+        price_columns(monkeypatch, INF if down == "dense" else 0.0)
+        w, frozen = laid(w, down)
         assert_forward(x, w, activation, mask, save=True)
-        assert_forward(x, w, activation, mask, want_stats=False)
+        assert_forward(x, w, activation, mask, want_stats=False, frozen=frozen)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -256,32 +290,52 @@ def test_forward_at_any_shape_and_density(M, D, F, density, layer, hot, masked, 
         ("tail", 80, 0.02, 0),
         ("hot", 64, 0.02, 8),
         ("hot", 257, 0.05, 8),
-        ("one token, sparse", 1, 0.1, 2),
+        ("one token", 1, 0.1, 2),
         ("one token, dense", 1, 0.8, 0),
     ],
 )
 def test_each_way(
-    way: str, M: int, density: float, hot: int, gated: bool, activation: str, biases: str, ways: list[str]
+    way: str, M: int, density: float, hot: int, gated: bool, activation: str, biases: str, down: str, ways: list[str]
 ) -> None:
     x, w = case(M, density=density, hot=hot, gated=gated, biases=biases)
-    assert_forward(x, w, activation, want_stats=False)
-    assert ways == [way]
+    w, frozen = laid(w, down)
+    assert_forward(x, w, activation, want_stats=False, frozen=frozen)
+    expected = way if "dense" in way else way + DOWN[down]
+    assert ways == [expected]
     if M > 1:
-        assert_forward(x, w, activation, every_third_left_out(M))
-        assert ways == [way] * 2
+        assert_forward(x, w, activation, every_third_left_out(M), frozen=frozen)
+        assert ways == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("way", "M", "F", "density"),
+    [
+        ("one token, columns", 1, 512, 0.02),
+        ("one token, dense down", 1, 512, 0.1),
+        ("tail, columns", 16, 1024, 0.004),
+        ("tail, dense down", 16, 1024, 0.06),
+        ("dense", 16, 1024, 0.3),
+    ],
+)
+def test_columns_are_gathered_where_they_are_few(way: str, M: int, F: int, density: float, ways: list[str]) -> None:
+    """By the costs as they are."""
+    assert_forward(*case(M, 64, F, density), want_stats=False)
+    assert ways == [way]
 
 
 @pytest.mark.parametrize(("M", "way"), [(cpu._MIN_HOT_ROWS - 1, "tail"), (cpu._MIN_HOT_ROWS, "hot")])
 def test_few_tokens_have_no_hot_neurons(M: int, way: str, ways: list[str]) -> None:
-    assert_forward(*case(M, density=0.02, hot=8))
+    x, w = case(M, density=0.02, hot=8)
+    assert_forward(x, laid(w, "rows")[0])
     assert ways == [way]
 
 
 def test_a_single_token_with_statistics_runs_as_a_block(ways: list[str]) -> None:
     x, w = case(1)
+    w, _ = laid(w, "rows")
     assert_forward(x, w, want_stats=True)
     assert_forward(x, w, want_stats=False, save=True)
-    assert ways == ["tail", "tail, no copy"]
+    assert ways == ["tail"] * 2
 
 
 @pytest.fixture(params=HABITS, ids=["plain", "slow_matvec", "transposed", "in_parts"])
@@ -314,7 +368,7 @@ def test_large_matrix_vector_products(
     got = cpu.forward(x, w, want_stats=False).y
     wide = reference.forward(x.double(), w.to(f64)).y
     torch.testing.assert_close(got.double(), wide, rtol=1e-4, atol=1e-5)
-    assert ways == ["one token, sparse" if density < 0.5 else "one token, dense"]
+    assert ways == ["one token, columns" if density < 0.5 else "one token, dense"]
     n_full = 1 if density < 0.5 else 3 if gated else 2
     assert columns.call_count == n_full
 
@@ -333,6 +387,16 @@ def test_every_way_of_a_linear_is_the_same(M: int, F: int, habits: cpu._BlasHabi
         y = cpu._linear(x, weight, b)
         assert y.is_contiguous()
         torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-5)
+
+
+def test_slow_ways_are_not_for_weights_that_lie_by_column(habits: cpu._BlasHabits) -> None:
+    """sampled_addmm and W x^T take 20 to 100 times as long with them."""
+    weight = transposed(torch.randn(32, 48))
+    with mock.patch.object(torch, "mm") as mm, mock.patch.object(torch.sparse, "sampled_addmm") as sampled_addmm:
+        for M in (1, 2, 16):
+            cpu._linear(torch.randn(M, 48), weight, None)
+    assert not mm.called
+    assert not sampled_addmm.called
 
 
 def test_products_in_parts_are_for_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,13 +426,11 @@ def test_blocks_choose_their_ways_apart(
     x, w = case(210, density=0.02, hot=8, gated=gated, biases=biases)
     x[:70, WAKES_ALL] = 1
     x[70:140, WAKES_HOT] = 0
+    w, _ = laid(w, "rows")
     monkeypatch.setattr(cpu, "_BLOCK_BYTES", 70 * w.gate.shape[0] * 8)
-    for mask in (None, every_third_left_out(210)):
+    for mask, save in itertools.product((None, every_third_left_out(210)), (True, False)):
         ways.clear()
-        assert_forward(x, w, activation, mask, save=True)
-        assert ways == ["dense", "tail, no copy", "hot, no copy"]
-        ways.clear()
-        assert_forward(x, w, activation, mask)
+        assert_forward(x, w, activation, mask, save=save)
         assert ways == ["dense", "tail", "hot"]
 
 
@@ -378,18 +440,6 @@ def test_blocks_of_a_few_rows(rows: int, ways: list[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu, "_BLOCK_BYTES", rows * w.gate.shape[0] * 8)
     assert_forward(x, w, "relu2", every_third_left_out(23), save=True)
     assert len(ways) >= 23 / rows
-
-
-@each_layer
-@pytest.mark.parametrize(("M", "way"), [(1, "one token, dense"), (16, "tail, no copy"), (80, "hot, no copy")])
-def test_weights_without_a_neuron_major_copy(
-    M: int, way: str, gated: bool, activation: str, biases: str, ways: list[str]
-) -> None:
-    x, w = case(M, density=0.02, hot=8 if M > 64 else 0, gated=gated, biases=biases)
-    with torch.inference_mode():
-        w = w._replace(down=w.down.clone())
-    assert_forward(x, w, activation, want_stats=False)
-    assert ways == [way]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -487,8 +537,8 @@ def test_huge_finite_values_are_not_taken_for_infinite(
     assert x.sum().isinf()
     truth, dense = reference.forward(x.double(), w.to(f64)).y, reference.forward(x, w).y
     assert dense.isfinite().all()
-    assert_no_worse_than_dense(cpu.forward(x, w, want_stats=False).y, dense, truth)
-    assert ways[0] in ("tail", "one token, sparse")
+    assert_no_worse_than_dense(cpu.forward(x, laid(w, "rows")[0], want_stats=False).y, dense, truth)
+    assert ways[0] in ("tail", "one token")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -556,14 +606,133 @@ def test_noncontiguous_weights_of_large_matrix_vector_products(habits: cpu._Blas
     assert_forward(transposed(x), Weights(transposed(w.gate), inner_columns(w.up), w.down), want_stats=False)
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Weights as they are now, and frozen state
+# ---------------------------------------------------------------------------------------------------------
+
+
+def write_through_data(w: Tensor) -> None:
+    w.data[1:] *= -3
+
+
+def write_one_element_through_data(w: Tensor) -> None:
+    w.data[5, 7] += 100
+
+
+def write_through_numpy(w: Tensor) -> None:
+    w.detach().numpy()[:] *= -0.5
+
+
+def write_through_numpy_in_part(w: Tensor) -> None:
+    w.detach().numpy()[-1, :] = 2
+
+
+each_write = pytest.mark.parametrize(
+    "write", [write_through_data, write_one_element_through_data, write_through_numpy, write_through_numpy_in_part]
+)
+
+
+@each_write
+@pytest.mark.parametrize("M", [1, 65])
+def test_weights_are_read_as_they_are_now(M: int, write: Callable[[Tensor], None], down: str) -> None:
+    """No write moves a version counter here. Frozen state is made again after it."""
+    x, w = case(M, density=0.05, hot=8 if M > 1 else 0)
+    w, frozen = laid(w, down)
+    for name in ("down", "up", "gate"):
+        before = assert_forward(x, w, want_stats=False, frozen=frozen)
+        weight = getattr(w, name)
+        version = weight._version
+        write(weight)
+        assert weight._version == version
+        frozen = cpu.freeze(w) if down == "frozen" else ()
+        after = assert_forward(x, w, want_stats=False, frozen=frozen)
+        if write in (write_through_data, write_through_numpy):
+            assert not torch.equal(before.y, after.y)
+
+
+@each_write
+def test_training_reads_weights_as_they_are_now(write: Callable[[Tensor], None], ways: list[str]) -> None:
+    for down in ("rows", "columns"):
+        x, w = case(257, density=0.02)
+        w, _ = laid(w, down)
+        for weight in (w.down, w.up, w.gate):
+            write(weight)
+            assert_forward(x, w, save=True)
+            assert_backward(x, w)
+    assert "tail" in ways and "tail, columns" in ways
+
+
 @each_m
-def test_down_given_neuron_major_needs_no_copy(M: int, ways: list[str]) -> None:
-    x, w = case(M, density=0.02, hot=8)
-    w = w._replace(down=transposed(w.down))
-    before = copied_bytes()
-    assert_forward(x, w, want_stats=False)
-    assert copied_bytes() == before
-    assert ways[0] in ("tail", "hot", "one token, sparse")
+def test_layouts_and_frozen_state_give_equal_results(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = case(M, 48, density=0.02, hot=8, biases="gud", dtype=torch.float32)
+    price_columns(monkeypatch, 0.0)
+    ways = [laid(w, down) for down in ("rows", "frozen", "columns")]
+    ys = [cpu.forward(x, way, want_stats=False, frozen=frozen).y for way, frozen in ways]
+    assert torch.equal(ys[0], ys[1])
+    torch.testing.assert_close(ys[0], ys[2], rtol=1e-5, atol=1e-5)
+
+
+def test_what_freeze_makes() -> None:
+    _, w = case(1)
+    down_FD, *int8_gate = cpu.freeze(w)
+    assert torch.equal(down_FD, w.down.t())
+    assert down_FD.is_contiguous()
+    assert down_FD.untyped_storage().data_ptr() != w.down.untyped_storage().data_ptr()
+    assert [t.numel() for t in int8_gate] == [0, 0, 0]
+    assert cpu.freeze(laid(w, "rows")[0]) == ()
+
+
+@pytest.mark.parametrize("M", [1, 65])
+def test_frozen_state_is_that_of_its_layer_alone(M: int) -> None:
+    """Neither other layers nor what happens to them can be seen in a layer's result."""
+    x, a = case(M, density=0.02, dtype=torch.float32)
+    _, b = case(M, density=0.02, dtype=torch.float32, seed=1)
+    frozen_a, frozen_b = cpu.freeze(a), cpu.freeze(b)
+    copies = [t.clone() for t in frozen_a]
+    alone = cpu.forward(x, a, want_stats=False, frozen=frozen_a).y
+    cpu.forward(x, b, want_stats=False, frozen=frozen_b)
+    for weight in (b.gate, b.up, b.down):
+        weight.data.fill_(NAN)
+    frozen_b[0].fill_(NAN)
+    cpu.forward(x, b, want_stats=False, frozen=frozen_b)
+    del b, frozen_b
+    assert all(torch.equal(t, c) for t, c in zip(frozen_a, copies, strict=True))
+    assert torch.equal(cpu.forward(x, a, want_stats=False, frozen=frozen_a).y, alone)
+
+
+def test_frozen_state_is_not_for_training_or_other_dtypes() -> None:
+    for M in (1, 65):
+        x, w = case(M, density=0.05, dtype=torch.float32)
+        poisoned = tuple(torch.full_like(t, NAN) for t in cpu.freeze(w))
+        assert cpu.forward(x, w, want_stats=False, frozen=poisoned).y.isnan().any()
+        for save, dtype in ((True, torch.float32), (True, torch.bfloat16), (False, torch.bfloat16)):  # as by autocast
+            got = cpu.forward(x.to(dtype), w.to(dtype), want_stats=False, save=save, frozen=poisoned).y
+            assert torch.equal(got, cpu.forward(x.to(dtype), w.to(dtype), want_stats=False, save=save).y)
+
+
+def test_frozen_rows_give_way_to_those_of_the_weight() -> None:
+    """Layouts may change under frozen state: either is right."""
+    x, w = case(65, density=0.02)
+    rows, _ = laid(w, "rows")
+    assert_forward(x, rows, want_stats=False, frozen=cpu.freeze(w))
+    assert_forward(x, w, want_stats=False, frozen=cpu.freeze(rows))
+
+
+def test_nothing_made_of_weights_outlives_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def n_tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), Tensor) and o.numel() >= 24 * 96 for o in gc.get_objects())
+
+    monkeypatch.setattr(cpu, "_MIN_TRAIN_ROWS", 1)
+    x, w = case(257, density=0.02, hot=2)
+    dy, before = random_like(x), n_tensors()
+    for down in (w, laid(w, "rows")[0]):
+        out = cpu.forward(x, down, save=True)
+        cpu.backward(dy, None, x, down, out.gate, out.up)
+        cpu.forward(x, down)
+        cpu.forward(x[:1], down, want_stats=False)
+    del out, down
+    assert n_tensors() == before
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -614,27 +783,31 @@ DL1 = torch.tensor(0.3, dtype=f64)
 
 @each_layer
 @each_m
+@pytest.mark.parametrize("down", ["rows", "columns"], indirect=True)
 def test_backward_is_the_reference(
-    M: int, gated: bool, activation: str, biases: str, ways: list[str], train_any_size: None
+    M: int, gated: bool, activation: str, biases: str, down: str, ways: list[str], train_any_size: None
 ) -> None:
     x, w = case(M, density=0.03, hot=2, gated=gated, biases=biases, seed=M)
+    w, _ = laid(w, down)
     for dl1, mask in itertools.product((None, DL1), (None, every_third_left_out(M))):
         ways.clear()
         assert_backward(x, w, activation, mask, dl1=dl1)
-        assert ways == (["tail", "hot"] if M >= 64 else ["tail"] if M else ways)
+        assert ways == ["tail" + DOWN[down], "hot"][: 2 if M >= 64 else 1]
 
 
 @pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("down", ["rows", "columns"], indirect=True)
 @each_layer
 def test_backward_errs_at_most_twice_as_dense(
-    gated: bool, activation: str, biases: str, dtype: torch.dtype, ways: list[str]
+    gated: bool, activation: str, biases: str, dtype: torch.dtype, down: str, ways: list[str]
 ) -> None:
     x, w = case(257, 64, 256, 0.02, hot=2, gated=gated, biases=biases, dtype=dtype)
     x[:, WAKES_HOT] *= 0.1
+    w, _ = laid(w, down)
     r, u = saved_activations(x, w, activation)
     dy, wide_u = random_like(x), None if u is None else u.double()
     got = named(cpu.backward(dy, DL1, x, w, r, u, activation))
-    assert ways == ["tail", "hot"]
+    assert ways == ["tail" + DOWN[down], "hot"]
     dense = named(reference_backward(dy, DL1, x, w, r, u, activation))
     truth = named(reference_backward(dy.double(), DL1, x.double(), w.to(f64), r.double(), wide_u, activation))
     for name, g in got.items():
@@ -645,20 +818,19 @@ def test_backward_errs_at_most_twice_as_dense(
     ("fewer", "density", "way"), [(1, 0.02, ["reference"]), (0, 0.02, ["tail"]), (0, 0.3, ["reference"])]
 )
 def test_backward_is_sparse_where_that_pays(fewer: int, density: float, way: list[str], ways: list[str]) -> None:
-    assert_backward(*case(cpu._MIN_TRAIN_ROWS - fewer, density=density))
+    x, w = case(cpu._MIN_TRAIN_ROWS - fewer, density=density)
+    assert_backward(x, laid(w, "rows")[0])
     assert ways == way
+
+
+def test_backward_is_dense_where_columns_are_dear(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    price_columns(monkeypatch, INF)
+    assert_backward(*case(cpu._MIN_TRAIN_ROWS, density=0.02))
+    assert ways == ["reference"]
 
 
 def test_backward_of_no_tokens() -> None:
     assert_backward(*case(0), dl1=DL1)
-
-
-def test_backward_without_a_neuron_major_copy(ways: list[str], train_any_size: None) -> None:
-    x, w = case(40, density=0.02)
-    with torch.inference_mode():
-        w = w._replace(down=w.down.clone())
-    assert_backward(x, w)
-    assert ways == ["reference"]
 
 
 ONE_NEEDED = [tuple(i == k for i in range(7)) for k in range(7)]
@@ -670,6 +842,7 @@ def test_backward_gives_what_is_needed_and_no_more(
     needs: tuple[bool, ...], gated: bool, ways: list[str], train_any_size: None
 ) -> None:
     x, w = case(65, density=0.02, hot=2, gated=gated, biases="gud" if gated else "gd")
+    w, _ = laid(w, "rows")
     assert_backward(x, w, dl1=DL1, needs=needs)
     assert "reference" not in ways
     assert ways[0] == "tail"
@@ -684,7 +857,7 @@ def test_backward_gives_what_is_needed_and_no_more(
 def test_backward_of_extreme_rows(shape: Callable[[Tensor], None], gated: bool, ways: list[str]) -> None:
     x, w = case(257, gated=gated, hot=1 if shape is one_neuron_for_all else 0)
     shape(x)
-    assert_backward(x, w, "relu2", every_third_left_out(257), dl1=DL1)
+    assert_backward(x, laid(w, "rows")[0], "relu2", every_third_left_out(257), dl1=DL1)
     assert ways == (["tail", "hot"] if shape is one_neuron_for_all else ["tail"])
 
 
@@ -694,7 +867,6 @@ def test_backward_of_zero_stride_gradients(dy_shape: tuple[int, int], ways: list
     dy = random_like(torch.empty(dy_shape, dtype=f64)).expand(257, 24)
     assert_backward(x, w, dy=dy, dl1=DL1)
     assert "reference" not in ways
-    assert ways[0] == "tail"
 
 
 @each_layout
@@ -708,7 +880,6 @@ def test_backward_of_noncontiguous_tensors(layout: Callable[[Tensor], Tensor], w
     for name, g in named(reference_backward(dy, None, x, w, r, u)).items():
         close(got[name], g, f"d{name}")
     assert "reference" not in ways
-    assert ways[0] == "tail"
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -729,14 +900,17 @@ def test_backward_of_nonfinite_values(where: str, value: float) -> None:
     needs=st.tuples(*[st.booleans()] * 7),
     with_l1=st.booleans(),
     masked=st.booleans(),
+    down=st.sampled_from(("rows", "columns")),
     seed=st.integers(0, 2**16),
 )
-def test_backward_at_any_shape_and_density(M, D, F, density, layer, needs, with_l1, masked, seed) -> None:
+def test_backward_at_any_shape_and_density(M, D, F, density, layer, needs, with_l1, masked, down, seed) -> None:
     gated, activation, biases = layer
     x, w = case(M, D, F, density, gated=gated, biases=biases, seed=seed)
     mask = every_third_left_out(M) if masked else None
-    with mock.patch.object(cpu, "_MIN_TRAIN_ROWS", 1):
-        assert_backward(x, w, activation, mask, dl1=DL1 if with_l1 else None, needs=needs)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cpu, "_MIN_TRAIN_ROWS", 1)
+        price_columns(monkeypatch, 0.0)
+        assert_backward(x, laid(w, down)[0], activation, mask, dl1=DL1 if with_l1 else None, needs=needs)
 
 
 # ---------------------------------------------------------------------------------------------------------

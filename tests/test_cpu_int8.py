@@ -1,4 +1,4 @@
-"""The int8 copy of a gate: it may rule out only neurons that no fp32 product would let fire."""
+"""The int8 gate of frozen state: it may rule out only neurons that no fp32 product would let fire."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import test_cpu
 from test_cpu import INF, LAYERS, NAN, assert_no_worse_than_dense, each_layer, f64, nonfinite_pattern
 from twell import cpu, reference
 from twell.bench import cases
 from twell.reference import Weights
-from twell.weights import copied_bytes
 
 f32 = torch.float32
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
-    """What each look at an int8 copy found, on any CPU, for gates of any size and with any number of candidates."""
+    """What each look at an int8 gate found, on any CPU, for gates of any size and with any number of candidates."""
     found: list[Tensor | None] = []
     candidates = cpu._candidates
 
@@ -45,13 +44,17 @@ def case(*args, **kwargs) -> tuple[Tensor, Weights]:
     return x, w
 
 
+def frozen_forward(x: Tensor, w: Weights, activation: str = "relu") -> Tensor:
+    return cpu.forward(x, w, activation, want_stats=False, frozen=cpu.freeze(w)).y
+
+
 def rectified(x: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
     """r [1, F] as the CPU path sees it: a plain FFN that puts every neuron out as it is."""
-    return cpu.forward(x, Weights(gate, None, torch.eye(len(gate)), bias), want_stats=False).y
+    return frozen_forward(x, Weights(gate, None, torch.eye(len(gate)), bias))
 
 
 def assert_same_tokens(x: Tensor, w: Weights, activation: str = "relu") -> None:
-    got = torch.cat([cpu.forward(token, w, activation, want_stats=False).y for token in x.split(1)])
+    got = torch.cat([frozen_forward(token, w, activation) for token in x.split(1)])
     dense, truth = reference.forward(x, w, activation).y, reference.forward(x.double(), w.to(f64), activation).y
     assert_no_worse_than_dense(got, dense, truth)
 
@@ -108,7 +111,7 @@ def test_candidates_hold_all_that_fire(D, F, density, layer, exponents, outlier,
         mock.patch.multiple(cpu, _MIN_INT8_GATE=0, _MAX_CANDIDATES=1.0),
         mock.patch.object(cpu, "_blas_habits", lambda: cpu._BlasHabits(int8_gate=True)),
     ):
-        candidates = cpu._candidates(x, w)
+        candidates = cpu._candidates(x, w, cpu._Frozen(*cpu.freeze(w)))
     assert candidates is not None
     for dtype in (f32, f64):
         fires = reference.forward(x.to(dtype), w.to(dtype)).gate[0].nonzero().flatten()
@@ -193,7 +196,7 @@ def test_nonfinite_values_come_out_as_the_reference_says(where: str, value: floa
         gated, activation, biases = layer
         x, w = case(1, 64, 96, 0.05, gated=gated, biases=biases)
         {"x": x, "gate": w.gate}[where][0, 5] = value
-        got, want = cpu.forward(x, w, activation, want_stats=False).y, reference.forward(x, w, activation).y
+        got, want = frozen_forward(x, w, activation), reference.forward(x, w, activation).y
         assert torch.equal(nonfinite_pattern(got), nonfinite_pattern(want))
         assert looks[-1] is None
 
@@ -202,7 +205,7 @@ def test_nonfinite_bias(looks: list[Tensor | None]) -> None:
     for value in (NAN, INF, -INF):
         x, w = case(1, 64, 96, 0.05, biases="g")
         w.gate_bias[3] = value
-        got, want = cpu.forward(x, w, want_stats=False).y, reference.forward(x, w).y
+        got, want = frozen_forward(x, w), reference.forward(x, w).y
         assert torch.equal(nonfinite_pattern(got), nonfinite_pattern(want))
 
 
@@ -223,45 +226,45 @@ def test_too_many_candidates_are_seen_early(looks: list[Tensor | None], monkeypa
         assert (looks[-1] is None) == (calls == 1)
 
 
-def test_only_for_single_fp32_tokens_of_inference(looks: list[Tensor | None]) -> None:
+def test_only_for_single_fp32_tokens_of_frozen_layers(looks: list[Tensor | None]) -> None:
     x, w = case(2, 64, 96)
-    cpu.forward(x, w, want_stats=False)
-    cpu.forward(x[:1], w)
-    cpu.forward(x[:1], w, save=True)
+    frozen = cpu.freeze(w)
+    cpu.forward(x, w, want_stats=False, frozen=frozen)
+    cpu.forward(x[:1], w, frozen=frozen)
+    cpu.forward(x[:1], w, want_stats=False, save=True, frozen=frozen)
+    cpu.forward(x[:1], w, want_stats=False)
     assert looks == []
     for dtype in (torch.bfloat16, torch.float16, f64):
-        cpu.forward(x[:1].to(dtype), w.to(dtype), want_stats=False)
-        assert looks.pop() is None
+        narrow = w.to(dtype)
+        assert not has_int8_gate(narrow)
+        for state in (frozen, cpu.freeze(narrow)):  # autocast brings that of fp32
+            cpu.forward(x[:1].to(dtype), narrow, want_stats=False, frozen=state)
+            assert looks.pop() is None
 
 
-def test_gates_without_a_copy(looks: list[Tensor | None]) -> None:
-    x, w = case(1, 64, 96)
-    with torch.inference_mode():
-        in_inference = w.gate.clone()
-    for gate in (in_inference, w.gate.t().contiguous().t()):
-        assert_same_tokens(x, w._replace(gate=gate))
-        assert looks[-1] is None
-    assert_same_tokens(*case(1, 48, 96))
-    assert looks[-1] is None
+def has_int8_gate(w: Weights) -> bool:
+    sizes = {t.numel() for t in cpu.freeze(w)[1:]}
+    assert sizes in ({0}, {w.gate.numel(), len(w.gate)})
+    return sizes != {0}
 
 
-def test_down_without_a_copy(looks: list[Tensor | None]) -> None:
-    x, w = case(1, 64, 96, 0.05)
-    with torch.inference_mode():
-        w = w._replace(down=w.down.clone())
-    assert_same_tokens(x, w)
-    assert looks[-1] is not None
-
-
-def test_small_gates_and_other_processors_have_none(
-    looks: list[Tensor | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, w = case(1, 64, 96)
+def test_gates_without_an_int8_gate(looks: list[Tensor | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, w = case(1, 64, 96)
+    assert has_int8_gate(w)
+    assert not has_int8_gate(w._replace(gate=w.gate.t().contiguous().t()))
+    assert not has_int8_gate(case(1, 48, 96)[1])
     for habits, size in itertools.product((False, True), (0, 1)):
         monkeypatch.setattr(cpu, "_MIN_INT8_GATE", 64 * 96 + size)
         monkeypatch.setattr(cpu, "_blas_habits", lambda on=habits: cpu._BlasHabits(int8_gate=on))
-        cpu.forward(x, w, want_stats=False)
-        assert (looks[-1] is not None) == (habits and size == 0)
+        assert has_int8_gate(w) == (habits and size == 0)
+
+
+def test_neuron_major_down_needs_no_frozen_rows(looks: list[Tensor | None]) -> None:
+    x, w = case(1, 64, 96, 0.05)
+    w = w._replace(down=w.down.t().contiguous().t())
+    assert [t.numel() for t in cpu.freeze(w)] == [0, 96 * 64, 96, 96]
+    assert_same_tokens(x, w)
+    assert looks[-1] is not None
 
 
 def test_an_older_torch_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,61 +277,37 @@ def test_an_older_torch_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The copy
+# The int8 gate itself
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_copy_follows_the_gate(looks: list[Tensor | None]) -> None:
+def test_made_again_it_follows_the_gate_in_place(looks: list[Tensor | None]) -> None:
+    """Shapes and dtypes stay, so that frozen tensors can be written over where they are."""
     x, w = case(1, 64, 96, 0.05)
-    gate = nn.Parameter(w.gate)
-    w = w._replace(gate=gate)
-    optimizer = torch.optim.SGD([gate], lr=1.0)
-
-    def in_place() -> None:
-        with torch.no_grad():
-            gate.neg_()
-
-    def through_data() -> None:
-        gate.data.neg_()
-
-    def by_an_optimizer() -> None:
-        gate.grad = 2 * gate.detach()
-        optimizer.step()
-
-    for change in (in_place, through_data, by_an_optimizer):
-        with torch.no_grad():
-            assert_same_tokens(x, w)
-            change()
-            assert_same_tokens(x, w)
-            assert looks[-1] is not None
-            assert torch.equal(cpu._int8_gate(gate).q_FD, cpu._quantised(gate).q_FD)
+    frozen = cpu.freeze(w)
+    for write in (lambda: w.gate.data.neg_(), lambda: w.gate.detach().numpy().__setitem__(slice(3, 9), 0.5)):
+        write()
+        for old, new in zip(frozen, cpu.freeze(w), strict=True):
+            assert (old.shape, old.dtype) == (new.shape, new.dtype)
+            old.copy_(new)
+        y, dense = cpu.forward(x, w, want_stats=False, frozen=frozen).y, reference.forward(x, w).y
+        truth = reference.forward(x.double(), w.to(f64)).y
+        assert_no_worse_than_dense(y, dense, truth)
+        assert looks[-1] is not None
 
 
-def test_copy_is_made_once_and_counted(looks: list[Tensor | None]) -> None:
-    before = copied_bytes()
-    x, w = case(1, 64, 96, 0.05)
-    w = w._replace(down=w.down.t().contiguous().t())  # neuron-major already
-    cpu.forward(x, w, want_stats=False)
-    first = cpu._int8_gate(w.gate)
-    assert copied_bytes() - before == 96 * 64 + 96 * (2 + 4)
-    cpu.forward(x, w, want_stats=False)
-    assert cpu._int8_gate(w.gate) is first
-    del w
-    assert copied_bytes() == before
-
-
-def test_copy_is_within_its_reach() -> None:
+def test_it_is_within_its_reach(looks: list[Tensor | None]) -> None:
     w = torch.randn(50, 64) * 10 ** torch.linspace(-11, 11, 50).unsqueeze(1)
-    copy = cpu._quantised(w)
-    assert copy is not None
-    scale_F = copy.per_unit_F.double() / copy.per_reach_F.double()  # 1 / s
-    e = w.double() * scale_F[:, None] - copy.q_FD.double()
-    assert copy.q_FD.abs().amax() == 127
+    gate = cpu._int8_gate(w)
+    assert gate is not None
+    scale_F = gate.per_unit_F.double() / gate.per_reach_F.double()  # 1 / s
+    e = w.double() * scale_F[:, None] - gate.q_FD.double()
+    assert gate.q_FD.abs().amax() == 127
     assert (e.abs() <= 1.01).all()  # half a step, and per_reach has 8 bits
-    q_norm = copy.q_FD.double().norm(dim=1)
-    assert (1 / copy.per_reach_F.double() * (1 + 2.0**-8) > q_norm * 2.0**-8).all()
+    q_norm = gate.q_FD.double().norm(dim=1)
+    assert (1 / gate.per_reach_F.double() * (1 + 2.0**-8) > q_norm * 2.0**-8).all()
 
 
 def test_same_token_gives_the_same_bits(looks: list[Tensor | None]) -> None:
     x, w = case(1, 64, 96, 0.05, biases="gud")
-    assert torch.equal(*(cpu.forward(x, w, want_stats=False).y for _ in range(2)))
+    assert torch.equal(*(frozen_forward(x, w) for _ in range(2)))

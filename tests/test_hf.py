@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import subprocess
 import sys
@@ -31,7 +32,8 @@ from transformers import (
 
 import twell
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
-from twell.nn import SparseFFNBase
+from twell.hf.counts import NeuronCounts
+from twell.nn import SparseFFNBase, sparse_ffns
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -385,28 +387,107 @@ def test_sparsified_models_run_the_sparse_operation_and_train(name: str, monkeyp
     expected = gradients(model)
     model.zero_grad()
     twell.sparsify_(model)
-    calls = []
-    for op in ("gated_ffn", "ffn"):
-        right = getattr(twell.ops, op)
-        monkeypatch.setattr(twell.ops, op, lambda *a, right=right, **k: (calls.append(1), right(*a, **k))[1])
+    calls = count_calls(monkeypatch)
     model(ids, labels=ids).loss.backward()
     assert len(calls) == 3
     torch.testing.assert_close(gradients(model), expected)
 
 
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that has an element for each sparse FFN that has run since."""
+    calls: list[int] = []
+    run = twell.ops.run
+    monkeypatch.setattr(twell.ops, "run", lambda *a, **k: (calls.append(1), run(*a, **k))[1])
+    return calls
+
+
+def copied(model: Any) -> Any:
+    return copy.deepcopy(model)
+
+
+def pickled(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_a_deep_copy_of_a_sparsified_model_is_its_own(name: str) -> None:
+@pytest.mark.parametrize("make", [copied, pickled])
+def test_a_copy_of_a_sparsified_model_is_its_own(name: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dense_model(name)
     twell.sparsify_(model)
-    twin = copy.deepcopy(model)
+    twin = make(model)
     ids = token_ids()
+    calls = count_calls(monkeypatch)
     assert torch.equal(twin(ids).logits, model(ids).logits)
+    assert len(calls) == 6
     before = model(ids).logits
     with torch.no_grad():
         for p in twin.parameters():
             p.zero_()
     assert torch.equal(model(ids).logits, before)
     assert not twin(ids).logits.any()
+    twell.desparsify_(twin)
+    assert all(ffn.why_called() is None for _, ffn in sparse_ffns(model)) and not list(sparse_ffns(twin))
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_the_check_of_sparsify_is_no_tokens_to_plan_by(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(SparseFFNBase, "_look_at", lambda self, x: looks.append(x))
+    model = dense_model(name)
+    twell.sparsify_(model)
+    assert not looks and all(ffn._plans_itself for _, ffn in sparse_ffns(model))
+    with torch.no_grad():
+        model(token_ids())
+    assert len(looks) == 3
+
+
+def test_opt_has_what_other_sparse_models_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans, counts, freezing; modes and devices reach its FFNs though they are no submodules."""
+    model, ids = dense_model("opt"), token_ids()
+    expected = model(ids).logits
+    counts = NeuronCounts(fired=[torch.full((96,), 2) for _ in range(3)], tokens=1000)
+    report = twell.sparsify_(model, counts)
+    ffns = dict(sparse_ffns(model))
+    assert list(ffns) == [f"model.decoder.layers.{i}" for i in range(3)] == [row.layer for row in report.rows]
+    assert all(row.plan == repr(ffns[row.layer].plan) for row in report.rows)
+    assert "96 neurons" in repr(model)
+
+    for ffn in ffns.values():
+        ffn.track_counts = True
+    calls = count_calls(monkeypatch)
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert len(calls) == 3 and {int(ffn.tokens_seen) for ffn in ffns.values()} == {ids.numel()}
+    fused = [ffn.neuron_counts.clone() for ffn in ffns.values()]
+    hooks = [layer.fc2.register_forward_hook(lambda *_: None) for layer in model.model.decoder.layers]
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert len(calls) == 3  # called, and counted all the same
+    for ffn, once, hook in zip(ffns.values(), fused, hooks, strict=True):
+        assert torch.equal(ffn.neuron_counts, 2 * once)
+        ffn.track_counts = False
+        hook.remove()
+
+    assert twell.freeze_(model).layers == 3
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected)
+    model.train()
+    assert all(ffn.frozen is None and ffn.training for ffn in ffns.values())
+    model.eval().to("meta")
+    assert {ffn.neuron_counts.device.type for ffn in ffns.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_sparsified_layers_compile_without_a_break(name: str) -> None:
+    torch._dynamo.reset()
+    model: Any = dense_model(name)
+    layer = model.model.layers[0].mlp if name == "llama" else model.model.decoder.layers[0]
+    twell.sparsify_(model)
+    block = model.model.layers[0].mlp if name == "llama" else nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2)
+    x = torch.randn(5, 32)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), block(x))
 
 
 def test_what_is_not_relu_is_skipped_with_the_reason() -> None:
@@ -414,6 +495,7 @@ def test_what_is_not_relu_is_skipped_with_the_reason() -> None:
     before = model(token_ids()).logits
     report = twell.sparsify_(model)
     assert [row.why for row in report.rows] == ["silu: call relufy_ first"] * 3
+    assert {row.kind for row in report.rows} == {"left alone"}
     assert str(report).splitlines()[1] == "model.layers.0.mlp  LlamaMLP  skipped: silu: call relufy_ first"
     assert torch.equal(model(token_ids()).logits, before)
 
@@ -442,6 +524,34 @@ def test_sparse_types_switch_between_dense_and_sparse() -> None:
     assert {layer.mlp.backend for layer in model.model.layers} == {"reference"}
     assert len(twell.sparsify_(model).changed) == 3
     assert {layer.mlp.backend for layer in model.model.layers} == {"auto"}
+
+
+def test_a_chosen_backend_stays() -> None:
+    model = sparse_model()
+    for layer, backend in zip(model.model.layers, ("cpu", "reference", "auto"), strict=True):
+        layer.mlp.backend = backend
+    for _ in range(2):
+        rows = twell.sparsify_(model).rows
+        assert [row.kind for row in rows] == ["sparse", "left alone", "sparse"]
+        assert rows[1].why == "backend='reference' was chosen for it"
+        assert [layer.mlp.backend for layer in model.model.layers] == ["cpu", "reference", "auto"]
+        twell.desparsify_(model)
+        twell.desparsify_(model)
+        assert {layer.mlp.backend for layer in model.model.layers} == {"reference"}
+        twell.sparsify_(model)
+
+
+def test_a_dense_twin_may_leave_the_layout_to_the_sparse_one() -> None:
+    model = dense_model("llama")
+    twell.sparsify_(model)
+    twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    twell.desparsify_(twin, restore_layout=False)
+    down: Any = model.get_submodule("model.layers.0.mlp.down_proj")
+    assert twin.get_parameter("model.layers.0.mlp.down_proj.weight") is down.weight
+    assert down.weight.t().is_contiguous()
+    torch.testing.assert_close(twin(token_ids()).logits, model(token_ids()).logits)
+    twell.desparsify_(model)
+    assert down.weight.is_contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import twell
-from interpreted import shorten_lists
+from interpreted import look_through_triton_once, shorten_lists
 from twell import cpu
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.counts import NeuronCounts
@@ -144,10 +144,46 @@ def run_ffn(run: Any) -> dict[str, Tensor]:
 def run_by_plan(ffn: Any) -> dict[str, Tensor]:
     """Its y by the sparse kernels, in Triton's interpreter: hot neurons, and tokens with few active ones and many."""
     shorten_lists()
+    look_through_triton_once()
     ffn.backend = "triton"
     ffn.set_plan(Plan(n_neurons=48, hot=torch.tensor([5, 1]), cap=16, min_tokens=0))
     with torch.no_grad():
         return {"y": ffn(torch.randn(4, 32, generator=torch.Generator().manual_seed(0)))}
+
+
+def run_with_hook(ffn: Any) -> dict[str, Tensor]:
+    """Called projection by projection, each with its own neurons."""
+    calls: list[Any] = []
+    hook = ffn.up_proj.register_forward_hook(lambda *_: calls.append(1))
+    assert "runs densely: up_proj has hooks" in repr(ffn)
+    seen = run_ffn(ffn._ffn)
+    hook.remove()
+    assert calls == [1] and ffn.why_called() is None
+    return seen
+
+
+def run_frozen(ffn: Any) -> dict[str, Tensor]:
+    """Frozen state is of the process's own weights, follows changes that are seen, and others when told."""
+    report = twell.freeze_(ffn)
+    assert report.layers == 1 and ffn.frozen_bytes() == report.bytes >= 48 * 32 * 4
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        y = ffn(x)
+        ffn.down_proj.weight.mul_(2)
+        doubled = ffn(x)
+        ffn.down_proj.weight.to_local().data.mul_(0.5)
+        assert twell.refresh_(ffn) == 1
+        again = ffn(x)
+    bias = whole(ffn.down_proj.bias)
+    torch.testing.assert_close(doubled - bias, 2 * (y - bias))
+    torch.testing.assert_close(again, y)
+    assert twell.thaw_(ffn) == 1
+    return {"y": y}
+
+
+def assert_same_plan(a: Plan, b: Plan) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.pop("hot").equal(theirs.pop("hot")) and ours == theirs
 
 
 def check_plans(rank: int) -> None:
@@ -159,13 +195,13 @@ def check_plans(rank: int) -> None:
     expected = {t: choose_plan(fired(4096)[own], COUNTED_TOKENS, costs[t], width=16) for t in costs}
     assert [len(plan.hot) for plan in expected.values()] == ([0, 0] if rank else [256, 256])
     assert ffn.plan_from_counts(fired(4096), COUNTED_TOKENS).predicted == expected[False].predicted
-    assert ffn.plan.equal(expected[False].encode())
+    assert_same_plan(ffn.plan, expected[False])
     assert ffn.plan_from_counts(fired(4096)[own], COUNTED_TOKENS).hot.equal(expected[False].hot)
     ffn.backend = "triton"
     planner = Planner([ffn], every=1)
     for _ in range(2):
         planner.advance([Stats(torch.zeros(()), fired(4096).int(), torch.tensor(COUNTED_TOKENS))])
-    assert ffn.plan.equal(expected[True].encode())
+    assert_same_plan(ffn.plan, expected[True])
 
 
 def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
@@ -180,11 +216,6 @@ def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
     assert all(isinstance(ffn, ParallelFFN) and len(ffns(model)) == 2 for ffn in ffns(model))
     assert {ffn.gate_proj.weight.to_local().shape for ffn in ffns(model)} == {(48, 32)}
     seen["llama"] = observe(model)
-    used = set()
-    for _ in range(2):
-        with torch.no_grad(), ffns(model)[0]._as_own_neurons():
-            used.add(ffns(model)[0].down_proj.weight)
-    assert len(used) == 1  # copies in other layouts are kept by tensor: a new one each time would mean new copies
     model.save_pretrained(folder / "llama-saved")
 
     model.gradient_checkpointing_enable()
@@ -192,13 +223,15 @@ def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
     model.gradient_checkpointing_disable()
 
     ffn = ffns(model)[0]
-    seen["compiled"] = run_ffn(torch.compile(ffn._ffn, fullgraph=True, backend="aot_eager"))
     assert f"neurons {48 * rank} to {48 * rank + 47} here" in repr(ffn)
+    assert ffn.why_called() is None and "runs densely" not in repr(ffn)
+    seen["hooked"] = run_with_hook(ffn)
+    seen["frozen"] = run_frozen(ffn)
     seen["by plan"] = run_by_plan(ffn)
     with pytest.raises(ValueError, match="for 96 neurons, and this process has 48 of the layer's 96"):
         ffn.set_plan(Plan(n_neurons=96, hot=torch.arange(2), cap=16))
     ffn._look_at(torch.randn(4096, 32))
-    assert Plan.decode(ffn.plan).n_neurons == 48
+    assert ffn.plan.n_neurons == 48
     seen["restarted"] = {"weights": restart(model)}
 
     seen["qwen2"] = observe(load("qwen2", distributed_config=two_shares))
@@ -209,6 +242,8 @@ def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
     plan = choose_plan(fired(96)[48 * rank :][:48], COUNTED_TOKENS, costs_for(torch.device("cpu")), width=32)
     assert [(row.became, row.plan) for row in report.rows] == [("GatedSparseFFN, relu", repr(plan))] * 2
     seen["dense"] = observe(model)
+    seen["compiled"] = run_ffn(torch.compile(ffns(model)[0]._ffn, fullgraph=True, backend="aot_eager"))
+    seen["hooked, by stock styles"] = run_with_hook(ffns(model)[0])
     twell.desparsify_(model)
     assert not ffns(model)
     seen["desparsified"] = observe(model)
@@ -264,9 +299,11 @@ def observe_whole(folder: Path) -> dict[str, Any]:
     seen["desparsified"] = seen["dense"]
     seen["pipeline"] = {"logits": seen["llama"]["logits"], "tokens": seen["llama"]["tokens"][::2]}
     ffn = ffns(models["llama"])[0]
-    seen["compiled"] = run_ffn(ffn._ffn)
-    seen["by plan"] = {"y": seen["compiled"]["y"]}
+    seen["hooked"] = run_ffn(ffn._ffn)
+    seen["by plan"] = seen["frozen"] = {"y": seen["hooked"]["y"]}
     seen["restarted"] = {"weights": restart(models["llama"])}
+    ffn = twell.GatedSparseFFN.from_dense(models["dense"].model.layers[0].mlp)
+    seen["compiled"] = seen["hooked, by stock styles"] = run_ffn(ffn._ffn)
     twell.relufy_(models["dense"], l1=0.03)
     seen["relufied"] = observe(models["dense"])
     return seen

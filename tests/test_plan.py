@@ -1,13 +1,32 @@
-"""Plans: hot and heavy follow from frequencies and costs; encoding keeps everything."""
+"""Plans: hot and heavy follow from frequencies and costs; what is saved and what operations take keep everything."""
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from twell.plan import _FEW_COSTS, _FEW_GATE, _MIN_GAIN, Costs, Plan, choose_plan, costs_for, dense_plan
+from twell.plan import (
+    _FEW_COSTS,
+    _FEW_GATE,
+    _MIN_GAIN,
+    _MIN_TOKENS,
+    _MIN_TOKENS_CAPTURED,
+    _MIN_TOKENS_TRAINING,
+    _MIN_TOKENS_TRAINING_CAPTURED,
+    _MOST_TOKENS,
+    Costs,
+    Plan,
+    choose_plan,
+    costs_for,
+    dense_plan,
+    sizes_of,
+    tokens_of,
+)
 
 COSTS = Costs(gate=1.0, down=1.0, gather=200.0, heavy=1.5, token=0.0, hot=0.0, batch=1e6)
 
@@ -58,10 +77,14 @@ def test_small_batches_do_not_pay() -> None:
     counts = counts_of((256, 500), (1792, 2))
     plan = choose_plan(counts, 1000, COSTS)
     saved = 3 * 2048 - (3 * 256 + 1792 + 200 * 1792 * 0.002)
-    assert plan.min_tokens == 4096  # the least, since 1e6 / saved is less
+    least = _MIN_TOKENS, _MIN_TOKENS_CAPTURED  # since 1e6 / saved is less
+    assert (plan.min_tokens, plan.min_tokens_captured) == least
     costly = COSTS._replace(batch=2e7)
     assert choose_plan(counts, 1000, costly).min_tokens == int(2e7 / saved)
-    assert choose_plan(counts, 1000, costly, width=1024).min_tokens == int(4e7 / saved)
+    assert choose_plan(counts, 1000, costly, width=1024).min_tokens_captured == int(4e7 / saved)
+    training = choose_plan(counts, 1000, costs_for(torch.device("cpu"), training=True))
+    least = _MIN_TOKENS_TRAINING, _MIN_TOKENS_TRAINING_CAPTURED
+    assert (training.min_tokens, training.min_tokens_captured) >= least
 
 
 def test_training_plans_for_a_longer_tail_and_keeps_short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,22 +118,14 @@ def test_counts_of_nothing_are_refused() -> None:
         choose_plan(torch.zeros(512), 0, COSTS)
 
 
-@pytest.mark.parametrize("n_hot", [0, 128, 512])
-def test_encoding(n_hot: int) -> None:
-    plan = Plan(n_neurons=512, hot=torch.randperm(512)[:n_hot], cap=77, first=5, min_tokens=9, few_tokens=32)
-    encoded = plan.encode()
-    assert encoded.shape == (517,) and encoded.dtype == torch.int32
-    assert sorted(encoded[5:].tolist()) == list(range(512))
-    again = Plan.decode(encoded)
-    assert torch.equal(again.hot, plan.hot)
-    assert (again.cap, again.first, again.min_tokens, again.few_tokens) == (77, 5, 9, 32)
-    assert again.n_neurons == 512 and again.is_dense == (n_hot == 512)
-
-
 def test_they_say_what_they_are() -> None:
     assert repr(dense_plan(16)) == "Plan(dense, 16 neurons)"
     plan = Plan(n_neurons=512, hot=torch.arange(128), cap=9, predicted=1.5)
-    assert repr(plan) == "Plan(128 of 512 neurons hot, tokens heavy above 9, from 4096 tokens on, predicted 1.50x)"
+    assert repr(plan) == (
+        f"Plan(128 of 512 neurons hot, tokens heavy above 9, from {_MIN_TOKENS} tokens on, predicted 1.50x)"
+    )
+    plan = Plan(n_neurons=16, hot=torch.arange(2), cap=9, min_tokens=7, min_tokens_captured=5, few_tokens_captured=3)
+    assert "from 7 tokens on (5 in graphs)" in repr(plan) and repr(plan).endswith(" (3 in graphs))")
 
 
 def test_gpus_that_were_not_measured_borrow_costs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +137,32 @@ def test_gpus_that_were_not_measured_borrow_costs(monkeypatch: pytest.MonkeyPatc
     assert found == {costs_for(torch.device("cpu"))}
 
 
-@pytest.mark.parametrize(("hot", "cap"), [([3, 3], 8), ([16], 8), ([-1], 8), ([0], -1)])
-def test_plans_that_would_change_a_result_are_refused(hot: list[int], cap: int) -> None:
-    with pytest.raises(ValueError, match="a plan needs different hot neurons of 0 to 15"):
-        Plan(n_neurons=16, hot=torch.tensor(hot), cap=cap)
-    right = Plan(n_neurons=16, hot=torch.tensor([0, 1]), cap=8).encode()
-    for wrong in ([2, 8, 4, 0, 0, 5, 5], [17, 8, 4, 0, 0, 0, 1], [-1, 8, 4, 0, 0, 0, 1]):
-        encoded = right.clone()
-        encoded[:7] = torch.tensor(wrong)
-        with pytest.raises(ValueError, match="hot neurons"):
-            Plan.decode(encoded)
+@pytest.mark.parametrize(
+    ("hot", "numbers"),
+    [
+        ([3, 3], {}),
+        ([14, 16], {}),
+        ([-1, 0], {}),
+        ([0, 1], {"cap": -1}),
+        ([0, 1], {"first": -1}),
+        ([0, 1], {"min_tokens": -1}),
+        ([0, 1], {"min_tokens_captured": -1}),
+        ([0, 1], {"few_tokens": -1}),
+        ([0, 1], {"few_tokens_captured": -1}),
+    ],
+)
+def test_plans_that_would_change_a_result_are_refused(hot: list[int], numbers: dict[str, int]) -> None:
+    state = {"n_neurons": 16, "hot": torch.tensor(hot), "cap": 8} | numbers
+    with pytest.raises(ValueError, match="a plan needs different hot neurons of 0 to 15 and numbers of at least 0"):
+        Plan(**state)
+    with pytest.raises(ValueError, match="a plan needs different hot neurons"):
+        Plan.from_state_dict(state)
+
+
+def test_numbers_that_no_shape_could_tell_are_refused() -> None:
+    for numbers in ({"n_neurons": 1 << 18}, {"cap": 1 << 18}, {"first": 1 << 18}):
+        with pytest.raises(ValueError, match="less than 262,144"):
+            Plan(**({"n_neurons": 16, "hot": torch.arange(2), "cap": 8} | numbers))
 
 
 def test_an_odd_number_of_hot_neurons_is_refused() -> None:
@@ -175,6 +206,104 @@ def test_small_layers_and_plain_ones_save_less() -> None:
 def test_a_dense_layer_may_be_sparse_for_few_tokens() -> None:
     plan = choose_plan(torch.full((5632,), 100.0), 1000, COSTS)
     assert plan.is_dense and repr(plan) == "Plan(dense, 5632 neurons, sparse up to 4 tokens)"
-    assert Plan.decode(plan.encode()).few_tokens == 4
-    with pytest.raises(ValueError, match="at most 64"):
-        dense_plan(512, few_tokens=65)
+    for numbers in ({"few_tokens": 65}, {"few_tokens_captured": 65}):
+        with pytest.raises(ValueError, match="at most 64"):
+            Plan(n_neurons=512, hot=torch.arange(2), cap=8, **numbers)
+
+
+# -- what is kept, and what operations take ---------------------------------------------------------------
+
+
+def some_plan(n_hot: int = 6) -> Plan:
+    return Plan(
+        n_neurons=16,
+        hot=torch.randperm(16)[:n_hot],
+        cap=77,
+        first=5,
+        min_tokens=900,
+        few_tokens=32,
+        min_tokens_captured=300,
+        few_tokens_captured=64,
+        predicted=1.5,
+        mean_active=2.25,
+    )
+
+
+def assert_same(a: Plan, b: Plan) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert torch.equal(ours.pop("hot"), theirs.pop("hot")) and ours == theirs
+
+
+@pytest.mark.parametrize("n_hot", [0, 6, 16])
+def test_what_is_saved_is_the_whole_plan(n_hot: int) -> None:
+    plan, file = some_plan(n_hot), io.BytesIO()
+    torch.save(plan.state_dict(), file)
+    file.seek(0)
+    again = Plan.from_state_dict(torch.load(file, weights_only=True))  # numbers and one tensor
+    assert_same(again, plan)
+    assert again.is_dense == (n_hot == 16)
+
+
+def through_pickle(plan: Plan) -> Any:
+    file = io.BytesIO()
+    torch.save(plan, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, through_pickle])
+def test_copies_have_tensors_of_their_own(copied: Any) -> None:
+    """Those of a plan that was loaded onto another device would be on the wrong one."""
+    plan, cpu = some_plan(), torch.device("cpu")
+    tensors = plan.on(cpu)
+    again = copied(plan)
+    assert_same(again, plan)
+    assert again.on(cpu).order is not tensors.order and torch.equal(again.on(cpu).order, tensors.order)
+
+
+@pytest.mark.parametrize("n_hot", [0, 6, 16])
+def test_tensors_order_the_neurons_and_tell_places(n_hot: int) -> None:
+    plan = some_plan(n_hot)
+    order, places, *_ = plan.on(torch.device("cpu"))
+    assert (order.dtype, places.dtype) == (torch.int32, torch.int32)
+    assert order[:n_hot].tolist() == plan.hot.tolist()
+    cold = sorted(set(range(16)) - set(plan.hot.tolist()))
+    assert order[n_hot:].tolist() == cold
+    assert [int(places[n]) for n in cold] == list(range(16 - n_hot))
+
+
+def test_numbers_travel_as_shapes_without_memory() -> None:
+    plan, cpu = some_plan(), torch.device("cpu")
+    eager, captured = plan.on(cpu), plan.on(cpu, captured=True)
+    assert sizes_of(eager) == sizes_of(captured) == (6, 77, 5)
+    assert (tokens_of(eager), tokens_of(captured)) == ((32, 900), (64, 300))
+    assert (plan.tokens(captured=False), plan.tokens(captured=True)) == ((32, 900), (64, 300))
+    assert {t.untyped_storage().nbytes() for t in (eager.sizes, eager.tokens)} == {1}
+    sizes = [n for t in (*eager[2:], *captured[2:]) for n in t.shape]
+    assert min(sizes) > 1 << 17  # not 0 or 1, and no tensor's size: a compiler would treat those apart
+    assert tokens_of(Plan(n_neurons=16, hot=torch.arange(2), cap=0, min_tokens=1 << 60).on(cpu)) == (0, _MOST_TOKENS)
+
+
+def test_tensors_are_made_once_a_device() -> None:
+    plan, cpu, meta = some_plan(), torch.device("cpu"), torch.device("meta")
+    eager, captured = plan.on(cpu), plan.on(cpu, captured=True)
+    assert plan.on(cpu) is eager and plan.on(cpu, captured=True) is captured
+    assert eager.order is captured.order and eager.places is captured.places
+    assert plan.on(meta).order.device == meta
+
+
+def test_tensors_are_not_of_inference_mode_or_of_another_default_device() -> None:
+    with torch.inference_mode(), torch.device("meta"):
+        plan = dense_plan(16)
+        tensors = plan.on(torch.device("cpu"))
+    assert not any(t.is_inference() or t.device.type == "meta" for t in tensors)
+    assert plan.hot.device.type == "cpu"
+
+
+def test_captured_calls_have_thresholds_of_their_own() -> None:
+    plan = some_plan()
+    assert [plan.in_parts(n, captured=False) for n in (299, 300, 899, 900)] == [False, False, False, True]
+    assert [plan.in_parts(n, captured=True) for n in (299, 300, 899, 900)] == [False, True, True, True]
+    assert not some_plan(16).in_parts(10_000, captured=True)
+    same = Plan(n_neurons=16, hot=torch.arange(2), cap=8, min_tokens=9, few_tokens=4)
+    assert same.tokens(captured=False) == same.tokens(captured=True) == (4, 9)

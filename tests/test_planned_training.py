@@ -17,15 +17,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("triton")
 
-from interpreted import shorten_lists
-from twell import GatedSparseFFN, gpu
+from interpreted import gather_in_torch, look_through_triton_once, shorten_lists
+from twell import GatedSparseFFN
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM, SparseCausalLMOutput, models
+from twell.kernels import hybrid
 from twell.plan import Plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -41,13 +43,13 @@ class Runs:
 
 
 def count_runs(set_attribute: Callable[[Any, str, Any], None] = setattr) -> Runs:
-    runs, right = Runs(), gpu.forward_to_train
+    runs, right = Runs(), hybrid.forward
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         runs.n += 1
-        return right(*args)
+        return right(*args, **options)
 
-    set_attribute(gpu, "forward_to_train", counted)
+    set_attribute(hybrid, "forward", counted)
     return runs
 
 
@@ -70,6 +72,7 @@ IDS = torch.randint(64, (2, 4), generator=torch.Generator().manual_seed(3))  # [
 @pytest.fixture(autouse=True)
 def kernel_runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     shorten_lists(monkeypatch.setattr)
+    gather_in_torch(monkeypatch.setattr)
     return count_runs(monkeypatch.setattr)
 
 
@@ -189,6 +192,25 @@ def test_frozen_ffns_pass_gradients_on(pair: tuple[Any, Any], kernel_runs: Runs)
     assert not any(".mlp." in name for name in gradients(planned))
 
 
+def test_a_step_compiles_whole_and_once(pair: tuple[Any, Any], kernel_runs: Runs) -> None:
+    """Densely, layers in parts one by one, both with other plans: one graph, compiled the first time."""
+    planned, reference = pair
+    mlps = [layer.mlp for layer in planned.model.layers]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(planned, fullgraph=True, backend=counter)
+    seen = []
+    for plans in ((None, None), (None, plan_of(128, 16, 24)), (plan_of(128, 0, 22), plan_of(128, 64, 8))):
+        for mlp, plan in zip(mlps, plans, strict=True):
+            mlp.set_plan(plan)
+        planned.zero_grad()
+        reference.zero_grad()
+        outs = learn(compiled, IDS), learn(reference, IDS)
+        assert_same(planned, reference, outs)
+        seen.append((counter.frame_count, kernel_runs.n))
+    assert seen == [(1, 0), (1, 1), (1, 3)]
+
+
 # -- two processes ----------------------------------------------------------------------------------------
 
 D, F, M, STEPS = 16, 48, 6, 2
@@ -251,6 +273,8 @@ KINDS = {"ddp": DistributedDataParallel, "fsdp": sharded}
 
 def main(rank: int, folder: Path) -> None:
     shorten_lists()
+    look_through_triton_once()
+    gather_in_torch()
     runs = count_runs()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)

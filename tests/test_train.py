@@ -279,16 +279,3 @@ def test_tensor_parallel_models_are_refused(tmp_path: Path) -> None:
     model.model.layers[1].mlp.__class__ = _parallel(type(model.model.layers[1].mlp))
     with pytest.raises(ValueError, match="tensor parallel models need a loop of their own"):
         SparseTrainer(MINI, model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
-
-
-def test_compiled_training_may_compile_for_every_layer() -> None:
-    """A sparse layer ends a graph, and torch's limit of 8 would stop compiling at the ninth."""
-    from twell.train import trainer
-
-    config: Any = torch._dynamo.config
-    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    with config.patch({name: 8}):
-        trainer._compile_for_every_layer(28)
-        assert getattr(config, name) >= 28
-        trainer._compile_for_every_layer(0)
-        assert getattr(config, name) >= 28  # never less

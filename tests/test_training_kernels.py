@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from interpreted import shorten_lists
 
 pytest.importorskip("triton")
 
-from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference, weights
-from twell.kernels import lists, split, tail_backward, transpose, turn
+from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
+from twell.kernels import dense, hybrid, lists, split, tail_backward, transpose, turn
 from twell.plan import Costs, Plan
 from twell.reference import Weights
+from twell.saved import Sizes, runs_in_parts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -45,6 +47,7 @@ class Case:
     activation: str = "relu"
     masked: bool = False
     l1: bool = True
+    turned: bool = False  # Wd neuron by neuron
     seed: int = 0
 
 
@@ -64,6 +67,8 @@ class Inputs:
             normal(F) if case.bias and case.gated else None,
             normal(D) if case.bias else None,
         )
+        if case.turned:
+            self.w = self.w._replace(down=self.w.down.t().contiguous().t())
         self.x, self.dy = normal(M, D) * 4, normal(M, D)
         if M:
             self.x[M // 2] = 0  # a token without active neurons, unless biases wake some
@@ -73,9 +78,9 @@ class Inputs:
         self.plan = Plan(n_neurons=F, hot=hot, cap=case.cap, first=case.cap // 2, min_tokens=0)
 
     def run(self, activation: str, needs: tuple[bool, ...] = ALL) -> tuple[Any, reference.Gradients]:
-        encoded = self.plan.encode()
-        *out, saved = gpu.forward_to_train(self.x, self.w, activation, encoded, self.mask, True)
-        gradients = gpu.backward(self.dy, self.dl1, self.x, self.w, saved, activation, encoded, self.mask, needs)
+        plan = self.plan.on(self.x.device)
+        *out, saved = gpu.train(self.x, self.w, activation, plan, self.mask, want_stats=True, save=True)
+        gradients = gpu.backward(self.dy, self.dl1, self.x, self.w, saved, activation, plan, self.mask, needs)
         return out, gradients
 
     def truth(self, dtype: torch.dtype, activation: str, needs: tuple[bool, ...] = ALL) -> Any:
@@ -106,7 +111,8 @@ def check(case: Case, needs: tuple[bool, ...] = ALL) -> None:
     for name, (ours, dense_one, truth) in pairs.items():
         assert ours.shape == truth.shape, name
         if truth.numel():
-            assert ours.dtype == dense_one.dtype and ours.is_contiguous(), name
+            assert ours.dtype == dense_one.dtype, name
+            assert ours.stride() == inputs.w.down.stride() if name == "down" else ours.is_contiguous(), name
             allowed = max(TOLERANCE[case.dtype], 2 * relative_error(dense_one, truth))
             assert relative_error(ours, truth) <= allowed, name
 
@@ -125,6 +131,8 @@ def check(case: Case, needs: tuple[bool, ...] = ALL) -> None:
         Case(bias=True, activation="relu2", F=80, n_hot=32, masked=True),
         Case(l1=False, n_hot=112),
         Case(M=70, F=48, cap=16, n_hot=16),  # more than one chunk of tokens
+        Case(turned=True, cap=8, bias=True),
+        Case(turned=True, gated=False, n_hot=0, cap=8),
     ],
     ids=str,
 )
@@ -195,19 +203,22 @@ def test_the_same_bits_every_time() -> None:
 
 def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
     inputs = Inputs(Case(M=70, F=48, n_hot=0, cap=32))
-    encoded = inputs.plan.encode()
-    *_, saved = gpu.forward_to_train(inputs.x, inputs.w, "relu", encoded, None, True)
-    columns = transpose.Columns(saved.bits, saved.offsets)
-    found = lists.Lists(saved.rows, saved.values, saved.marks, 32)
-    layout = split.lay_out(inputs.w, None, for_backward=True)
+    plan, rows = inputs.plan.on(inputs.x.device), split.by_rows(inputs.w)
+    *_, saved = gpu.train(inputs.x, inputs.w, "relu", plan, None, want_stats=True, save=True)
+    sizes = Sizes.of(70, 48, 32)
+    bits = saved.integers[: sizes.offsets_at].view(3, sizes.keys)
+    columns = transpose.Columns(bits, saved.integers[sizes.offsets_at :][: sizes.keys * sizes.chunks + 1])
+    r_of_entries, u_of_entries = saved.values.view(2, sizes.entries)
+    found = lists.Lists(saved.rows, r_of_entries, saved.integers[sizes.marks_at :], 32)
     tile = gpu._INTERPRETED.tail_backward
     pairs = tail_backward.write_tail_gradients(
-        None, inputs.dy, None, None, found, saved.up, layout, columns, squared=False, tile=tile
-    )
+        None, inputs.dy, None, None, found, u_of_entries, rows.gate, rows.up, rows.down, plan.places, columns,
+        squared=False, tile=tile,
+    )  # fmt: skip
     assert pairs is not None
     n = int(columns.offsets[-1])
     r = torch.relu(inputs.x @ inputs.w.gate.T)
-    words = saved.bits.shape[1] // 32
+    words = sizes.keys // 32
     word, bit = torch.arange(words)[:, None], torch.arange(32)[None, :]
     neuron_of_key = (128 * (word // 4) + 8 * (bit % 16) + 2 * (word % 4) + bit // 16).flatten()
     expected = [token for key in neuron_of_key.tolist() if key < 48 for token in r[:, key].nonzero()[:, 0].tolist()]
@@ -221,26 +232,35 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
 @pytest.mark.parametrize("M", [1, 2048, 16384, 34816, 131072, 1 << 20])
 def test_room_for_shares_does_not_grow_without_end(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the lists' real sizes
-    size = M * 64 + lists.n_long(M) * lists.LONG
+    size = lists.list_size(M, 64)
     split = tail_backward.split_at(size)
     assert -(-size // split) <= 4096 and split & (split - 1) == 0 and split >= 512
     assert split == 512 or -(-size // (split // 2)) > 4096
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (64, 64), (65, 130), (0, 4)])
+@pytest.mark.parametrize("shape", [(16, 16), (64, 64), (80, 144), (0, 16)])
 def test_turned(shape: tuple[int, int]) -> None:
     t = torch.randn(shape)
     assert torch.equal(turn.turned(t), t.t())
     assert turn.turned(t).is_contiguous()
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_rows_are_put_among_others(add: bool) -> None:
-    t, part, rows = torch.randn(9, 1100), torch.randn(4, 2, 1100)[:, 1], torch.tensor([7, 0, 8, 3])
-    expected = t.clone()
-    expected[rows] = expected[rows] + part if add else part
-    turn.put_rows_(t, rows, part, add=add)
-    assert torch.equal(t, expected)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("wanted", ["gate up down", "gate", "up", "down", "up down"])
+def test_rows_of_hot_neurons_are_put_among_others(wanted: str, gated: bool) -> None:
+    D, hot = 1104, [7, 0, 8]
+    names = [name for name in ("gate", "up", "down") if gated or name != "up"]
+    part = {name: torch.randn(3, D) for name in names}
+    targets = {name: torch.randn(9, D) for name in names if name in wanted}
+    expected = {name: t.clone() for name, t in targets.items()}
+    for name, t in expected.items():
+        t[hot] = part[name]
+    inputs = torch.stack([part["gate"], part["up"]], 1).flatten(0, 1) if gated else part["gate"]
+    order = torch.tensor([*hot, 1, 2, 3, 4, 5, 6], dtype=torch.int32)
+    given = tuple(targets.get(name) for name in ("gate", "up", "down"))
+    turn.put_rows_(given, order, torch.cat([inputs, part["down"]]), 3, gated=gated)
+    for name, t in targets.items():
+        assert torch.equal(t, expected[name])
 
 
 # -- through the operations and modules -------------------------------------------------------------------
@@ -260,33 +280,33 @@ def losses_and_gradients(tensors: list[Tensor], *, gated: bool = True, **options
     return loss.detach(), [t.grad for t in tensors if t.grad is not None]
 
 
-def used_parts(y: Tensor) -> bool:
-    """Whether a split op is in the graph of y."""
-    nodes, seen = [y.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if "split_ffn" in node.name():
-            return True
-        nodes += [n for n, _ in node.next_functions]
-    return False
+@pytest.fixture
+def used_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Whether anything ran in parts since it was asked last."""
+    calls: list[int] = []
+    forward = hybrid.forward
+    monkeypatch.setattr(hybrid, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+
+    def ask() -> bool:
+        used = bool(calls)
+        calls.clear()
+        return used
+
+    return ask
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_operations_train_by_the_plan(gated: bool) -> None:
+def test_operations_train_by_the_plan(gated: bool, used_parts: Callable[[], bool]) -> None:
     case = Case(gated=gated, bias=True)
     inputs, tensors = leaves(case)
-    encoded = inputs.plan.encode()
-    ours = losses_and_gradients(tensors, gated=gated, backend="triton", plan=encoded)
+    ours = losses_and_gradients(tensors, gated=gated, backend="triton", plan=inputs.plan)
+    assert used_parts()
     theirs = losses_and_gradients(tensors, gated=gated, backend="reference")
     assert torch.allclose(ours[0], theirs[0], rtol=1e-5)
     for a, b in zip(ours[1], theirs[1], strict=True):
         assert relative_error(a, b.double()) < 1e-5
-    op = ops.gated_ffn if gated else ops.ffn
-    assert used_parts(op(*tensors, backend="triton", plan=encoded))
-    assert not used_parts(op(*tensors, backend="triton"))
+    (ops.gated_ffn if gated else ops.ffn)(*tensors, backend="triton")
+    assert not used_parts()
 
 
 @pytest.mark.parametrize(
@@ -303,16 +323,14 @@ def test_operations_train_by_the_plan(gated: bool) -> None:
 )
 def test_the_dense_path_in_few_passes(case: Case) -> None:
     inputs = Inputs(case)
-    ours = gpu.dense_forward(inputs.x, inputs.w, case.activation, inputs.mask, want_stats=True)
-    theirs, dense = inputs.truth(case.dtype, case.activation)
+    y, l1_sum, counts, kept = dense.forward(inputs.x, inputs.w, case.activation, inputs.mask, want_stats=True)
+    theirs, by_reference = inputs.truth(case.dtype, case.activation)
     truth, true = inputs.truth(torch.float64, case.activation)
-    assert torch.equal(ours.counts, theirs.counts)
-    got = gpu.dense_backward(
-        inputs.dy, inputs.dl1, inputs.x, inputs.w, ours.gate, ours.up, case.activation, inputs.mask, ALL
-    )
+    assert torch.equal(counts, theirs.counts)
+    got = dense.backward(inputs.dy, inputs.dl1, inputs.x, inputs.w, kept, case.activation, inputs.mask, ALL)
     rows = zip(
-        (ours.y, ours.l1_sum, got.x, *got.weights),
-        (theirs.y, theirs.l1_sum, dense.x, *dense.weights),
+        (y, l1_sum, got.x, *got.weights),
+        (theirs.y, theirs.l1_sum, by_reference.x, *by_reference.weights),
         (truth.y, truth.l1_sum, true.x, *true.weights),
         strict=True,
     )
@@ -328,37 +346,36 @@ def test_the_dense_path_in_few_passes(case: Case) -> None:
 def test_nan_in_the_dense_path() -> None:
     inputs = Inputs(Case(F=48))
     inputs.x[3, 0] = float("nan")
-    ours = gpu.dense_forward(inputs.x, inputs.w, "relu", None, want_stats=True)
+    y, l1_sum, counts, _ = dense.forward(inputs.x, inputs.w, "relu", None, want_stats=True)
     theirs, _ = inputs.truth(f32, "relu")
-    assert torch.equal(ours.counts, theirs.counts)  # NaN is active
-    assert torch.equal(ours.y.isnan(), theirs.y.isnan()) and ours.l1_sum.isnan()
+    assert torch.equal(counts, theirs.counts)  # NaN is active
+    assert torch.equal(y.isnan(), theirs.y.isnan()) and l1_sum.isnan()
 
 
 @pytest.mark.parametrize("needed", range(7))
 def test_single_gradients_of_the_dense_path(needed: int) -> None:
     inputs, needs = Inputs(Case(F=48, bias=True)), tuple(i == needed for i in range(7))
-    ours = gpu.dense_forward(inputs.x, inputs.w, "relu", None, want_stats=False)
-    got = gpu.dense_backward(inputs.dy, None, inputs.x, inputs.w, ours.gate, ours.up, "relu", None, needs)
+    *_, kept = dense.forward(inputs.x, inputs.w, "relu", None, want_stats=False)
+    got = dense.backward(inputs.dy, None, inputs.x, inputs.w, kept, "relu", None, needs)
     for i, gradient in enumerate((got.x, *got.weights)):
         assert gradient is not None and (gradient.numel() > 0) == (i == needed)
 
 
-def test_few_tokens_and_dense_plans_train_densely() -> None:
+def test_few_tokens_and_dense_plans_train_densely(used_parts: Callable[[], bool]) -> None:
     inputs, tensors = leaves(Case())
-    plan = dataclasses.replace(inputs.plan, min_tokens=21)
-    assert not used_parts(ops.gated_ffn(*tensors, backend="triton", plan=plan.encode()))
-    countless = dataclasses.replace(inputs.plan, cap=(1 << 31) // 20 + 1)  # pairs, for 32 bits
-    assert not used_parts(ops.gated_ffn(*tensors, backend="triton", plan=countless.encode()))
-    everything = Plan(n_neurons=128, hot=torch.arange(128), cap=0)
-    assert not used_parts(ops.gated_ffn(*tensors, backend="triton", plan=everything.encode()))
+    everything = Plan(n_neurons=128, hot=torch.arange(128), cap=0, min_tokens=0)
+    for plan in (dataclasses.replace(inputs.plan, min_tokens=21), everything):
+        ops.gated_ffn(*tensors, backend="triton", plan=plan)
+        assert not used_parts()
+    assert runs_in_parts(1 << 20, 128, 16, 1024, 0)
+    assert not runs_in_parts(1 << 21, 128, 16, 1024, 0)  # as many pairs as 32 bits do not count
 
 
 def test_only_some_weights_train() -> None:
     inputs, tensors = leaves(Case())
     for t in tensors[:2]:
         t.requires_grad_(False)
-    encoded = inputs.plan.encode()
-    _, ours = losses_and_gradients(tensors, backend="triton", plan=encoded)
+    _, ours = losses_and_gradients(tensors, backend="triton", plan=inputs.plan)
     _, theirs = losses_and_gradients(tensors, backend="reference")
     assert len(ours) == len(theirs) == 2
     for a, b in zip(ours, theirs, strict=True):
@@ -369,7 +386,7 @@ def test_losses_of_one_output_alone() -> None:
     inputs, tensors = leaves(Case())
     for through in ("y", "l1_sum"):
         grads = []
-        for options in ({"backend": "triton", "plan": inputs.plan.encode()}, {"backend": "reference"}):
+        for options in ({"backend": "triton", "plan": inputs.plan}, {"backend": "reference"}):
             y, stats = ops.gated_ffn(*tensors, return_stats=True, **options)
             loss = y.sum() if through == "y" else stats.l1_sum  # the gradient of a sum is expanded: zero strides
             grads.append(torch.autograd.grad(loss, tensors, allow_unused=True))
@@ -384,7 +401,7 @@ def test_inputs_that_are_not_contiguous() -> None:
     inputs, tensors = leaves(Case())
     odd = [t.detach().t().contiguous().t().requires_grad_() for t in tensors]
     assert not odd[1].is_contiguous()
-    _, ours = losses_and_gradients(odd, backend="triton", plan=inputs.plan.encode())
+    _, ours = losses_and_gradients(odd, backend="triton", plan=inputs.plan)
     _, theirs = losses_and_gradients(tensors, backend="reference")
     for a, b in zip(ours, theirs, strict=True):
         assert relative_error(a, b.double()) < 1e-5
@@ -392,15 +409,14 @@ def test_inputs_that_are_not_contiguous() -> None:
 
 def test_gradient_accumulation_and_checkpointing() -> None:
     inputs, tensors = leaves(Case(M=24))
-    encoded = inputs.plan.encode()
-    _, whole = losses_and_gradients(tensors, backend="triton", plan=encoded)
+    _, whole = losses_and_gradients(tensors, backend="triton", plan=inputs.plan)
     whole = [g.clone() for g in whole]
     for t in tensors:
         t.grad = None
     x, *rest = tensors
 
     def block(x: Tensor) -> tuple[Tensor, Tensor]:
-        y, stats = ops.gated_ffn(x, *rest, return_stats=True, backend="triton", plan=encoded)
+        y, stats = ops.gated_ffn(x, *rest, return_stats=True, backend="triton", plan=inputs.plan)
         return y, stats.l1_sum
 
     for part in x.split(8):
@@ -410,13 +426,13 @@ def test_gradient_accumulation_and_checkpointing() -> None:
         assert t.grad is not None and relative_error(t.grad, g.double()) < 1e-5
 
 
-def test_autocast_of_wide_weights() -> None:
+def test_autocast_of_wide_weights(used_parts: Callable[[], bool]) -> None:
     inputs, tensors = leaves(Case(M=33, D=32))
     grads = []
-    for options in ({"backend": "triton", "plan": inputs.plan.encode()}, {"backend": "reference"}):
+    for options in ({"backend": "triton", "plan": inputs.plan}, {"backend": "reference"}):
         with torch.autocast("cpu", dtype=torch.float16):
             y, stats = ops.gated_ffn(*tensors, return_stats=True, **options)
-            assert y.dtype == f16 and used_parts(y) == ("plan" in options)
+            assert y.dtype == f16 and used_parts() == ("plan" in options)
             grads.append(torch.autograd.grad(y.float().pow(2).sum() + 0.1 * stats.l1_sum, tensors))
     _, truths = losses_and_gradients(tensors, backend="reference")
     for ours, theirs, truth in zip(*grads, truths, strict=True):
@@ -424,14 +440,15 @@ def test_autocast_of_wide_weights() -> None:
         assert relative_error(ours, truth.double()) <= 2 * relative_error(theirs, truth.double()) + 1e-3
 
 
-def test_copies_of_cast_weights_do_not_pile_up() -> None:
-    inputs, tensors = leaves(Case(D=32))
-    encoded = inputs.plan.encode()
-    before = len(weights._copies)
-    for _ in range(3):
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
-            ops.gated_ffn(*tensors, backend="triton", plan=encoded)
-    assert len(weights._copies) <= before + 2  # the decoded plan and its order
+def test_what_is_kept_may_be_copied_elsewhere() -> None:
+    """As torch.autograd.graph.save_on_cpu does, from a GPU."""
+    inputs, tensors = leaves(Case(F=48))
+    _, expected = losses_and_gradients(tensors, backend="triton", plan=inputs.plan)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t
+    ):
+        _, ours = losses_and_gradients(tensors, backend="triton", plan=inputs.plan)
+    assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 def test_little_is_kept_for_the_backward() -> None:
@@ -439,22 +456,13 @@ def test_little_is_kept_for_the_backward() -> None:
     with torch.no_grad():
         tensors[1].mul_(0).add_(torch.randn(512, 1) / 50 - 0.02)  # few neurons fire
     kept = {}
-    for name, options in {"sparse": {"backend": "triton", "plan": inputs.plan.encode()}, "dense": {}}.items():
+    for name, options in {"sparse": {"backend": "triton", "plan": inputs.plan}, "dense": {}}.items():
         saved: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
             ops.gated_ffn(*tensors, **({"backend": "reference"} | options))
         own = {id(t) for t in tensors}
-        kept[name] = sum(t.numel() * t.element_size() for t in saved if id(t) not in own)
+        kept[name] = sum(t.nbytes for t in saved if id(t) not in own)
     assert kept["sparse"] < kept["dense"] / 2
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_opcheck(bias: bool) -> None:
-    inputs, tensors = leaves(Case(M=5, F=48, bias=bias))
-    biases = tensors[4:] if bias else [None] * 3
-    arguments = (*tensors[:4], *biases, None, inputs.plan.encode(), 16, 16, "relu", True)
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.twell.split_ffn.default, arguments, test_utils=utils)
 
 
 def test_the_rest_of_a_compiled_model_trains_around_it() -> None:
@@ -463,7 +471,7 @@ def test_the_rest_of_a_compiled_model_trains_around_it() -> None:
     model[1].set_plan(Inputs(Case()).plan)
     x = torch.randn(20, 16)
     grads = []
-    for run in (model, torch.compile(model, backend="aot_eager")):
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
         run(x).pow(2).sum().backward()
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
@@ -471,8 +479,7 @@ def test_the_rest_of_a_compiled_model_trains_around_it() -> None:
         assert relative_error(a, b.double()) < 1e-5
 
 
-def test_modules_train_after_an_optimiser_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of weights are made again; the plan's order is not."""
+def test_modules_train_after_an_optimiser_step() -> None:
     torch.manual_seed(0)
     layers = [SparseFFN(16, 128, bias=True, backend=b) for b in ("triton", "reference")]
     layers[1].load_state_dict(layers[0].state_dict())
@@ -488,8 +495,6 @@ def test_modules_train_after_an_optimiser_step(monkeypatch: pytest.MonkeyPatch) 
             optimizer.step()
             losses.append(loss.detach())
         assert torch.allclose(*losses, rtol=1e-4)
-    orders = [key for key in weights._copies if isinstance(key[0], tuple) and key[0][0] == "order"]
-    assert orders
 
 
 def test_costs_of_training_are_a_plan_s_own() -> None:

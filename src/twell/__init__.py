@@ -7,8 +7,10 @@
 
 from twell._version import __version__
 from twell.formats import Hybrid, TwELL
-from twell.nn import GatedSparseFFN, SparseFFN
+from twell.frozen import freeze_, refresh_, thaw_
+from twell.nn import GatedSparseFFN, SparseFFN, restore_layout_
 from twell.ops import Stats, ffn, gated_ffn
+from twell.plan import Plan
 from twell.transformers_hook import register_with_transformers as _register_with_transformers
 
 # What needs transformers is imported when it is first used.
@@ -26,15 +28,20 @@ def __getattr__(name: str) -> object:
 __all__ = [
     "GatedSparseFFN",
     "Hybrid",
+    "Plan",
     "SparseFFN",
     "Stats",
     "TwELL",
     "__version__",
     "desparsify_",
     "ffn",
+    "freeze_",
     "gated_ffn",
+    "refresh_",
     "relufy_",
+    "restore_layout_",
     "sparsify_",
+    "thaw_",
 ]
 
 _register_with_transformers()

@@ -9,9 +9,13 @@ nothing can overflow. A block of tokens is cut by cost:
 - everything else: gathered.
 
 Bytes, fp32, D 2048, F 5632: a dense FFN reads 138 MB of weights, the gate alone 46 MB, an active element
-16 KB. So the gate bounds what a sparse layer takes, with one token by its bytes, with many by its FLOPs. For one
-fp32 token most neurons are therefore ruled out by an int8 copy of the gate (``_Int8Gate``), 11.5 MB.
+16 KB. So the gate bounds what a sparse layer takes, with one token by its bytes, with many by its FLOPs.
 A gathered element costs about as much as 7 elements of a large GEMM (2 cores, AVX-512).
+
+The weights are read as they are at the call; nothing made of them outlives it. Wd [D, F] holds a neuron as a row
+where it is neuron-major (``w.t()`` is contiguous). Where it is not, the columns in use are gathered in slices of
+Wd, or h is put back into a dense block. ``freeze`` makes what is read faster, for weights that stay as they
+are: Wd neuron-major, and for one fp32 token an int8 gate of 11.5 MB that rules most neurons out.
 
 Blocks are small enough for the allocator to reuse their buffers: fresh pages for [M, F] intermediates are
 a good part of what a dense FFN of 2048 tokens pays. Legend: m rows of a block, D, F as everywhere.
@@ -22,6 +26,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,24 +34,44 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell import int8, reference
-from twell.reference import Forward, Gradients, Weights, activate, gradient_if, no_statistics, slope, sum_dtype
-from twell.weights import kept, neuron_major
+from twell.reference import (
+    Forward,
+    Gradients,
+    Weights,
+    activate,
+    gradient_if,
+    is_neuron_major,
+    no_statistics,
+    slope,
+    sum_dtype,
+)
 
 
 # Costs in units of one element of a large GEMM (one token, one neuron, up and down): 0.046 us in fp32 and
 # 0.021 us in bf16 on 2 cores of an AVX-512 machine, where the other costs were measured too.
 class _Gather(NamedTuple):
-    """A gathered neuron: what its first token in a block pays (rows from memory), and what every token pays."""
+    """A gathered neuron: what its first token in a block pays (rows from memory), and what every token pays.
+
+    Where a neuron is a column of Wd, it also pays ``column``, and ``read`` for each neuron of its ``line``: a column
+    is read in cache lines that hold its neighbours too.
+    """
 
     first: float
     each: float
+    column: float
+    read: float
+    line: int
 
     def cost(self, n_neurons: int, n_elements: int) -> float:
         return self.first * n_neurons + self.each * n_elements
 
+    def columns(self, n_neurons: int, F: int) -> float:
+        return self.column * n_neurons + self.read * min(F, n_neurons * self.line)
 
-_GATHER = _Gather(first=35.0, each=7.0)
-_GATHER_BF16 = _Gather(first=70.0, each=20.0)  # GEMMs are faster, and gathered rows must be widened
+
+_GATHER = _Gather(first=35.0, each=7.0, column=41.0, read=6.0, line=16)
+# GEMMs are faster, and gathered rows must be widened
+_GATHER_BF16 = _Gather(first=70.0, each=20.0, column=81.0, read=7.2, line=32)
 _WEIGHT_READ_ROWS = 18  # a GEMM over m rows costs m + 18: the 18 stand for reading the weights
 _MIN_WORK = 20e6  # D * F * (M + 18) below which a dense FFN takes less than the bookkeeping, 0.5 ms
 _SMALL = 10  # times _MIN_WORK: small work, where overheads are seen
@@ -59,7 +84,9 @@ _MIN_HOT_ROWS = 64  # with fewer tokens a hot neuron's rows are read once either
 _MIN_INT8_GATE = 8 << 20  # elements of a gate below which its int8 copy does not pay
 _MAX_CANDIDATES = 1 / 16  # share of the neurons above which reading all of the gate is faster than their rows
 _FIRST_LOOK = 16  # a sixteenth of the neurons tells whether there are too many
-_MIN_TRAIN_ROWS = 256  # training renews Wd's neuron-major copy every step: it takes this many tokens to pay
+_MAX_COLUMNS = 1 / 28  # of the neurons, for one token: a dense product with Wd is faster than more columns of it
+_SLICE = 512  # rows of Wd whose columns are gathered at once: they stay in the cache, and need no fresh pages
+_MIN_TRAIN_ROWS = 256  # below, the dense backward is as fast
 
 
 class _Entries(NamedTuple):
@@ -70,6 +97,36 @@ class _Entries(NamedTuple):
     row_start: Tensor  # [m + 1] int64
 
 
+class _Parts(NamedTuple):
+    """A block [m, F] cut by cost."""
+
+    tail: _Entries
+    hot: Tensor  # [H] int64
+    down_is_dense: bool  # h goes back into a dense block
+
+
+class _Frozen(NamedTuple):
+    """What ``freeze`` makes. Each is an empty tensor where there is none."""
+
+    down_FD: Tensor  # Wd neuron-major; none where Wd itself is
+    q_FD: Tensor  # the int8 gate, see ``_Int8Gate``; all three or none
+    per_reach_F: Tensor
+    per_unit_F: Tensor
+
+
+def freeze(w: Weights) -> tuple[Tensor, ...]:
+    """What ``forward`` reads faster than the weights, for as long as they stay as they are; () if nothing.
+
+    Copies only, in the order of ``_Frozen``: made again, they have the same shapes unless the gate has become one that
+    no int8 gate can stand for, or has ceased to be.
+    """
+    none = w.down.new_empty(0)
+    down_FD = none if is_neuron_major(w.down) else w.down.detach().t().contiguous()
+    gate = _int8_gate(w.gate.detach())
+    frozen = _Frozen(down_FD, *((none, none, none) if gate is None else gate))
+    return tuple(frozen) if any(t.numel() for t in frozen) else ()
+
+
 def forward(
     x: Tensor,
     w: Weights,
@@ -78,17 +135,20 @@ def forward(
     *,
     want_stats: bool = True,
     save: bool = False,
+    frozen: Sequence[Tensor] = (),
 ) -> Forward:
     """Gated or plain FFN of x [M, D] with its statistics; the twin of ``reference.forward``.
 
     ``save`` also returns the activations the backward needs (u only where r is active, zero elsewhere).
+    ``frozen`` is what ``freeze`` made of these weights; with ``save`` it is not read.
     """
     (M, D), F = x.shape, w.gate.shape[0]
     if D * F * (M + _WEIGHT_READ_ROWS) < _MIN_WORK:
         return reference.forward(x, w, activation, token_mask, want_stats=want_stats)
+    state = _Frozen(*frozen) if frozen and not save else None
     if M == 1 and not want_stats and not save:
-        return Forward(_one_token(x, w, activation), *no_statistics(x), x.new_empty(0, F), None)
-    may_copy = not save or M >= _MIN_TRAIN_ROWS
+        return Forward(_one_token(x, w, activation, state), *no_statistics(x), x.new_empty(0, F), None)
+    down_FD = _down_rows(w.down, state)
     y = x.new_empty(M, w.down.shape[0])
     l1_sum, counts = no_statistics(x)
     if want_stats:
@@ -100,7 +160,7 @@ def forward(
     step = max(1, -(-M // max(1, n_blocks)))
     for start in range(0, M, step):
         rows = slice(start, start + step)
-        block = _Block(x[rows], w, may_copy, activation, None if token_mask is None else token_mask[rows])
+        block = _Block(x[rows], w, down_FD, activation, None if token_mask is None else token_mask[rows])
         block.run(y[rows], gate[rows] if save else None, up[rows] if save and up is not None else None)
         if want_stats:
             block_l1, block_counts = block.statistics()
@@ -109,35 +169,36 @@ def forward(
     return Forward(y, l1_sum, counts, gate, up)
 
 
-def _one_token(x: Tensor, w: Weights, activation: str) -> Tensor:
+def _one_token(x: Tensor, w: Weights, activation: str, frozen: _Frozen | None) -> Tensor:
     """y [1, D] for decoding, in few calls: beside a 1 ms gate, the block's bookkeeping takes 0.3 ms."""
-    candidates = _candidates(x, w)
+    candidates = None if frozen is None else _candidates(x, w, frozen)
     if candidates is not None:
         z = w.gate.index_select(0, candidates) @ x[0]
         z = z if w.gate_bias is None else z.add_(w.gate_bias.take(candidates))
         active = z.relu_().nonzero().view(-1)
-        w_down_FD = neuron_major(w.down)
-        if w_down_FD is not None:
-            return _at_neurons(x, w, w_down_FD, candidates.take(active), z.take(active), activation)
+        return _at_neurons(x, w, frozen, candidates.take(active), z.take(active), activation)
     gate = _linear(x, w.gate, w.gate_bias).relu_()
     col = gate.view(-1).nonzero().view(-1)
     if _gather(x.dtype).cost(len(col), len(col)) < _MARGIN * gate.shape[1] * (1 + _WEIGHT_READ_ROWS):
         r = gate.view(-1).take(col)
-        w_down_FD = neuron_major(w.down) if _is_finite_token(x, r) else None
-        if w_down_FD is not None:
-            return _at_neurons(x, w, w_down_FD, col, r, activation)
+        if _is_finite_token(x, r):
+            return _at_neurons(x, w, frozen, col, r, activation)
     h = activate(gate, activation)
     h = h if w.up is None else h * _linear(x, w.up, w.up_bias)
     return _linear(h, w.down, w.down_bias)
 
 
-def _at_neurons(x: Tensor, w: Weights, w_down_FD: Tensor, col: Tensor, r: Tensor, activation: str) -> Tensor:
+def _at_neurons(x: Tensor, w: Weights, frozen: _Frozen | None, col: Tensor, r: Tensor, activation: str) -> Tensor:
     """y [1, D] of one token whose active neurons are ``col``, with values ``r``."""
     h = activate(r, activation)
     if w.up is not None:
         u = w.up.index_select(0, col) @ x[0]
         h = h * (u if w.up_bias is None else u.add_(w.up_bias.take(col)))
-    y = (h @ w_down_FD.index_select(0, col)).unsqueeze(0)
+    down_FD, F = _down_rows(w.down, frozen), w.down.shape[1]
+    if down_FD is None and len(col) > _MAX_COLUMNS * F:
+        return _linear(x.new_zeros(1, F).index_copy_(1, col, h.unsqueeze(0)), w.down, w.down_bias)
+    down_FD = w.down.t() if down_FD is None else down_FD
+    y = (h @ down_FD.index_select(0, col)).unsqueeze(0)
     return y if w.down_bias is None else y.add_(w.down_bias)
 
 
@@ -165,70 +226,74 @@ class _Int8Gate(NamedTuple):
     q_FD: Tensor  # int8
     per_reach_F: Tensor  # bf16: 1 / reach
     per_unit_F: Tensor  # fp32: 1 / (s reach), which brings a bias to the same scale
-    margin: float  # relative: what the roundings of these factors, and of the sum to bf16, can do
 
 
-def _candidates(x: Tensor, w: Weights) -> Tensor | None:
+def _margin(D: int) -> float:
+    """Relative: what the roundings of ``_Int8Gate``'s factors, and of the sum to bf16, can do."""
+    return 4 * _U_BF16 + 2 * int8.roundings(D)
+
+
+def _candidates(x: Tensor, w: Weights, frozen: _Frozen) -> Tensor | None:
     """The neurons that may be active for one token, ascending, or None where all of the gate has to be read."""
-    if x.dtype != torch.float32 or w.gate.numel() < _MIN_INT8_GATE or not _blas_habits().int8_gate:
-        return None
-    copy = _int8_gate(w.gate)
-    if copy is None:
+    F = len(frozen.q_FD)
+    if F == 0 or x.dtype != torch.float32:  # autocast
         return None
     norm = torch.linalg.vector_norm(x).item()
     if not int8.RANGE[0] <= norm <= int8.RANGE[1]:  # NaN is in no range
         return None
-    n_first, x_bf16 = len(copy.q_FD) // _FIRST_LOOK, x.to(torch.bfloat16)
-    least: Tensor | float = -norm * (1 + copy.margin)  # a neuron fires only if its sum is larger
+    n_first, margin, x_bf16 = F // _FIRST_LOOK, _margin(x.shape[1]), x.to(torch.bfloat16)
+    least: Tensor | float = -norm * (1 + margin)  # a neuron fires only if its sum is larger
     least_first = least
     if w.gate_bias is not None:
-        least = least - w.gate_bias * copy.per_unit_F
-        least = least.sub_(least.abs(), alpha=copy.margin).nan_to_num_(-math.inf)  # a bias may be anything
+        least = least - w.gate_bias * frozen.per_unit_F
+        least = least.sub_(least.abs(), alpha=margin).nan_to_num_(-math.inf)  # a bias may be anything
         least_first = least[:n_first]
-    first = torch._weight_int8pack_mm(x_bf16, copy.q_FD[:n_first], copy.per_reach_F[:n_first])
+    first = torch._weight_int8pack_mm(x_bf16, frozen.q_FD[:n_first], frozen.per_reach_F[:n_first])
     if len((first > least_first).nonzero()) > _MAX_CANDIDATES * n_first:
         return None
-    rest = torch._weight_int8pack_mm(x_bf16, copy.q_FD[n_first:], copy.per_reach_F[n_first:])
+    rest = torch._weight_int8pack_mm(x_bf16, frozen.q_FD[n_first:], frozen.per_reach_F[n_first:])
     candidates = (torch.cat((first, rest), 1).view(-1) > least).nonzero().view(-1)
-    return candidates if len(candidates) <= _MAX_CANDIDATES * len(copy.q_FD) else None
+    return candidates if len(candidates) <= _MAX_CANDIDATES * F else None
 
 
 def _int8_gate(w_gate: Tensor) -> _Int8Gate | None:
-    """The copy of a gate, kept as long as the gate does not change; None where there can be none."""
-    if w_gate.is_inference() or not w_gate.is_contiguous() or w_gate.shape[1] % _INT8_WIDTH:
+    """None where it would not pay, and for weights that are not finite, or too large or small for the bound."""
+    D = w_gate.shape[1]
+    pays = w_gate.dtype == torch.float32 and w_gate.numel() >= _MIN_INT8_GATE and _blas_habits().int8_gate
+    if not pays or not w_gate.is_contiguous() or D % _INT8_WIDTH:
         return None
-    copy: _Int8Gate | None = kept("int8 gate", [w_gate], lambda: _quantised(w_gate.detach()), sampled=True)
-    return copy
-
-
-def _quantised(w_gate: Tensor) -> _Int8Gate | None:
-    """None for weights that are not finite, or too large or small for the bound."""
     rows = int8.quantise_rows(w_gate, _CHUNK_ROWS)
     if rows is None:
         return None
-    rounding = int8.roundings(w_gate.shape[1])
+    rounding = int8.roundings(D)
     reach_F = (rows.e_norm + rows.q_norm * (_U_BF16 + rounding)) * (1 + rounding)
     reach_F.masked_fill_(rows.is_zero, 1)
-    margin = 4 * _U_BF16 + 2 * rounding
-    return _Int8Gate(rows.q, reach_F.reciprocal().to(torch.bfloat16), rows.per_s / reach_F, margin)
+    return _Int8Gate(rows.q, reach_F.reciprocal().to(torch.bfloat16), rows.per_s / reach_F)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Many tokens
+# ---------------------------------------------------------------------------------------------------------
 
 
 class _Block:
     """One block of tokens: compute the gate, choose the cheapest way on, and keep what the statistics need."""
 
-    def __init__(self, x: Tensor, w: Weights, may_copy: bool, activation: str, token_mask: Tensor | None) -> None:
-        self.x, self.w, self.may_copy, self.activation, self.token_mask = x, w, may_copy, activation, token_mask
+    def __init__(
+        self, x: Tensor, w: Weights, down_FD: Tensor | None, activation: str, token_mask: Tensor | None
+    ) -> None:
+        self.x, self.w, self.down_FD, self.activation, self.token_mask = x, w, down_FD, activation, token_mask
         self.gate = _linear(x, w.gate, w.gate_bias).relu_()
 
     def run(self, y: Tensor, gate_out: Tensor | None, up_out: Tensor | None) -> None:
         """Write the block's y, and r and u where asked for."""
         if gate_out is not None:
             gate_out.copy_(self.gate)
-        self.parts = _cut(self.gate, self.x.shape[1]) if _is_finite(self.x) else None
+        self.parts = _cut(self.gate, self.x.shape[1], self.down_FD is None) if _is_finite(self.x) else None
         if self.parts is None:
             self._run_dense(y, up_out)
         else:
-            self._run_sparse(y, *self.parts, up_out)
+            self._run_sparse(y, self.parts, up_out)
 
     def _run_dense(self, y: Tensor, up_out: Tensor | None) -> None:
         w = self.w
@@ -240,8 +305,8 @@ class _Block:
             self.h = u.mul_(self.h)
         y.copy_(_linear(self.h, w.down, w.down_bias))
 
-    def _run_sparse(self, y: Tensor, tail: _Entries, hot: Tensor, up_out: Tensor | None) -> None:
-        w = self.w
+    def _run_sparse(self, y: Tensor, parts: _Parts, up_out: Tensor | None) -> None:
+        w, (tail, hot, down_is_dense) = self.w, parts
         h_tail = activate(self.gate.view(-1).take(tail.flat).to(sum_dtype(self.x.dtype)), self.activation)
         if w.up is not None:
             u = _sampled_dots(self.x, w.up, tail)
@@ -260,23 +325,22 @@ class _Block:
                 up_out.index_copy_(1, hot, u)
             self.h_hot = u.mul_(self.h_hot)
 
-        w_down_FD = neuron_major(w.down) if self.may_copy else None
-        if w_down_FD is None:  # put h back into a dense block
+        if down_is_dense:
             h = torch.zeros_like(self.gate)
             h.view(-1)[tail.flat] = self.h_tail
             h.index_copy_(1, hot, self.h_hot)
             y.copy_(_linear(h, w.down, w.down_bias))
             return
-        y.copy_(_weighted_rows(w_down_FD, tail.col, tail.row_start, self.h_tail))
+        _weighted_neurons(y, w.down, self.down_FD, tail, self.h_tail)
         if len(hot):
-            y.addmm_(self.h_hot, w_down_FD.index_select(0, hot))
+            y.addmm_(self.h_hot, _columns(w.down, self.down_FD, hot).t())
         if w.down_bias is not None:
             y += w.down_bias
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         if self.parts is None:
             return reference.statistics(self.gate, self.h, self.token_mask)
-        tail, hot = self.parts
+        tail, hot, _ = self.parts
         hot_l1, hot_counts = reference.statistics(self.gate.index_select(1, hot), self.h_hot, self.token_mask)
         col, tail_l1 = tail.col, self.h_tail.abs()
         if self.token_mask is not None:
@@ -299,19 +363,18 @@ def backward(
     needs: tuple[bool, ...] = (True,) * 7,
 ) -> Gradients:
     """The twin of ``reference.backward``: dense for hot neurons, at the active elements for the tail."""
-    parts = _cut(r, x.shape[1]) if len(x) >= _MIN_TRAIN_ROWS and _is_finite(x) and _is_finite(dy) else None
-    w_down_FD = None if parts is None else neuron_major(w.down)
-    if parts is None or w_down_FD is None:
+    down_FD, parts = _down_rows(w.down, None), None
+    if len(x) >= _MIN_TRAIN_ROWS and _is_finite(x) and _is_finite(dy):
+        parts = _cut(r, x.shape[1], down_FD is None)
+    if parts is None or parts.down_is_dense:
         return reference.backward(dy, dl1, x, w, r, u, activation, token_mask, needs)
-    tail, hot = parts
-    total = _tail_backward(
-        dy.contiguous(), dl1, x.contiguous(), w, w_down_FD, r, u, tail, activation, token_mask, needs
-    )
+    tail, hot, _ = parts
+    total = _tail_backward(dy.contiguous(), dl1, x.contiguous(), w, down_FD, r, u, tail, activation, token_mask, needs)
     if len(hot):
         hot_w = Weights(
             w.gate.index_select(0, hot),
             None if w.up is None else w.up.index_select(0, hot),
-            w_down_FD.index_select(0, hot).t(),
+            _columns(w.down, down_FD, hot),
         )
         hot_u = None if u is None else u.index_select(1, hot)
         hot_needs = (*needs[:6], False)  # the bias of the output is no neuron's
@@ -336,7 +399,7 @@ def _tail_backward(
     dl1: Tensor | None,
     x: Tensor,
     w: Weights,
-    w_down_FD: Tensor,
+    down_FD: Tensor | None,
     r: Tensor,
     u: Tensor | None,
     tail: _Entries,
@@ -356,7 +419,7 @@ def _tail_backward(
     a_E = activate(r_E, activation)
     u_E = None if u is None else u.reshape(-1).take(flat).to(acc)
     h_E = a_E if u_E is None else a_E * u_E
-    dh_E = _sampled_dots(dy, w_down_FD, tail)
+    dh_E = _sampled_neurons(dy, w.down, down_FD, tail)
     row = flat // F
     if dl1 is not None:
         sign = h_E.sign() * dl1.to(acc)
@@ -417,10 +480,12 @@ def _is_finite_token(x: Tensor, active: Tensor) -> bool:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b, contiguous; in fp32 with few rows by the way that is fastest on this vendor's CPUs."""
     if x.dtype in (torch.float32, torch.float64):
-        habits, y = _blas_habits(), None
-        in_parts = len(x) in habits.rows_in_parts and len(weight) % _PARTS == 0 and weight.is_contiguous()
-        if in_parts and torch.get_num_threads() > 1:
-            y = _linear_in_parts(x, weight)
+        habits, y, lies_by_row = _blas_habits(), None, weight.is_contiguous()
+        in_parts = len(x) in habits.rows_in_parts and not any(n % _PARTS for n in weight.shape)
+        if in_parts and (lies_by_row or is_neuron_major(weight)) and torch.get_num_threads() > 1:
+            y = _linear_in_parts(x, weight) if lies_by_row else _linear_in_parts_by_column(x, weight)
+        elif not lies_by_row:
+            pass  # the ways below take 20 to 100 times as long
         elif len(x) == 1 and habits.slow_matvec:
             _silence_csr_beta_warning()
             column = _full_column(len(weight), x.dtype)
@@ -441,6 +506,15 @@ def _linear_in_parts(x: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(x.expand(_PARTS, m, D), parts.transpose(1, 2)).transpose(0, 1).reshape(m, F)
 
 
+def _linear_in_parts_by_column(x: Tensor, weight: Tensor) -> Tensor:
+    """The same for a W that lies column by column: with few rows of x each product takes a part of W's columns."""
+    m, (D, F) = len(x), weight.shape
+    if m < 4:
+        return torch.bmm(x.view(m, _PARTS, -1).transpose(0, 1), weight.t().view(_PARTS, -1, D)).sum(0)
+    parts = weight.t().view(F, _PARTS, -1).transpose(0, 1)
+    return torch.bmm(x.expand(_PARTS, m, F), parts).transpose(0, 1).reshape(m, D)
+
+
 class _BlasHabits(NamedTuple):
     """Where MKL's plain x W^T is not the fastest fp32 product; W 5632 x 2048, ms."""
 
@@ -459,11 +533,11 @@ def _blas_habits() -> _BlasHabits:
         return _BlasHabits()
     if "AuthenticAMD" in cpuinfo:
         # 1 thread, 1 row: 2.7 against 2.3. 2 threads, in parts: 1 row 2.9 against 1.6, 4 rows 6.5 against 2.6, 16 rows
-        # 8.2 against 4.1, 128 rows 25 against 17.
+        # 8.2 against 4.1, 128 rows 25 against 17. 1 thread, transposed: 2 rows 5.7 against 3.7, 8 rows 7.6 against 9.6.
         # int8, 1 row: 0.6; with 1 thread 1.2.
         int8_gate = hasattr(torch, "_weight_int8pack_mm") and torch.backends.cpu.get_cpu_capability() == "AVX512"
         return _BlasHabits(
-            slow_matvec=True, transposed_rows=range(2, 65), rows_in_parts=range(1, 129), int8_gate=int8_gate
+            slow_matvec=True, transposed_rows=range(2, 4), rows_in_parts=range(1, 129), int8_gate=int8_gate
         )
     if "GenuineIntel" in cpuinfo:  # 2 threads: 16 rows 3.8 against 2.6; 16 threads: 1.9 against 0.6
         return _BlasHabits(transposed_rows=range(8, 33))
@@ -477,8 +551,11 @@ def _full_column(n: int, dtype: torch.dtype) -> Tensor:
     return torch.sparse_csr_tensor(torch.arange(n + 1), zeros, zeros.to(dtype), (n, 1), check_invariants=False)
 
 
-def _cut(gate: Tensor, D: int) -> tuple[_Entries, Tensor] | None:
-    """The cold tail and the hot neurons of a block [m, F], or None where dense is cheapest."""
+def _cut(gate: Tensor, D: int, by_columns: bool) -> _Parts | None:
+    """The cold tail and the hot neurons of a block [m, F], or None where dense is cheapest.
+
+    ``by_columns``: a neuron is a column of Wd, so that the down projection alone may be cheaper densely.
+    """
     m, F = gate.shape
     gather, dense_neuron = _gather(gate.dtype), m + _WEIGHT_READ_ROWS
     may_be_hot = m >= _MIN_HOT_ROWS
@@ -501,7 +578,13 @@ def _cut(gate: Tensor, D: int) -> tuple[_Entries, Tensor] | None:
             tail = _Entries(flat, flat % F, _row_starts(flat, m, F))
             n_tail_neurons -= len(hot)
     cost = len(hot) * dense_neuron + gather.cost(n_tail_neurons, len(tail.flat))
-    return None if cost > _MARGIN * F * dense_neuron else (tail, hot)
+    down_is_dense = False
+    if by_columns:
+        cost_down_dense = (cost + F * dense_neuron) / 2  # up and down share alike
+        cost += gather.columns(n_tail_neurons + len(hot), F)
+        down_is_dense = cost_down_dense < cost
+        cost = min(cost, cost_down_dense)
+    return None if cost > _MARGIN * F * dense_neuron else _Parts(tail, hot, down_is_dense)
 
 
 def _active_share(gate: Tensor) -> float:
@@ -530,7 +613,7 @@ def _sampled_dots(a: Tensor, table_FD: Tensor, entries: _Entries) -> Tensor:
     _, col, row_start = entries
     acc = sum_dtype(a.dtype)
     if acc != a.dtype:  # sampled_addmm has no 16-bit form: widen only the rows that are used
-        used, col = torch.unique(col, return_inverse=True)
+        used, col = _used(col, len(table_FD))
         a, table_FD = a.to(acc), table_FD.index_select(0, used).to(acc)
     if len(col) == 0:
         return a.new_zeros(0)
@@ -545,6 +628,50 @@ def _sampled_dots(a: Tensor, table_FD: Tensor, entries: _Entries) -> Tensor:
 def _weighted_rows(table: Tensor, index: Tensor, start: Tensor, weight: Tensor) -> Tensor:
     """Row i of the result: the sum over e in start[i]..start[i+1] of weight[e] * table[index[e]]."""
     return nnf.embedding_bag(index, table, start, mode="sum", per_sample_weights=weight, include_last_offset=True)
+
+
+def _used(col: Tensor, F: int) -> tuple[Tensor, Tensor]:
+    """The neurons among ``col``, ascending, and the place of each entry's neuron there."""
+    is_used = torch.zeros(F, dtype=torch.bool).index_fill_(0, col, True)
+    return is_used.nonzero().flatten(), (is_used.cumsum(0) - 1).take(col)
+
+
+def _down_rows(w_down: Tensor, frozen: _Frozen | None) -> Tensor | None:
+    """Wd [D, F] as contiguous [F, D], or None where that would take a copy."""
+    if is_neuron_major(w_down):
+        return w_down.detach().t()
+    if frozen is None or frozen.down_FD.numel() == 0 or frozen.down_FD.dtype != w_down.dtype:  # autocast
+        return None
+    return frozen.down_FD
+
+
+def _columns(w_down: Tensor, down_FD: Tensor | None, neurons: Tensor) -> Tensor:
+    """Wd [D, n] of these neurons."""
+    if down_FD is not None:
+        return down_FD.index_select(0, neurons).t()
+    return w_down.detach().gather(1, neurons.expand(len(w_down), -1))  # faster than index_select
+
+
+def _weighted_neurons(y: Tensor, w_down: Tensor, down_FD: Tensor | None, entries: _Entries, weight: Tensor) -> None:
+    """y[row] = the sum over the row's entries of weight * Wd[:, col]."""
+    _, col, row_start = entries
+    if down_FD is not None:
+        y.copy_(_weighted_rows(down_FD, col, row_start, weight))
+        return
+    used, place = _used(col, w_down.shape[1])
+    for part, out in zip(w_down.detach().split(_SLICE), y.split(_SLICE, 1), strict=True):
+        out.copy_(_weighted_rows(part.t()[used], place, row_start, weight))
+
+
+def _sampled_neurons(a: Tensor, w_down: Tensor, down_FD: Tensor | None, entries: _Entries) -> Tensor:
+    """a[row] . Wd[:, col] for each entry, in the accumulation dtype of ``a``."""
+    if down_FD is not None:
+        return _sampled_dots(a, down_FD, entries)
+    used, place = _used(entries.col, w_down.shape[1])
+    dots = torch.zeros(len(place), dtype=sum_dtype(a.dtype))
+    for part, a_part in zip(w_down.detach().split(_SLICE), a.split(_SLICE, 1), strict=True):
+        dots += _sampled_dots(a_part, part.t()[used], entries._replace(col=place))
+    return dots
 
 
 @functools.cache

@@ -18,10 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell import ops, plan
+from twell import cpu, ops, plan
 from twell.bench import cases, ffn, timing, train
-from twell.nn import SparseFFNBase
+from twell.nn import FIRST_LOOK, LOOK_TOKENS, SparseFFNBase, sparse_ffns
 from twell.reference import Weights
+
+WITHOUT_A_PLAN = (
+    f"on a GPU a call runs densely; a layer plans by the first tokens it sees ({FIRST_LOOK} for few at once, "
+    f"{LOOK_TOKENS} for many), or by the counts of `twell calibrate`; a CPU needs none"
+)
 
 
 class Report(NamedTuple):
@@ -50,6 +55,7 @@ def examine() -> Report:
         "backend on cpu": _backend_and_why(torch.device("cpu")),
         "backend on cuda": _backend_and_why(torch.device("cuda")),
         "kernels": _kernels(gpu),
+        "without a plan": WITHOUT_A_PLAN,
         "compiler": _compiler(),
         "extras": _extras(),
         "bf16 on cpu": bf16 or "works",
@@ -157,17 +163,23 @@ def kernel_problem(
     hidden: int = 1408,
 ) -> str | None:
     """What is wrong with the Triton kernels, or None: a plan under which every part of the split has work, forward and
-    backward, and few tokens."""
+    backward, and few tokens; by weights as they are, and frozen."""
     try:
         inputs = cases.make("skew29", tokens, width, hidden, dtype=dtype, device=device)
         fired = (torch.relu(inputs.x @ inputs.w_gate.T) != 0).sum(0)
         hot = fired.argsort(descending=True)[: hidden // 11].cpu()
-        split = plan.Plan(n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0, few_tokens=16)
+        split = plan.Plan(
+            n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0, few_tokens=16, mean_active=1.0
+        )  # so few that one token is screened
+        case = ffn.Case(workload="skew29", M=tokens, backend="triton", device=str(device))
         w = (inputs.w_gate, inputs.w_up, inputs.w_down)
-        for n in (tokens, 16, 1):
-            x = inputs.x[:n]
-            sparse = ops.gated_ffn(x, *w, backend="triton", plan=split.encode())
-            ffn.check(x, inputs, True, ops.gated_ffn(x, *w, backend="reference"), sparse)
+        with torch.no_grad():
+            layers = ffn.make_layers(case, inputs, split, 1)
+            for n in (tokens, 16, 1):
+                x = inputs.x[:n]
+                dense = ops.gated_ffn(x, *w, backend="reference")
+                for way in ("sparse", "frozen"):
+                    ffn.check(x, inputs, True, dense, layers[way][0](x))
         train.errors_of(train.Problem.of(inputs.x, Weights(*w)), "triton", split)
     except ffn.WrongResult as error:
         return f"Triton kernels: {error}"
@@ -182,11 +194,16 @@ def kernel_problem(
 
 
 class LayerPlan(NamedTuple):
-    """One FFN: how it would run on a GPU. ``predicted``: speedup over dense, or None where nothing predicts it."""
+    """One FFN: how it would run. ``predicted``: speedup over dense on a GPU, or None where nothing predicts it.
+
+    ``frozen_bytes``: what ``twell.freeze_`` would add to its weights on this machine; None where that waits for a plan.
+    """
 
     layer: str
+    runs: str  # sparse, called (and why) or left alone (and why)
     plan: str
     predicted: float | None
+    frozen_bytes: int | None
 
 
 def plans(model: str) -> list[LayerPlan]:
@@ -201,7 +218,7 @@ def plans(model: str) -> list[LayerPlan]:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from twell.hf.convert import sparsify_
+        from twell.hf.convert import SPARSE, sparsify_
         from twell.hf.counts import find_counts
     except ImportError as error:
         raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
@@ -210,28 +227,46 @@ def plans(model: str) -> list[LayerPlan]:
         empty: Any = AutoModelForCausalLM.from_config(config)
     counts = find_counts(model)
     report = sparsify_(empty, counts)  # refuses counts of another shape
-    ffns = {name: m for name, m in empty.named_modules() if isinstance(m, SparseFFNBase)}
-    fired = {} if counts is None else dict(zip(ffns, counts.fired, strict=False))  # OPT has none of these modules
+    ffns = dict(sparse_ffns(empty))
+    fired = {} if counts is None else dict(zip(ffns, counts.fired, strict=True))
     no_counts = f"plans by its first batches; `twell calibrate {shlex.quote(model)} --text FILE` counts beforehand"
     rows = []
     for row in report.rows:
-        if counts is not None and row.layer in fired:
-            rows.append(_layer_plan(row.layer, ffns[row.layer], fired[row.layer], counts.tokens))
-        elif row.layer in ffns:
-            rows.append(LayerPlan(row.layer, no_counts, None))
-        elif row.became is None:
-            rows.append(LayerPlan(row.layer, f"skipped: {row.why}", None))
+        runs = f"{row.kind}: {row.why}" if row.kind != SPARSE and row.why else row.kind
+        layer = ffns.get(row.layer)
+        if layer is None or row.kind != SPARSE:
+            rows.append(LayerPlan(row.layer, runs, "", None, 0))
+        elif counts is None:
+            rows.append(LayerPlan(row.layer, runs, no_counts, None, frozen_bytes(layer, None)))
         else:
-            rows.append(LayerPlan(row.layer, "dense: it runs inside its decoder layer, without a plan", None))
+            rows.append(_layer_plan(row.layer, runs, layer, fired[row.layer], counts.tokens))
     return rows
 
 
-def _layer_plan(name: str, layer: SparseFFNBase, fired: Tensor, tokens: int) -> LayerPlan:
+def _layer_plan(name: str, runs: str, layer: SparseFFNBase, fired: Tensor, tokens: int) -> LayerPlan:
     costs = plan.costs_for(_gpu() or torch.device("cpu"))
     width, gated = getattr(layer, layer.projections[0]).in_features, len(layer.projections) == 3
     chosen = plan.choose_plan(fired, tokens, costs, width=width, gated=gated)
     text = repr(dataclasses.replace(chosen, predicted=None)).removeprefix("Plan(").removesuffix(")")
-    return LayerPlan(name, text, chosen.predicted)
+    return LayerPlan(name, runs, text, chosen.predicted, frozen_bytes(layer, chosen))
+
+
+def frozen_bytes(layer: SparseFFNBase, chosen: plan.Plan | None) -> int | None:
+    """What freezing would add to a layer as ``sparsify_`` leaves it, by its sizes alone; None: it waits for a plan."""
+    gate = getattr(layer, layer.projections[0])
+    F, D, dtype = gate.out_features, gate.in_features, gate.weight.dtype
+    gpu = _gpu()
+    if gpu is None or ops.why_unavailable("triton", gpu) is not None:
+        pays = dtype == torch.float32 and F * D >= cpu._MIN_INT8_GATE and D % cpu._INT8_WIDTH == 0
+        return F * (D + 6) if pays and cpu._blas_habits().int8_gate else 0
+    if chosen is None:
+        return None
+    from twell.kernels import screen  # needs triton
+
+    H, each = len(chosen.hot), len(layer.projections) - 1
+    ordered = ((each + 1) * H + F - H) * D * dtype.itemsize if 0 < H < F else 0
+    few = max(chosen.tokens(captured=captured)[0] for captured in (False, True))
+    return ordered + (F * (D + 8) if few and screen.is_worth_it(chosen, dtype) else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------

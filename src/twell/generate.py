@@ -26,9 +26,10 @@ from transformers import GenerationConfig
 
 from twell.bench import timing
 from twell.bench.model import memory_of
+from twell.frozen import freeze_
 from twell.hf.convert import desparsify_, sparsify_
 from twell.hf.text import TextStream, context_of, decoder
-from twell.nn import FIRST_LOOK, LOOK_AT_LEAST, LOOK_TOKENS, SparseFFNBase
+from twell.nn import FIRST_LOOK, LOOK_AT_LEAST, LOOK_TOKENS, sparse_ffns
 from twell.trace import record
 
 DEFAULT_NEW_TOKENS = 128
@@ -156,8 +157,14 @@ def dense_twin(model: Any) -> Any:
         raise ValueError(f"there is nothing to compare: {report.summary()}")
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     dense = copy.deepcopy(model, shared)
-    desparsify_(dense)
+    desparsify_(dense, restore_layout=False)  # of weights that both have
     return dense
+
+
+def frozen_summary(model: Any) -> str | None:
+    """Freeze the model's sparse layers, or find them frozen, and say so in a line; None where there are none."""
+    report = freeze_(model)
+    return str(report) if report.layers else None
 
 
 @torch.no_grad()
@@ -297,7 +304,7 @@ def _until_end(ids: list[int], config: GenerationConfig) -> tuple[list[int], boo
 @torch.no_grad()
 def _let_layers_plan(model: Any, prompts: Sequence[list[int]], tokens: int) -> None:
     """Run the prompts until layers on a GPU have seen ``tokens`` and planned; elsewhere there are no plans."""
-    if model.device.type != "cuda" or all(m.plan is not None for m in model.modules() if isinstance(m, SparseFFNBase)):
+    if model.device.type != "cuda" or all(ffn.plan is not None for _, ffn in sparse_ffns(model)):
         return
     ids_BL, mask_BL = _left_padded(prompts, model.device)
     for _ in range(-(-tokens // ids_BL.numel())):
@@ -365,7 +372,7 @@ class Side(NamedTuple):
     step_ms: timing.Spread | None  # None: a single new token
     prefill_tokens_per_s: float
     decode_tokens_per_s: float | None  # of all prompts together
-    memory: dict[str, int]  # bytes: weights, copies of them that kernels read, and what generating takes besides
+    memory: dict[str, int]  # bytes: see memory_of
 
 
 class Comparison(NamedTuple):
@@ -419,7 +426,7 @@ def compare(
         del out  # and its cache
     partings, difference, largest = _judge(ids, scores, dense.dtype)
     del scores
-    memory = {name: memory_of(each, functools.partial(run, name), name == "sparse") for name, each in models.items()}
+    memory = {name: memory_of(each, functools.partial(run, name)) for name, each in models.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}  # ms: prefill, a later step
     for repeat in range(repeats + 1):
         for name in models:

@@ -1,15 +1,22 @@
-"""Modules: drop-in feed-forward blocks with HF parameter names, backed by ``twell.gated_ffn`` and ``twell.ffn``."""
+"""Modules: drop-in feed-forward blocks with HF parameter names, backed by the operations of ``ops``.
+
+A layer computes with what its parameters hold at the moment of the call. Where a projection does more than multiply by
+its weight (an adapter, a hook, a subclass), the layer calls its projections one by one, as the dense block would:
+``why_called``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
-from twell import ops
+from twell import ops, reference
+from twell.frozen import Frozen
 from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan
-from twell.reference import ACTIVATIONS
+from twell.reference import ACTIVATIONS, Weights, is_neuron_major
 
 # Activation modules and functions by name, as PyTorch and transformers call them.
 _KNOWN_ACTIVATIONS = {
@@ -24,14 +31,75 @@ _KNOWN_ACTIVATIONS = {
 LOOK_TOKENS = 4096  # what a layer sees before it plans by itself
 LOOK_AT_LEAST = 256  # in a batch: to look costs another gate, which decoding should not pay
 FIRST_LOOK = MAX_FEW_TOKENS  # what it sees before it plans for few tokens
+INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as OPT's decoder layer does
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Projections
+# ---------------------------------------------------------------------------------------------------------
+
+
+def why_called(linear: nn.Module, name: str, known_forward: Any = None) -> str | None:
+    """Why a projection has to be called instead of read, or None where it is a plain ``nn.Linear``.
+
+    ``known_forward``: one in the place of the class's for which the layer stands in.
+    """
+    if type(linear) is not nn.Linear:
+        return f"{name} is {type(linear).__name__}, not a plain nn.Linear"
+    if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
+        return f"{name} has hooks"
+    own = linear.__dict__.get("forward")
+    if own is not known_forward and own != nn.Linear.forward.__get__(linear):  # the class's, which accelerate leaves
+        return f"{name} has a forward of its own"
+    weight = linear._parameters.get("weight")
+    if weight is None:
+        return f"{name} computes its weight"
+    if type(weight) not in (nn.Parameter, Tensor):
+        return f"{name} has a weight of type {type(weight).__name__}"
+    return None
+
+
+def neuron_major_(linear: nn.Linear) -> None:
+    """Lay the weight [D, F] of a down projection out neuron by neuron: same parameter, shape and values, other strides.
+
+    Then a sparse layer reads single neurons without a copy, and F.linear is as fast. Not for training with FSDP, DDP or
+    NCCL, which want contiguous parameters: see ``restore_layout_``."""
+    with torch.no_grad():
+        linear.weight.data = linear.weight.data.t().contiguous().t()
+
+
+def restore_layout_(model: nn.Module) -> int:
+    """Make the weights contiguous again that ``sparsify_`` has laid out neuron by neuron; returns how many were."""
+    changed = 0
+    for _, ffn in sparse_ffns(model):
+        for weight in getattr(ffn, ffn.projections[-1]).parameters():  # of the linear, or of what an adapter wraps
+            if weight.dim() == 2 and not weight.is_contiguous() and is_neuron_major(weight):
+                weight.data = weight.data.contiguous()
+                changed += 1
+    return changed
+
+
+def sparse_ffns(model: nn.Module) -> Iterator[tuple[str, SparseFFNBase]]:
+    """(name, FFN) of every sparse FFN, in the model's order; also of those that a block runs itself, as OPT's does."""
+    for name, module in model.named_modules():
+        if isinstance(module, SparseFFNBase):
+            yield name, module
+        elif INLINE in module.__dict__:
+            yield name, module.__dict__[INLINE]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Modules
+# ---------------------------------------------------------------------------------------------------------
 
 
 class SparseFFNBase(nn.Module):
-    """What the two modules share: backend, running counts, conversion from a dense block, repr."""
+    """What the two modules share: plan, frozen state, running counts, conversion from a dense block, repr."""
 
     projections: ClassVar[tuple[str, ...]]  # input projections first, output projection last
     neuron_counts: Tensor
     tokens_seen: Tensor
+    plan: Plan | None
 
     def __init__(
         self,
@@ -58,16 +126,17 @@ class SparseFFNBase(nn.Module):
         self.activation = activation
         self.backend = backend
         self.track_counts = track_counts
-        self.plan: Tensor | None = None  # encoded, on the CPU: no buffer, since those move with the module
-        self.few_tokens = 0  # the plan's
+        self.plan = None
+        self.frozen: Frozen | None = None
         self._first_batches: tuple[Tensor, int] | None = None  # counts and tokens, until there are enough to plan by
         self._plans_itself = True
         for name, linear in zip(self.projections, linears, strict=True):
             setattr(self, name, linear)
         first = linears[0].weight
-        counts = torch.zeros(first.shape[0], dtype=torch.int64, device=first.device)
+        counts = torch.zeros(linears[0].out_features, dtype=torch.int64, device=first.device)
         self.register_buffer("neuron_counts", counts, persistent=False)
         self.register_buffer("tokens_seen", counts.new_zeros(()), persistent=False)
+        self._place_plan()
 
     @classmethod
     def from_dense(
@@ -83,6 +152,7 @@ class SparseFFNBase(nn.Module):
 
         ``names`` are the block's projections where they differ from HF's, e.g. ("fc1", "fc2") for OPT.
         ``activation`` is read from the block's ``act_fn`` / ``activation_fn`` / ``act`` unless given.
+        A projection that is more than a plain ``nn.Linear`` keeps what it does: see ``why_called``.
         """
         names = names or cls.projections
         if len(names) != len(cls.projections):
@@ -142,9 +212,30 @@ class SparseFFNBase(nn.Module):
         n_neurons = len(self.neuron_counts)
         if plan is not None and plan.n_neurons != n_neurons:
             raise ValueError(f"the plan is for {plan.n_neurons} neurons, the layer has {n_neurons}")
-        with torch.inference_mode(False):  # what is made in inference mode cannot be kept
-            self.plan = None if plan is None else plan.encode()
-        self.few_tokens = 0 if plan is None else plan.few_tokens
+        self.plan = plan
+        self._place_plan()
+        self.refresh()
+
+    def _place_plan(self) -> None:
+        """Have the plan's tensors on the layer's device. A layer without one takes those of a dense plan on a GPU, so
+        that compiled code is the same whatever the plan."""
+        device = self.neuron_counts.device
+        self._plan_eager: Sequence[Tensor | None] = ops.NO_PLAN
+        self._plan_captured: Sequence[Tensor | None] = ops.NO_PLAN
+        if device.type != "meta" and ops.why_unavailable("triton", device) is None:
+            plan = self.plan or dense_plan(len(self.neuron_counts))
+            self._plan_eager, self._plan_captured = plan.on(device), plan.on(device, captured=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._place_plan()
+        if self.frozen is not None:
+            self.frozen.forget()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._place_plan()
 
     def plan_from_counts(
         self, counts: Tensor | None = None, tokens: int | None = None, *, training: bool = False
@@ -185,19 +276,57 @@ class SparseFFNBase(nn.Module):
             self.plan_from_counts(counts, tokens)
             return
         if seen_before < FIRST_LOOK <= tokens:
-            self._set_plan(dense_plan(len(fired), self._plan_for(counts, tokens).few_tokens))
+            plan = self._plan_for(counts, tokens)
+            self._set_plan(dense_plan(len(fired), plan.few_tokens, plan.mean_active))
         self._first_batches = counts, tokens
 
-    def _few_tokens_of(self, x: Tensor) -> int:
-        """The plan's, where it may matter: compiled code is compiled anew for every value that it has read."""
-        return self.few_tokens if x.numel() <= MAX_FEW_TOKENS * x.shape[-1] else 0
+    # -- frozen state: see frozen.py -------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Take the user's word that the weights stay: see ``twell.freeze_``."""
+        if self.frozen is None and self.why_called() is None:
+            self.frozen = Frozen(self._weights(), self.plan, self.backend)
+
+    def refresh(self) -> None:
+        """Write frozen state over, from the weights as they are now: see ``twell.refresh_``."""
+        if self.frozen is not None:
+            self.frozen.rewrite(self._weights(), self.plan)
+
+    def frozen_bytes(self) -> int:
+        return 0 if self.frozen is None else self.frozen.nbytes
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.frozen = None
+        return super().train(mode)
 
     # -- forward and repr ------------------------------------------------------------------------------
 
+    def why_called(self) -> str | None:
+        """Why this layer calls its projections one by one, densely, instead of running its operation; None: it does
+        not."""
+        if torch_module._has_any_global_hook():
+            return "there are global hooks on modules"
+        for name in self.projections:
+            reason = self._why_called(self._modules[name], name)  # type: ignore[arg-type]
+            if reason is not None:
+                return reason
+        return None
+
+    @staticmethod
+    def _why_called(linear: nn.Module, name: str) -> str | None:
+        return why_called(linear, name)
+
+    def _weights(self) -> Weights:
+        modules, names = self._modules, self.projections
+        gate, down = modules[names[0]]._parameters, modules[names[-1]]._parameters  # type: ignore[union-attr]
+        if len(names) == 2:
+            return Weights(gate["weight"], None, down["weight"], gate["bias"], None, down["bias"])  # type: ignore[arg-type]
+        up = modules[names[1]]._parameters  # type: ignore[union-attr]
+        return Weights(gate["weight"], up["weight"], down["weight"], gate["bias"], up["bias"], down["bias"])  # type: ignore[arg-type]
+
     def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
         """y [..., D] for x [..., D]; (y, Stats) with ``return_stats``."""
-        if self._plans_itself and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._look_at(x)
         want_stats = return_stats or self.track_counts
         result = self._ffn(x, token_mask, want_stats)
         if not want_stats:
@@ -208,12 +337,42 @@ class SparseFFNBase(nn.Module):
         return (y, stats) if return_stats else y
 
     def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
-        raise NotImplementedError
+        if self.why_called() is not None:
+            return self._call_projections(x, token_mask, return_stats)
+        if self._plans_itself and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._look_at(x)
+        w = self._weights()
+        gate = w.gate
+        if x.dtype != gate.dtype or x.shape[-1] != gate.shape[1] or x.device != gate.device or token_mask is not None:
+            ops.check(type(self).__name__, x, w, self.activation, token_mask)
+        plan = self._plan_captured if ops.is_captured(x.device) else self._plan_eager
+        frozen = () if self.frozen is None else self.frozen.tensors(w, self.plan)
+        return ops.run(x, w, self.activation, self.backend, plan, frozen, token_mask, return_stats)
+
+    def _call_projections(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
+        *inputs, down = (getattr(self, name) for name in self.projections)
+        r = torch.relu(inputs[0](x))
+        h = reference.activate(r, self.activation)
+        for up in inputs[1:]:
+            h = h * up(x)
+        y = down(h)
+        if not return_stats:
+            return y
+        F = len(self.neuron_counts)
+        if r.shape[-1] != F:
+            raise ValueError(f"{self.projections[0]} gave {r.shape[-1]} of {F} neurons: no statistics of a part")
+        mask = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
+        l1_sum, counts = reference.statistics(r.reshape(-1, F), h.reshape(-1, F), mask)
+        tokens = counts.new_full((), r[..., 0].numel(), dtype=torch.int64) if mask is None else mask.sum()
+        return y, ops.Stats(l1_sum, counts, tokens)
 
     def extra_repr(self) -> str:
         linear = getattr(self, self.projections[0])
         parts = [f"{linear.in_features} -> {linear.out_features} -> {linear.in_features}", self.activation]
         parts.append(f"backend={self.backend}")
+        reason = self.why_called()
+        if reason is not None:
+            parts.append(f"runs densely: {reason}")
         if self.neuron_counts.device.type == "meta":
             return ", ".join(parts)
         mean = self.mean_active
@@ -225,7 +384,9 @@ class SparseFFNBase(nn.Module):
         elif self.track_counts:
             parts.append("counting, no tokens yet")
         if self.plan is not None:
-            parts.append(repr(Plan.decode(self.plan)))
+            parts.append(repr(self.plan))
+        if self.frozen is not None:
+            parts.append(f"frozen, {self.frozen.nbytes / 1e6:.1f} MB")
         return ", ".join(parts)
 
 
@@ -246,24 +407,6 @@ class GatedSparseFFN(SparseFFNBase):
     up_proj: nn.Linear
     down_proj: nn.Linear
 
-    def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        return ops.gated_ffn(
-            x,
-            gate.weight,
-            up.weight,
-            down.weight,
-            gate.bias,
-            up.bias,
-            down.bias,
-            activation=self.activation,
-            token_mask=token_mask,
-            backend=self.backend,
-            return_stats=return_stats,
-            plan=self.plan,
-            few_tokens=self._few_tokens_of(x),
-        )
-
 
 class SparseFFN(SparseFFNBase):
     """y = down_proj(a(up_proj(x))), a = relu or relu2, made fast by sparsity.
@@ -279,22 +422,6 @@ class SparseFFN(SparseFFNBase):
     projections = ("up_proj", "down_proj")
     up_proj: nn.Linear
     down_proj: nn.Linear
-
-    def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
-        up, down = self.up_proj, self.down_proj
-        return ops.ffn(
-            x,
-            up.weight,
-            down.weight,
-            up.bias,
-            down.bias,
-            activation=self.activation,
-            token_mask=token_mask,
-            backend=self.backend,
-            return_stats=return_stats,
-            plan=self.plan,
-            few_tokens=self._few_tokens_of(x),
-        )
 
 
 def find_activation(mlp: nn.Module) -> tuple[str, str] | None:

@@ -1,33 +1,37 @@
-"""The operations users call, and the one place that registers custom ops and picks a backend.
+"""The operations users call, and the one place that registers them with PyTorch and picks a backend.
 
-``twell::gated_ffn`` and ``twell::ffn`` are functional: statistics are outputs, nothing is updated behind the
-caller's back. Their backwards are ops of their own. Schema, with M tokens, D model width, F hidden width:
+One family for gated and plain FFNs: the plain one has no up projection, and its ``w_up`` is the gate's weight here.
+With M tokens, D model width, F neurons:
 
-    gated_ffn(x [M, D], w_gate [F, D], w_up [F, D], w_down [D, F], biases?, token_mask? [M] bool, ...)
-        -> y [M, D], l1_sum [], counts [F] int32, gate [M, F], up [M, F]
+    twell::ffn           x [M, D], weights, plan, frozen                   -> y [M, D] twell::ffn_train     x [M, D],
+    weights, plan, token_mask [M]           -> y, l1_sum [], counts [F], what the backward needs twell::ffn_backward  dy
+    [M, D], dl1 [], x, weights, plan, what it needs -> dx and six gradients of weights
 
-``gate`` and ``up`` are what the backward needs; they are empty unless ``save``. Without them (an op called
-directly, or to save memory) the backward computes them again from x.
-"""
+They are functional: statistics are outputs, nothing is updated behind the caller's back. Few tokens, many tokens and
+dense are choices inside an operation, by the plan's numbers, which arrive as shapes (``PlanTensors``): a compiled model
+holds one call a layer, whatever the plan. Forward-mode AD and double backward raise."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from twell import cpu, reference
-from twell.plan import encoded_length
-from twell.reference import ACTIVATIONS, Weights, sum_dtype
+from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
+from twell.reference import ACTIVATIONS, Gradients, Weights, sum_dtype
+from twell.saved import Saved, saved_shapes
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 _AUTOMATIC = ("cpu", "triton", "reference")  # the first that can run
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NO_PLAN = (None, None, None, None)
 
 
 class Stats(NamedTuple):
@@ -67,370 +71,270 @@ def _why_no_triton(device: torch.device) -> str | None:
     return None if capability >= (8, 0) else f"it needs compute capability 8.0, and this GPU has {capability}"
 
 
+_chosen: dict[tuple[str, torch.device], str] = {}  # what a device can do does not change
+
+
 def choose_backend(requested: str, device: torch.device) -> str:
     """The backend that will run: the requested one, or for "auto" the fastest that can."""
+    chosen = _chosen.get((requested, device))
+    if chosen is not None:
+        return chosen
     if requested not in BACKENDS:
         raise ValueError(f"unknown backend {requested!r}: expected one of {', '.join(BACKENDS)}")
     if requested == "auto":
-        return next(b for b in _AUTOMATIC if why_unavailable(b, device) is None)
-    reason = why_unavailable(requested, device)
-    if reason is not None:
-        raise ValueError(f"backend {requested!r} is not available: {reason}")
-    return requested
-
-
-def _forward(
-    x: Tensor,
-    w: Weights,
-    token_mask: Tensor | None,
-    activation: str,
-    backend: str,
-    want_stats: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    chosen = choose_backend(backend, x.device)
-    if chosen == "cpu":
-        out = cpu.forward(x, w, activation, token_mask, want_stats=want_stats, save=save)
-    elif chosen == "triton" and _fits_triton(x, w):
-        from twell import gpu
-
-        out = gpu.dense_forward(x, w, activation, token_mask, want_stats=want_stats)
+        chosen = next(b for b in _AUTOMATIC if why_unavailable(b, device) is None)
     else:
-        out = reference.forward(x, w, activation, token_mask, want_stats=want_stats)
-    F = w.gate.shape[0]
-    gate = out.gate if save else x.new_empty(0, F)
-    up = out.up if save and out.up is not None else x.new_empty(0, F)
-    return out.y, out.l1_sum, out.counts, gate, up
+        reason = why_unavailable(requested, device)
+        if reason is not None:
+            raise ValueError(f"backend {requested!r} is not available: {reason}")
+        chosen = requested
+    if not torch.compiler.is_compiling():
+        _chosen[requested, device] = chosen
+    return chosen
 
 
-def _backward(
-    dy: Tensor,
-    dl1: Tensor | None,
-    x: Tensor,
-    w: Weights,
-    gate: Tensor,
-    up: Tensor | None,
-    token_mask: Tensor | None,
-    activation: str,
-    backend: str,
-    needs: Sequence[bool],
-) -> reference.Gradients:
-    if len(gate) != len(x):  # not saved
-        again = reference.forward(x, w, activation, want_stats=False)
-        gate, up = again.gate, again.up
+def _fits_triton(x: Tensor, w: Weights) -> bool:
+    D, F = w.down.shape
+    return x.dtype != torch.float64 and D % 16 == 0 and F % 16 == 0
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What runs
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _plan_of(tensors: Sequence[Tensor | None]) -> PlanTensors | None:
+    return None if tensors[0] is None else PlanTensors(*tensors)  # type: ignore[arg-type]
+
+
+def _infer(x: Tensor, *rest: Any) -> Tensor:
+    *weights, order, places, sizes, tokens, frozen, activation, backend = rest
+    return infer(x, Weights(*weights), activation, backend, (order, places, sizes, tokens), frozen)
+
+
+def infer(
+    x: Tensor, w: Weights, activation: str, backend: str, plan: Sequence[Tensor | None], frozen: Sequence[Tensor]
+) -> Tensor:
     chosen = choose_backend(backend, x.device)
     if chosen == "triton" and _fits_triton(x, w):
         from twell import gpu
 
-        return gpu.dense_backward(dy, dl1, x, w, gate, up, activation, token_mask, tuple(needs))
-    path = cpu if chosen == "cpu" else reference
-    return path.backward(dy, dl1, x, w, gate, up, activation, token_mask, tuple(needs))
+        return gpu.forward(x, w, activation, _plan_of(plan), frozen)
+    if chosen == "cpu":
+        return cpu.forward(x, w, activation, None, want_stats=False, save=False, frozen=tuple(frozen)).y
+    return reference.forward(x, w, activation, want_stats=False).y
+
+
+def _train(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *weights, token_mask, order, places, sizes, tokens, activation, backend, want_stats, save = rest
+    w = Weights(*weights)
+    chosen = choose_backend(backend, x.device)
+    if chosen == "triton" and _fits_triton(x, w):
+        from twell import gpu
+
+        plan = _plan_of((order, places, sizes, tokens))
+        y, l1_sum, counts, saved = gpu.train(x, w, activation, plan, token_mask, want_stats=want_stats, save=save)
+        return y, l1_sum, counts, *saved
+    path = cpu.forward if chosen == "cpu" else _reference_forward
+    out = path(x, w, activation, token_mask, want_stats=want_stats, save=save)
+    shapes = saved_shapes(len(x), len(w.gate), None, gated=w.up is not None, save=save)
+    saved = Saved(*(x.new_empty(0, dtype=dtype or x.dtype) for _, dtype in shapes))
+    if save:
+        parts = [t.reshape(-1) for t in (out.gate, out.up) if t is not None]
+        saved = saved._replace(sums=parts[0] if len(parts) == 1 else torch.cat(parts))
+    return out.y, out.l1_sum, out.counts, *saved
+
+
+def _reference_forward(
+    x: Tensor, w: Weights, activation: str, token_mask: Tensor | None, *, want_stats: bool, save: bool
+) -> reference.Forward:
+    return reference.forward(x, w, activation, token_mask, want_stats=want_stats)
+
+
+def _backward(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *weights, token_mask, order, places, sizes, tokens, saved, activation, backend, needs = rest
+    w, kept, needs = Weights(*weights), Saved(*saved), tuple(needs)
+    chosen = choose_backend(backend, x.device)
+    gradients: Gradients
+    if chosen == "triton" and _fits_triton(x, w):
+        from twell import gpu
+
+        plan = _plan_of((order, places, sizes, tokens))
+        gradients = gpu.backward(dy, dl1, x, w, kept, activation, plan, token_mask, needs)
+    else:
+        path = cpu.backward if chosen == "cpu" else reference.backward
+        parts = kept.sums.view(1 if w.up is None else 2, len(x), len(w.gate))
+        gradients = path(dy, dl1, x, w, parts[0], None if w.up is None else parts[1], activation, token_mask, needs)
+    return gradients.x, *(x.new_empty(0) if g is None else g for g in gradients.weights)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Custom ops: gated
+# Registration
 # ---------------------------------------------------------------------------------------------------------
 
+_library = torch.library.Library("twell", "DEF")  # must stay alive: dropping it unregisters
+_WEIGHTS = "Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
+_PLAN = "Tensor? order, Tensor? places, Tensor? sizes, Tensor? tokens"
+_TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 
-@torch.library.custom_op("twell::gated_ffn", mutates_args=())
-def _gated_ffn_op(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    token_mask: Tensor | None,
-    activation: str,
-    backend: str,
-    want_stats: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
-    return _forward(x, w, token_mask, activation, backend, want_stats, save)
-
-
-@_gated_ffn_op.register_fake
-def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, activation, backend, want_stats, save):
-    y, l1_sum, counts, gate = _fake_forward(x, w_gate, w_down, want_stats, save)
-    return y, l1_sum, counts, gate, torch.empty_like(gate)
+_library.define(
+    f"ffn(Tensor x, {_WEIGHTS}, {_PLAN}, Tensor[] frozen, str activation, str backend) -> Tensor",
+    tags=_TAGS,
+)
+_library.define(
+    f"ffn_train(Tensor x, {_WEIGHTS}, Tensor? token_mask, {_PLAN}, str activation, str backend, bool want_stats, "
+    f"bool save) -> ({', '.join(['Tensor'] * (3 + len(Saved._fields)))})",
+    tags=_TAGS,
+)
+_library.define(
+    f"ffn_backward(Tensor dy, Tensor? dl1, Tensor x, {_WEIGHTS}, Tensor? token_mask, {_PLAN}, Tensor[] saved, "
+    f"str activation, str backend, bool[] needs) -> ({', '.join(['Tensor'] * 7)})",
+    tags=_TAGS,
+)
+for _name, _function in (("ffn", _infer), ("ffn_train", _train), ("ffn_backward", _backward)):
+    for _key in ("CPU", "CUDA"):  # CPU: also Triton's interpreter
+        _library.impl(_name, _function, _key)
 
 
-@torch.library.custom_op("twell::gated_ffn_backward", mutates_args=())
-def _gated_ffn_backward_op(
-    dy: Tensor,
-    dl1: Tensor | None,
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    token_mask: Tensor | None,
-    gate: Tensor,
-    up: Tensor,
-    activation: str,
-    backend: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
-    dx, dw = _backward(dy, dl1, x, w, gate, up, token_mask, activation, backend, needs)
-    assert dw.up is not None and dw.gate_bias is not None and dw.up_bias is not None and dw.down_bias is not None
-    return dx, dw.gate, dw.up, dw.down, dw.gate_bias, dw.up_bias, dw.down_bias
+@torch.library.register_fake("twell::ffn")
+def _(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
 
 
-@_gated_ffn_backward_op.register_fake
-def _(dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, gate, up, activation, backend, needs):
-    (M, D), F = x.shape, w_gate.shape[0]
-    return _fake_gradients(x, ((M, D), (F, D), (F, D), (D, F), (F,), (F,), (D,)), needs)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Custom ops: plain
-# ---------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("twell::ffn", mutates_args=())
-def _ffn_op(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    token_mask: Tensor | None,
-    activation: str,
-    backend: str,
-    want_stats: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    w = Weights(w_up, None, w_down, b_up, None, b_down)
-    return _forward(x, w, token_mask, activation, backend, want_stats, save)[:4]
-
-
-@_ffn_op.register_fake
-def _(x, w_up, w_down, b_up, b_down, token_mask, activation, backend, want_stats, save):
-    return _fake_forward(x, w_up, w_down, want_stats, save)
-
-
-@torch.library.custom_op("twell::ffn_backward", mutates_args=())
-def _ffn_backward_op(
-    dy: Tensor,
-    dl1: Tensor | None,
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    token_mask: Tensor | None,
-    gate: Tensor,
-    activation: str,
-    backend: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    w = Weights(w_up, None, w_down, b_up, None, b_down)
-    n_x, n_up, n_down, n_up_bias, n_down_bias = needs
-    all_needs = (n_x, n_up, False, n_down, n_up_bias, False, n_down_bias)
-    dx, dw = _backward(dy, dl1, x, w, gate, None, token_mask, activation, backend, all_needs)
-    assert dw.gate_bias is not None and dw.down_bias is not None
-    return dx, dw.gate, dw.down, dw.gate_bias, dw.down_bias
-
-
-@_ffn_backward_op.register_fake
-def _(dy, dl1, x, w_up, w_down, b_up, b_down, token_mask, gate, activation, backend, needs):
-    (M, D), F = x.shape, w_up.shape[0]
-    return _fake_gradients(x, ((M, D), (F, D), (D, F), (F,), (D,)), needs)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Custom ops: training by the GPU kernels, gated and plain
-# ---------------------------------------------------------------------------------------------------------
-
-
-@torch.library.custom_op("twell::split_ffn", mutates_args=())
-def _split_ffn_op(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    token_mask: Tensor | None,
-    plan: Tensor,
-    n_hot: int,
-    cap: int,
-    activation: str,
-    want_stats: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y, l1_sum, counts, then what the backward needs: ``hybrid.Saved``. ``n_hot`` and ``cap`` are the plan's."""
-    from twell import gpu
-
-    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
-    y, l1_sum, counts, saved = gpu.forward_to_train(x, w, activation, plan, token_mask, want_stats)
-    return y, l1_sum, counts, *saved
-
-
-@_split_ffn_op.register_fake
-def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, plan, n_hot, cap, activation, want_stats):
-    from twell.kernels import hybrid
-
-    y, l1_sum, counts, _ = _fake_forward(x, w_gate, w_down, want_stats, False)
-    return y, l1_sum, counts, *hybrid.empty_saved(x, w_gate.shape[0], n_hot, cap, gated=w_up is not None)
-
-
-@torch.library.custom_op("twell::split_ffn_backward", mutates_args=())
-def _split_ffn_backward_op(
-    dy: Tensor,
-    dl1: Tensor | None,
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    token_mask: Tensor | None,
-    plan: Tensor,
-    saved: Sequence[Tensor],
-    activation: str,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from twell import gpu
-    from twell.kernels import hybrid
-
-    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
-    kept = hybrid.Saved(*saved)
-    dx, dw = gpu.backward(dy, dl1, x, w, kept, activation, plan, token_mask, tuple(needs))
-    up, up_bias = (x.new_empty(0) if g is None else g for g in (dw.up, dw.up_bias))
-    assert dw.gate_bias is not None and dw.down_bias is not None
-    return dx, dw.gate, up, dw.down, dw.gate_bias, up_bias, dw.down_bias
-
-
-@_split_ffn_backward_op.register_fake
-def _(dy, dl1, x, w_gate, w_up, w_down, b_gate, b_up, b_down, token_mask, plan, saved, activation, needs):
-    (M, D), F = x.shape, w_gate.shape[0]
-    return _fake_gradients(x, ((M, D), (F, D), (F, D), (D, F), (F,), (F,), (D,)), needs)
-
-
-def _setup_split_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, _, _, ctx.activation, _ = inputs
-    _, _, *rest = output
-    ctx.save_for_backward(*tensors, *rest[1:])
-    ctx.mark_non_differentiable(*rest)
-    ctx.set_materialize_grads(False)
-
-
-def _split_backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> tuple:
-    everything = ctx.saved_tensors  # once: under checkpointing a second look would compute it all again
-    tensors, saved = everything[:9], everything[9:]
-    needs = list(ctx.needs_input_grad[:7])
-    dy = torch.zeros_like(tensors[0]) if dy is None else dy
-    grads = torch.ops.twell.split_ffn_backward(dy, dl1, *tensors, list(saved), ctx.activation, needs)
-    return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *[None] * 6)
-
-
-torch.library.register_autograd("twell::split_ffn", _split_backward, setup_context=_setup_split_context)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# What the registrations share
-# ---------------------------------------------------------------------------------------------------------
-
-
-def _fake_forward(
-    x: Tensor, w_gate: Tensor, w_down: Tensor, want_stats: bool, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    M, F = x.shape[0], w_gate.shape[0]
+@torch.library.register_fake("twell::ffn_train")
+def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *weights, _, order, places, sizes, tokens, _, backend, want_stats, save = rest
+    w = Weights(*weights)
+    F = w.gate.shape[0]
+    numbers = None
+    if choose_backend(backend, x.device) == "triton" and _fits_triton(x, w):
+        plan = _plan_of((order, places, sizes, tokens))
+        numbers = (F, 0, 0) if plan is None else (*sizes_of(plan)[:2], tokens_of(plan)[1])
+    shapes = saved_shapes(x.shape[0], F, numbers, gated=w.up is not None, save=save)
     return (
-        x.new_empty(M, w_down.shape[0]),
+        x.new_empty(x.shape[0], w.down.shape[0]),
         x.new_empty((), dtype=sum_dtype(x.dtype)),
         x.new_empty(F if want_stats else 0, dtype=torch.int32),
-        x.new_empty(M if save else 0, F),
+        *(x.new_empty(shape, dtype=dtype or x.dtype) for shape, dtype in shapes),
     )
 
 
-def _fake_gradients(x: Tensor, shapes: Sequence[tuple[int, ...]], needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(shape if n else (0,)) for shape, n in zip(shapes, needs, strict=True))
+@torch.library.register_fake("twell::ffn_backward")
+def _(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *weights, _, _, _, _, _, _, _, _, needs = rest
+    w = Weights(*weights)
+    (M, D), F = x.shape, w.gate.shape[0]
+    shapes = [(M, D), (F, D), (F, D), (D, F), (F,), (F,), (D,)]
+    there = [True, True, w.up is not None, True, True, w.up is not None, True]
+    out = [
+        x.new_empty(s if need and t else (0,)) for s, need, t in zip(shapes, needs, there, strict=True)
+    ]  # fmt: skip
+    if needs[3] and reference.is_neuron_major(w.down):
+        out[3] = x.new_empty(F, D).t()
+    return tuple(out)
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.activation, ctx.backend, _, _ = inputs
-    _, _, counts, *activations = output
-    ctx.save_for_backward(*tensors, *activations)  # the parameters themselves, never views of them
-    ctx.mark_non_differentiable(counts, *activations)
-    ctx.set_materialize_grads(False)  # an unused l1_sum costs nothing
+def _check_no_tangents(tensors: Sequence[Any]) -> None:
+    """Forward-mode AD would silently get zero tangents from an operation that has no rule for it."""
+    if forward_ad._current_level >= 0 and any(
+        isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    ):
+        raise NotImplementedError("twell: sparse FFNs have no forward-mode derivative (jvp, jacfwd); use the backward")
 
 
-def _register_autograd(name: str, n_differentiable: int) -> None:
-    """``n_differentiable``: x, weights and biases; token_mask and four options follow them."""
-    backward_op = getattr(torch.ops.twell, f"{name}_backward")
-
-    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> tuple:
-        needs = list(ctx.needs_input_grad[:n_differentiable])
-        dy = torch.zeros_like(ctx.saved_tensors[0]) if dy is None else dy
-        grads = backward_op(dy, dl1, *ctx.saved_tensors, ctx.activation, ctx.backend, needs)
-        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *[None] * 5)
-
-    torch.library.register_autograd(f"twell::{name}", backward, setup_context=_setup_context)
+def _infer_with_gradients(*args: Any) -> Tensor:
+    """What autograd asks for: y has no gradient, which must not go unnoticed."""
+    _check_no_tangents(args)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+        raise NotImplementedError(
+            "twell::ffn has no gradient: call twell.gated_ffn or twell.ffn, which train by ffn_train"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.twell.ffn.default(*args)
 
 
-_library = torch.library.Library("twell", "FRAGMENT")  # must stay alive: dropping it unregisters
+_library.impl("ffn", _infer_with_gradients, "Autograd")
+
+
+class _Train(torch.autograd.Function):
+    """ffn_train with its backward. (torch.library.register_autograd does the same, and takes 300 us more of host
+    time.)"""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        if goes_straight(inputs[0]):
+            output = _train(*inputs)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = torch.ops.twell.ffn_train.default(*inputs)
+        ctx.activation, ctx.backend = inputs[12:14]
+        ctx.save_for_backward(*inputs[:10], *output[3:])  # the parameters themselves, never views of them
+        ctx.numbers = inputs[10:12]  # shapes alone: what is saved may be copied, to the CPU for one
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)  # an unused l1_sum costs nothing
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> Any:
+        everything = ctx.saved_tensors  # once: under checkpointing a second look would compute it all again
+        inputs, saved = (*everything[:10], *ctx.numbers), everything[10:]
+        needs = list(ctx.needs_input_grad[:7])
+        dy = torch.zeros_like(inputs[0]) if dy is None else dy
+        op: Any = torch.ops.twell.ffn_backward.default
+        if goes_straight(dy) and not torch.is_grad_enabled():
+            op = _backward
+        grads = op(dy, dl1, *inputs, list(saved), ctx.activation, ctx.backend, needs)
+        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *[None] * 9)
+
+
+class _TrainBackward(torch.autograd.Function):
+    """ffn_backward, whose own derivative raises."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.twell.ffn_backward.default(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("twell: sparse FFNs have no second derivative (double backward)")
+
+
+def _with_gradients(function: Any, op: Any) -> Any:
+    def kernel(*args: Any) -> tuple[Tensor, ...]:
+        _check_no_tangents(args)
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+            return function.apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return kernel
+
+
+_library.impl("ffn_train", _with_gradients(_Train, torch.ops.twell.ffn_train.default), "Autograd")
+_library.impl("ffn_backward", _with_gradients(_TrainBackward, torch.ops.twell.ffn_backward.default), "Autograd")
 
 
 def _register_autocast(name: str, device_type: str, dispatch_key: str) -> None:
     """Under autocast run in the autocast dtype, as F.linear does. (torch's own helper fixes one dtype.)"""
     op = getattr(torch.ops.twell, name)
 
+    def cast(arg: Any, dtype: torch.dtype) -> Any:
+        eligible = isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
+        return arg.to(dtype) if eligible and arg.device.type == device_type else arg
+
     def kernel(*args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
-            return op(*(_cast_for_autocast(a, dtype, device_type) for a in args))
+            given = [cast(a, dtype) for a in args]
+            if name == "ffn" and any(a is not b for a, b in zip(given[1:7], args[1:7], strict=True)):
+                given[11] = []  # what is frozen is of the weights as they were
+            return op(*given)
 
     _library.impl(name, kernel, dispatch_key)
 
 
-def _cast_for_autocast(arg: Any, dtype: torch.dtype, device_type: str) -> Any:
-    eligible = isinstance(arg, Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
-    return arg.to(dtype) if eligible and arg.device.type == device_type else arg
-
-
-# y alone, for inference. Registered without torch's custom_op, which costs the host 40 us a call.
-def _planned(x: Tensor, w: Weights, activation: str, plan: Tensor | None) -> Tensor:
-    from twell import gpu
-
-    return gpu.forward(x, w, activation, plan)
-
-
-def _few_tokens(x: Tensor, w: Weights, activation: str) -> Tensor:
-    """Without the plan: it is on the CPU, and with such an input the compiler captures no CUDA graph."""
-    from twell import gpu
-
-    return gpu.few_tokens_forward(x, w, activation)
-
-
-def _on_the_cpu(x: Tensor, w: Weights, activation: str) -> Tensor:
-    return cpu.forward(x, w, activation, want_stats=False).y
-
-
-def _register_inference(name: str, run: Callable[..., Tensor], dispatch_keys: Sequence[str], more: str = "") -> None:
-    _library.define(
-        f"{name}(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down, "
-        f"str activation{more}) -> Tensor"
-    )
-    for key in dispatch_keys:
-        _library.impl(name, lambda x, *rest: run(x, Weights(*rest[:6]), *rest[6:]), key)
-    torch.library.register_fake(f"twell::{name}", lambda x, *_: x.new_empty(x.shape))
-
-
-_register_inference("planned_ffn", _planned, ("CPU", "CUDA"), ", Tensor? plan")  # CPU: in Triton's interpreter
-_register_inference("few_tokens_ffn", _few_tokens, ("CPU", "CUDA"))
-_register_inference("cpu_ffn", _on_the_cpu, ("CPU",))
-
-for _name, _n_differentiable in (("gated_ffn", 7), ("ffn", 5)):
-    _register_autograd(_name, _n_differentiable)
-for _name in ("gated_ffn", "ffn", "planned_ffn", "few_tokens_ffn", "cpu_ffn", "split_ffn"):
+for _name in ("ffn", "ffn_train"):
     _register_autocast(_name, "cpu", "AutocastCPU")
     _register_autocast(_name, "cuda", "AutocastCUDA")
 
@@ -453,25 +357,26 @@ def gated_ffn(
     token_mask: Tensor | None = None,
     backend: str = "auto",
     return_stats: bool = False,
-    plan: Tensor | None = None,
-    few_tokens: int = 0,
+    plan: Plan | None = None,
 ) -> Any:
     """y = (a(x Wg^T + bg) * (x Wu^T + bu)) Wd^T + bd with a = relu or relu2 (squared ReLU), made fast by sparsity.
 
     x [..., D]; w_gate, w_up [F, D]; w_down [D, F] (HF layout); biases [F], [F], [D]. Returns y [..., D], or
     (y, Stats) with ``return_stats``. ``token_mask`` [...] marks the tokens that count in the statistics; y
-    is computed for all. Equal to the dense FFN within rounding, whatever the sparsity. ``plan`` (``Plan.encode``)
-    says how the GPU kernels split the work; it changes time, never the result. ``few_tokens``: the plan's, for compiled
-    code, which then captures a CUDA graph for as few.
+    is computed for all. Equal to the dense FFN within rounding, whatever the sparsity.
+
+    ``plan`` says how the GPU kernels split the work; it changes time, never the result. **Without a plan a call on a
+    GPU runs densely**: which neurons fire often is not known. The CPU needs none: it decides by what it sees.
 
     >>> x, w_gate, w_up, w_down = torch.randn(2, 3, 8), torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
     >>> y, stats = gated_ffn(x, w_gate, w_up, w_down, return_stats=True)
     >>> y.shape, stats.counts.shape, int(stats.tokens)
     (torch.Size([2, 3, 8]), torch.Size([16]), 6)
     """
-    w = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
-    op = torch.ops.twell.gated_ffn
-    return _call(op, "gated_ffn", x, w, activation, token_mask, backend, return_stats, plan, few_tokens)
+    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_up": b_up, "b_down": b_down}
+    _check("gated_ffn", x, weights, activation, token_mask, plan)
+    w = Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
+    return run(x, w, activation, backend, _tensors_of(plan, x), (), token_mask, return_stats)
 
 
 def ffn(
@@ -485,101 +390,93 @@ def ffn(
     token_mask: Tensor | None = None,
     backend: str = "auto",
     return_stats: bool = False,
-    plan: Tensor | None = None,
-    few_tokens: int = 0,
+    plan: Plan | None = None,
 ) -> Any:
     """y = a(x Wu^T + bu) Wd^T + bd with a = relu or relu2 (squared ReLU), made fast by sparsity.
 
     The plain FFN; arguments, shapes and results as in ``gated_ffn``.
     """
-    w = {"w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
-    return _call(torch.ops.twell.ffn, "ffn", x, w, activation, token_mask, backend, return_stats, plan, few_tokens)
+    weights = {"w_up": w_up, "w_down": w_down, "b_up": b_up, "b_down": b_down}
+    _check("ffn", x, weights, activation, token_mask, plan)
+    w = Weights(w_up, None, w_down, b_up, None, b_down)
+    return run(x, w, activation, backend, _tensors_of(plan, x), (), token_mask, return_stats)
 
 
-def _call(
-    op: Callable[..., tuple[Tensor, ...]],
+def _tensors_of(plan: Plan | None, x: Tensor) -> Sequence[Tensor | None]:
+    return NO_PLAN if plan is None else plan.on(x.device, captured=is_captured(x.device))
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a call is compiled, or captured in a CUDA graph, and will be repeated without the host."""
+    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def goes_straight(x: Tensor) -> bool:
+    """Whether a call would reach its kernels unchanged: the dispatcher's two stops take 25 us of host time.
+
+    Not where something stands before them: a compiler, a tracer, a mode, a function transform, tangents, autocast.
+    """
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def run(
+    x: Tensor,
+    w: Weights,
+    activation: str,
+    backend: str,
+    plan: Sequence[Tensor | None],
+    frozen: Sequence[Tensor],
+    token_mask: Tensor | None,
+    return_stats: bool,
+) -> Any:
+    """``gated_ffn`` or ``ffn`` of arguments that fit each other. ``plan``: ``PlanTensors``, or four times None."""
+    if not torch.compiler.is_compiling():  # which would compile anew for every change of what is chosen
+        choose_backend(backend, x.device)  # raises here, with a clean traceback
+    shape = x.shape
+    x = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+    save = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in w))
+    if not save and not return_stats:
+        if goes_straight(x):
+            y = infer(x, w, activation, backend, plan, frozen)
+        else:
+            y = torch.ops.twell.ffn.default(x, *w, *plan, frozen, activation, backend)
+        return y if len(shape) == 2 else y.view(shape)
+    mask = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
+    op = _Train.apply if save and goes_straight(x) else torch.ops.twell.ffn_train.default
+    y, l1_sum, counts, *_ = op(x, *w, mask, *plan, activation, backend, return_stats, save)
+    y = y.view(shape)
+    if not return_stats:
+        return y
+    tokens = x.new_full((), x.shape[0], dtype=torch.int64) if mask is None else mask.sum()
+    return y, Stats(l1_sum, counts, tokens)
+
+
+def check(name: str, x: Tensor, w: Weights, activation: str, token_mask: Tensor | None) -> None:
+    """Raise a ValueError that says what was expected and what came."""
+    if w.up is None:
+        weights = {"w_up": w.gate, "w_down": w.down, "b_up": w.gate_bias, "b_down": w.down_bias}
+    else:
+        weights = {"w_gate": w.gate, "w_up": w.up, "w_down": w.down}
+        weights |= {"b_gate": w.gate_bias, "b_up": w.up_bias, "b_down": w.down_bias}
+    _check(name, x, weights, activation, token_mask, None)
+
+
+def _check(
     name: str,
     x: Tensor,
     weights: dict[str, Any],
     activation: str,
     token_mask: Tensor | None,
-    backend: str,
-    return_stats: bool,
-    plan: Tensor | None,
-    few_tokens: int,
-) -> Any:
-    _check(name, x, weights, activation, token_mask)
-    _check_plan(name, plan, weights)
-    chosen = choose_backend(backend, x.device)  # raises here, with a clean traceback
-    x_MD = x.reshape(-1, x.shape[-1])
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights.values()))
-    if chosen == "cpu" and not return_stats and not save:
-        return torch.ops.twell.cpu_ffn(x_MD, *_weights(**weights), activation).reshape(x.shape)
-    if chosen == "triton" and not return_stats and not save and _fits_triton(x, _weights(**weights)):
-        if 0 < len(x_MD) <= few_tokens:
-            return torch.ops.twell.few_tokens_ffn(x_MD, *_weights(**weights), activation).reshape(x.shape)
-        return torch.ops.twell.planned_ffn(x_MD, *_weights(**weights), activation, plan).reshape(x.shape)
-    mask_M = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
-    split = None
-    if chosen == "triton" and save and plan is not None and _fits_triton(x, _weights(**weights)):
-        split = _train_in_parts(x_MD, _weights(**weights), mask_M, activation, plan, return_stats)
-    if split is not None:
-        y, l1_sum, counts = split
-    elif chosen != "cpu" and torch.compiler.is_compiling():
-        # Plain torch code all the way: the compiler may look inside, and fuses what an opaque op would not let it.
-        y, l1_sum, counts, *_ = reference.forward(
-            x_MD, _weights(**weights), activation, mask_M, want_stats=return_stats
-        )
-    else:
-        y, l1_sum, counts, *_ = op(x_MD, *weights.values(), mask_M, activation, backend, return_stats, save)
-    y = y.reshape(x.shape)
-    if not return_stats:
-        return y
-    tokens = x_MD.new_full((), x_MD.shape[0], dtype=torch.int64) if mask_M is None else mask_M.sum()
-    return y, Stats(l1_sum, counts, tokens)
-
-
-@torch._disable_dynamo  # its buffers have the plan's sizes, which change. (torch.compiler.disable would import triton)
-def _train_in_parts(
-    x: Tensor, w: Weights, token_mask: Tensor | None, activation: str, plan: Tensor, want_stats: bool
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """(y, l1_sum, counts) that keep little for the backward; None where so many tokens run densely.
-
-    Also None while a CUDA graph is captured: the backward asks the device how many tokens are heavy.
-    """
-    from twell import gpu
-
-    decoded = gpu.plan_for(plan, len(x))
-    if decoded is None or (x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return None
-    if len(x) * decoded.cap >= 1 << 31:  # pairs are counted in 32 bits
-        return None
-    y, l1_sum, counts, *_ = torch.ops.twell.split_ffn(
-        x, *w, token_mask, plan, len(decoded.hot), decoded.cap, activation, want_stats
-    )
-    return y, l1_sum, counts
-
-
-def _fits_triton(x: Tensor, w: Weights) -> bool:
-    D, F = w.down.shape
-    return x.dtype != torch.float64 and D % 16 == 0 and F % 16 == 0
-
-
-def _weights(
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    w_gate: Tensor | None = None,
-    b_gate: Tensor | None = None,
-) -> Weights:
-    if w_gate is None:
-        return Weights(w_up, None, w_down, b_up, None, b_down)
-    return Weights(w_gate, w_up, w_down, b_gate, b_up, b_down)
-
-
-def _check(name: str, x: Tensor, weights: dict[str, Tensor | None], activation: str, token_mask: Tensor | None) -> None:
-    """Raise a ValueError that says what was expected and what came."""
+    plan: Plan | None,
+) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if x.dim() == 0:
@@ -615,14 +512,6 @@ def _check(name: str, x: Tensor, weights: dict[str, Tensor | None], activation: 
             raise ValueError(f"{name}: token_mask must be bool or integer, got {token_mask.dtype}")
         if token_mask.device != x.device:
             raise ValueError(f"{name}: token_mask is on {token_mask.device} but x is on {x.device}")
-
-
-def _check_plan(name: str, plan: Tensor | None, weights: dict[str, Tensor | None]) -> None:
-    if plan is None:
-        return
-    F = next(w.shape[0] for w in weights.values() if w is not None)
-    if plan.shape != (encoded_length(F),) or plan.dtype != torch.int32 or plan.device.type != "cpu":
-        raise ValueError(
-            f"{name}: plan must be int32 [{encoded_length(F)}] on the CPU, as Plan.encode() gives it, got {plan.dtype} "
-            f"{tuple(plan.shape)} on {plan.device}"
-        )
+    if plan is not None and not (isinstance(plan, Plan) and plan.n_neurons == F):
+        got = f"one for {plan.n_neurons}" if isinstance(plan, Plan) else type(plan).__name__
+        raise ValueError(f"{name}: plan must be a twell.Plan for {F} neurons, got {got}")

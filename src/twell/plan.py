@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,11 @@ _MIN_GAIN = 1.05  # the split must promise this much over dense
 _STEP = 16  # of cap and first: kernels are compiled anew where a number stops being a multiple of it
 _LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the one counted, since text changes
 _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
-_MIN_TOKENS = 4096  # fewer leave parts of the GPU idle in every kernel, and all of it while the host launches them
+# Fewer tokens leave parts of the GPU idle in every kernel, and in eager calls all of it while the host launches them:
+# 0.2 ms a forward, 1.5 ms a forward and backward. Forward, then training; the second ones for calls that are compiled
+# or captured.
+_MIN_TOKENS, _MIN_TOKENS_CAPTURED = 4096, 2048
+_MIN_TOKENS_TRAINING, _MIN_TOKENS_TRAINING_CAPTURED = 8192, 4096
 MAX_FEW_TOKENS = 64  # that kernels/decode.py takes at once
 # In rows of a dense FFN's weights that take as long to read, by tokens at once: what there is to do besides, and a
 # gathered row. Fitted to an H200's times of 4 to 3800 neurons of 5632 (D 2048), as CUDA graphs. Where hopper.py's first
@@ -77,7 +81,6 @@ _FEW_COSTS = {
 }
 _FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; of F 14336 (D 4096), where processors have two programs
 _MANY_NEURONS = 64 * 132  # on an H200, above which they do
-_HEADER = 5  # numbers before the neurons in the encoded form
 
 
 def costs_for(device: torch.device, *, training: bool = False) -> Costs:
@@ -88,78 +91,155 @@ def costs_for(device: torch.device, *, training: bool = False) -> Costs:
     return known[max(older) if older else min(known)]
 
 
+class PlanTensors(NamedTuple):
+    """A plan as operations take it: on the layer's device, with nothing on the host to read.
+
+    ``sizes`` and ``tokens`` hold numbers as their shapes, and no memory. A compiler treats shapes as symbols, so a new
+    plan compiles nothing anew. The numbers are shifted apart, and from other sizes: equal sizes would become one
+    symbol."""
+
+    order: Tensor  # int32 [F]: the neurons, hot ones first
+    places: Tensor  # int32 [F]: of a cold neuron among the cold ones; 0 for hot ones
+    sizes: Tensor  # H, cap, first
+    tokens: Tensor  # few_tokens, min_tokens
+
+
+_SHIFT_HOT, _SHIFT_CAP, _SHIFT_FIRST = 3 << 18, 1 << 18, 2 << 18
+_MOST_TOKENS = 1 << 22  # that a shape has to tell: more are run as so many are
+
+
+def _as_shape(*numbers: int, device: torch.device) -> Tensor:
+    t = torch.empty(1, dtype=torch.int8, device=device).expand(numbers)
+    if not torch.compiler.is_compiling():  # symbols from the first time on: else layers would compile anew one by one
+        torch._dynamo.maybe_mark_dynamic(t, list(range(len(numbers))))
+    return t
+
+
+def sizes_of(plan: PlanTensors) -> tuple[int, int, int]:
+    """H, cap, first."""
+    n_hot, cap, first = plan.sizes.shape
+    return n_hot - _SHIFT_HOT, cap - _SHIFT_CAP, first - _SHIFT_FIRST
+
+
+def tokens_of(plan: PlanTensors) -> tuple[int, int]:
+    """few_tokens, min_tokens."""
+    few, least = plan.tokens.shape
+    return few - _SHIFT_CAP, least - _SHIFT_FIRST
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """One layer's plan. ``hot`` int64 [H], most frequent first; all F neurons where the layer runs densely."""
+    """How one layer runs on a GPU. Changes time, never a result.
+
+    Eager calls and those that are compiled or captured in a CUDA graph have thresholds of their own: a graph replays
+    without the host, which otherwise takes longer than a small batch does on the GPU."""
 
     n_neurons: int
-    hot: Tensor
+    hot: Tensor  # int64 [H], most frequent first; all F neurons where batches run densely
     cap: int  # a token with more active cold neurons is heavy, unless there are few of them
     first: int = 32  # the tail starts with tokens that have more than this
     min_tokens: int = _MIN_TOKENS  # a smaller batch runs densely
     few_tokens: int = 0  # but not one of at most so many tokens
-    predicted: float | None = None  # speedup over dense; not part of the encoded form
+    min_tokens_captured: int | None = None  # compiled, or in a CUDA graph; None: the same
+    few_tokens_captured: int | None = None
+    predicted: float | None = None  # speedup over dense
+    mean_active: float | None = None  # neurons that a token fires, where it was counted
 
     def __post_init__(self) -> None:
         """A neuron that is hot twice, or not there, would silently change what the layer computes."""
+        object.__setattr__(self, "_on", {})
         hot = self.hot.unique()
         inside = len(hot) == 0 or (int(hot[0]) >= 0 and int(hot[-1]) < self.n_neurons)
-        if len(hot) != len(self.hot) or not inside or min(self._numbers()) < 0:
+        numbers = (self.cap, self.first, *self.tokens(captured=False), *self.tokens(captured=True))
+        if len(hot) != len(self.hot) or not inside or min(numbers) < 0:
             raise ValueError(
                 f"a plan needs different hot neurons of 0 to {self.n_neurons - 1} and numbers of at least 0, got "
                 f"{len(self.hot)} hot neurons, {len(hot)} of them different, cap {self.cap}, first {self.first}, "
                 f"min_tokens {self.min_tokens}, few_tokens {self.few_tokens}"
             )
-        if self.few_tokens > MAX_FEW_TOKENS:
+        if max(self.few_tokens, self.few_tokens_captured or 0) > MAX_FEW_TOKENS:
             raise ValueError(f"few_tokens must be at most {MAX_FEW_TOKENS}, got {self.few_tokens}")
         if self.n_neurons % 2 == 0 and len(hot) % 2:
             raise ValueError(f"a plan needs an even number of hot neurons, since kernels write pairs; got {len(hot)}")
+        if max(self.n_neurons, self.cap, self.first) >= 1 << 18:
+            raise ValueError(f"a plan is for less than {1 << 18:,} neurons, got {self.n_neurons:,}")
 
     @property
     def is_dense(self) -> bool:
         """Of batches that are not few tokens."""
         return len(self.hot) == self.n_neurons
 
-    def _numbers(self) -> tuple[int, int, int, int]:
-        return self.cap, self.first, self.min_tokens, self.few_tokens
+    def tokens(self, *, captured: bool) -> tuple[int, int]:
+        """(few_tokens, min_tokens): up to and from how many tokens a call runs sparsely."""
+        few, least = self.few_tokens, self.min_tokens
+        if captured:
+            few = few if self.few_tokens_captured is None else self.few_tokens_captured
+            least = least if self.min_tokens_captured is None else self.min_tokens_captured
+        return few, least
+
+    def in_parts(self, tokens: int, *, captured: bool) -> bool:
+        """Whether a batch of so many tokens runs in three parts."""
+        return not self.is_dense and tokens >= self.tokens(captured=captured)[1]
 
     def __repr__(self) -> str:
-        few = f", sparse up to {self.few_tokens} tokens" if self.few_tokens else ""
+        few, least = self.tokens(captured=False)
+        few_captured, least_captured = self.tokens(captured=True)
+        of_few = f", sparse up to {few} tokens" if few else ""
+        of_few += f" ({few_captured} in graphs)" if few_captured != few else ""
         if self.is_dense:
-            return f"Plan(dense, {self.n_neurons} neurons{few})"
+            return f"Plan(dense, {self.n_neurons} neurons{of_few})"
         predicted = "" if self.predicted is None else f", predicted {self.predicted:.2f}x"
+        in_graphs = f" ({least_captured} in graphs)" if least_captured != least else ""
         return (
             f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens heavy above {self.cap}, "
-            f"from {self.min_tokens} tokens on{predicted}{few})"
+            f"from {least} tokens on{in_graphs}{predicted}{of_few})"
         )
-
-    def encode(self) -> Tensor:
-        """int32 [F + 5] on the CPU: H, cap, first, min_tokens, few_tokens, then the neurons, hot ones first. Operations
-        take plans so: a tensor whose shape does not depend on the plan, so that a new plan compiles nothing anew."""
-        return torch.cat([torch.tensor([len(self.hot), *self._numbers()]), self.order()]).int()
 
     def order(self) -> Tensor:
         """int64 [F] on the CPU: the hot neurons, then the cold ones."""
-        cold = torch.ones(self.n_neurons, dtype=torch.bool)
-        cold[self.hot] = False
+        cold = torch.ones(self.n_neurons, dtype=torch.bool, device="cpu")  # whatever the default device is
+        cold[self.hot.cpu()] = False
         return torch.cat([self.hot.cpu(), cold.nonzero()[:, 0]])
 
+    def on(self, device: torch.device, *, captured: bool = False) -> PlanTensors:
+        """What operations take, kept for the next time. Made outside of graphs only: they would own it."""
+        kept: dict[tuple[torch.device, bool], PlanTensors] = self.__dict__["_on"]
+        tensors = kept.get((device, captured))
+        if tensors is None:
+            tensors = self._make(device, captured)
+            kept[device, captured] = tensors
+        return tensors
+
+    def _make(self, device: torch.device, captured: bool) -> PlanTensors:
+        other = self.__dict__["_on"].get((device, not captured))
+        few, least = self.tokens(captured=captured)
+        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be kept
+            hot, cap, first = len(self.hot) + _SHIFT_HOT, self.cap + _SHIFT_CAP, self.first + _SHIFT_FIRST
+            sizes = _as_shape(hot, cap, first, device=device)
+            tokens = _as_shape(few + _SHIFT_CAP, min(least, _MOST_TOKENS) + _SHIFT_FIRST, device=device)
+            if other is not None:
+                return PlanTensors(other.order, other.places, sizes, tokens)
+            order = self.order()
+            places = torch.zeros_like(order)
+            places[order[len(self.hot) :]] = torch.arange(self.n_neurons - len(self.hot), device="cpu")
+            return PlanTensors(order.int().to(device), places.int().to(device), sizes, tokens)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles make tensors of their own: they may be for another device."""
+        return Plan.from_state_dict, (self.state_dict(),)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and one tensor, for a checkpoint."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
     @classmethod
-    def decode(cls, encoded: Tensor) -> Plan:
-        n_hot, cap, first, min_tokens, few_tokens = encoded[:_HEADER].tolist()
-        F = len(encoded) - _HEADER
-        if not 0 <= n_hot <= F:
-            raise ValueError(f"the plan names {n_hot} hot neurons of {F}")
-        hot = encoded[_HEADER : _HEADER + n_hot].long()
-        return cls(n_neurons=F, hot=hot, cap=cap, first=first, min_tokens=min_tokens, few_tokens=few_tokens)
+    def from_state_dict(cls, state: dict[str, Any]) -> Plan:
+        return cls(**state)
 
 
-def encoded_length(n_neurons: int) -> int:
-    return _HEADER + n_neurons
-
-
-def dense_plan(n_neurons: int, few_tokens: int = 0) -> Plan:
-    return Plan(n_neurons=n_neurons, hot=torch.arange(n_neurons), cap=0, few_tokens=few_tokens, predicted=1.0)
+def dense_plan(n_neurons: int, few_tokens: int = 0, mean_active: float | None = None) -> Plan:
+    hot = torch.arange(n_neurons, device="cpu")
+    return Plan(n_neurons=n_neurons, hot=hot, cap=0, few_tokens=few_tokens, predicted=1.0, mean_active=mean_active)
 
 
 def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048, gated: bool = True) -> Plan:
@@ -168,7 +248,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     >>> counts = torch.tensor([900] * 256 + [3] * 1792)  # of 1000 tokens: some neurons fire nearly always, most hardly
     >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
     >>> choose_plan(counts, 1000, costs)
-    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on, predicted 1.77x, sparse up to 16 tokens)
+    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 4096 tokens on (3734 in graphs), predicted ...)
     >>> choose_plan(torch.full((2048,), 500), 1000, costs)
     Plan(dense, 2048 neurons)
     """
@@ -178,7 +258,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     frequency, order = (counts.double().cpu() / tokens).sort(descending=True, stable=True)
     projections, gather, heavy = (3, costs.gather, 2 * costs.heavy) if gated else (2, costs.gather / 2, costs.heavy)
     tail = frequency.sum() - torch.cat([frequency.new_zeros(1), frequency.cumsum(0)])  # [H]: pairs a token left
-    n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)])  # those that leave whole tiles
+    n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)], device="cpu")  # those that leave whole tiles
     cost = (projections * costs.dense - 1 + costs.down) * n_hot + costs.hot * (n_hot > 0)
     cost = cost + costs.gate * (F - n_hot) + gather * tail[n_hot] + costs.token
     training = costs.dense > 1
@@ -189,18 +269,21 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     H, predicted = int(n_hot[best]), dense / float(cost[best])
     few_tokens = few_tokens_for(frequency, tokens, gated=gated)
     if predicted < _MIN_GAIN:
-        return dense_plan(F, few_tokens)
+        return dense_plan(F, few_tokens, float(frequency.sum()))
     cap = heavy * (F - H) / gather
     if training:  # which keeps the lists; the few tokens beyond have lists of their own
         cap = _STEP * math.ceil(min(cap, 6 + 4 * float(tail[H])) / _STEP)
+    pays_from = int(costs.batch * 2048 / width / (dense - float(cost[best])))
     return Plan(
         n_neurons=F,
         hot=order[:H],
         cap=max(_STEP, _rounded(cap)),
         first=_rounded(8 + 2 * float(tail[H])),
-        min_tokens=max(_MIN_TOKENS, int(costs.batch * 2048 / width / (dense - float(cost[best])))),
+        min_tokens=max(_MIN_TOKENS_TRAINING if training else _MIN_TOKENS, pays_from),
+        min_tokens_captured=max(_MIN_TOKENS_TRAINING_CAPTURED if training else _MIN_TOKENS_CAPTURED, pays_from),
         few_tokens=few_tokens,
         predicted=predicted,
+        mean_active=float(frequency.sum()),
     )
 
 

@@ -64,6 +64,11 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def is_neuron_major(w_down: Tensor) -> bool:
+    """Whether Wd [D, F] lies neuron by neuron in memory, as a contiguous [F, D] does."""
+    return w_down.stride() == (1, w_down.shape[0])
+
+
 def finite_rows(x: Tensor) -> Tensor:
     """bool [M]: rows without inf or NaN. The others run densely, so that 0 * inf = NaN as in a dense FFN."""
     return x.isfinite().all(1)

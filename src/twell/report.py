@@ -78,7 +78,7 @@ class Side:
     tokens_per_ms: float
     first_token_ms: float | None
     pass_bytes: int | None  # the most that a pass takes besides weights
-    copied_bytes: int | None  # of weights that kernels read
+    copied_bytes: int | None  # frozen beside the weights; older rows: copies of them
     joules_per_token: float | None
 
 
@@ -236,7 +236,7 @@ def _side(name: str, row: Row, tokens: int) -> Side:
         tokens_per_ms=tokens / ms[1],
         first_token_ms=_finite((_part(row.get("first_token_ms"), name) or {}).get("p50")),
         pass_bytes=memory.get("pass"),
-        copied_bytes=memory.get("copies"),
+        copied_bytes=memory.get("frozen", memory.get("copies")),
         joules_per_token=_finite(_part(row.get("joules_per_token"), name)),
     )
 

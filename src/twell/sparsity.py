@@ -136,11 +136,11 @@ class Planner:
 
     def hot_neurons(self) -> list[int | None]:
         """Per layer: how many neurons its plan calls hot; None while it runs densely."""
-        return [None if ffn.plan is None else int(ffn.plan[0]) for ffn in self.ffns]
+        return [None if ffn.plan is None else len(ffn.plan.hot) for ffn in self.ffns]
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "plans": [ffn.plan for ffn in self.ffns],
+            "plans": [None if ffn.plan is None else ffn.plan.state_dict() for ffn in self.ffns],
             "sums": None if self._sums is None else self._sums.cpu(),
             "steps": self._steps,
             "sent": None if self._sent is None else self._sent.value().clone(),
@@ -150,9 +150,8 @@ class Planner:
         if len(state["plans"]) != len(self.ffns):
             raise ValueError(f"Planner: the saved plans are of {len(state['plans'])} layers, not {len(self.ffns)}")
         for ffn, plan in zip(self.ffns, state["plans"], strict=True):
-            # Plans used to have four numbers before the neurons: such a layer is dense until it is planned again.
-            is_older = plan is not None and torch.equal(plan[4:].sort().values, torch.arange(len(plan) - 4))
-            ffn.set_plan(None if plan is None or is_older else Plan.decode(plan))
+            # Plans used to be encoded as tensors: such a layer is dense until it is planned again.
+            ffn.set_plan(Plan.from_state_dict(plan) if isinstance(plan, dict) else None)
         self._sums, self._steps = state["sums"], state["steps"]
         self._sent = None if state["sent"] is None else HostCopy(state["sent"])
 

@@ -37,8 +37,19 @@ CHECKED = ("speedup", "sparse_ms", "sparse.step_ms")
 
 _MACHINE = ("device", "gpu", "cpu", "threads")
 _PERCENTILES = ("p20", "p50", "p80")
-_SPEEDUPS = ("speedup", "speedup_eager")
-_RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "kept_ratio", "joules_ratio", "memory.ratio")
+_DENSE = ("dense_ms", "compiled_ms", "dense.step_ms")
+_CALLED = ("called_ms.dense", "called_ms.compiled")
+_STEPS = ("called_with_step_ms.dense", "called_with_step_ms.compiled")
+_SPEEDUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the times they are made from, where a row has them
+    "speedup": (_DENSE, ("sparse_ms", "sparse.step_ms")),
+    "speedup_eager": (("dense_ms",), ("sparse_ms",)),
+    "speedup_frozen": (_DENSE, ("frozen_ms",)),
+    "speedup_called": (_CALLED, ("called_ms.sparse",)),
+    "speedup_called_frozen": (_CALLED, ("called_ms.frozen",)),
+    "speedup_called_with_step": (_STEPS, ("called_with_step_ms.sparse",)),
+}
+_RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "kept_ratio", "joules_ratio", "memory.ratio", "memory_ratio")
+_HOST = "host_us."
 _RATE = "tokens_per_ms"
 
 Verdict = Literal["noise", "better", "worse", "other machine", "unknown"]
@@ -260,7 +271,7 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
         name = prefix + field
         if isinstance(inner, dict) and not inner.keys() >= set(_PERCENTILES):
             yield from _leaves(inner, f"{name}.")
-        elif inner is not None and (isinstance(inner, dict) or name in _RATIOS or _is_rate(name)):
+        elif inner is not None and (isinstance(inner, dict) or name in _RATIOS or _is_rate(name) or _is_host(name)):
             yield name, inner
 
 
@@ -281,6 +292,11 @@ def _is_rate(name: str) -> bool:
     return _RATE in name.split(".")
 
 
+def _is_host(name: str) -> bool:
+    """The host's time of a call: a median alone."""
+    return name.startswith(_HOST)
+
+
 def _with_interval(name: str, m: Measured, known: Mapping[str, Measured]) -> Measured:
     """What the times that a rate or a speedup was made from say of its interval; ``m`` as it is where they are not
     known, and of other quantities."""
@@ -290,9 +306,9 @@ def _with_interval(name: str, m: Measured, known: Mapping[str, Measured]) -> Mea
         if time is not None and time.low > 0 and m.low == m.high:
             return Measured(m.value, m.value * time.value / time.high, m.value * time.value / time.low)
     if name in _SPEEDUPS:
-        dense_names = ("dense_ms", "compiled_ms", "dense.step_ms") if name == "speedup" else ("dense_ms",)
+        dense_names, sparse_names = _SPEEDUPS[name]
         dense = min((known[n] for n in dense_names if n in known), key=lambda time: time.value, default=None)
-        sparse = known.get("sparse_ms", known.get("sparse.step_ms"))
+        sparse = next((known[n] for n in sparse_names if n in known), None)
         if dense is not None and sparse is not None and dense.value > 0 and sparse.value > 0:
             width = math.hypot(dense.half_width, sparse.half_width)
             return Measured(m.value, max(0.0, m.value * (1 - width)), m.value * (1 + width))

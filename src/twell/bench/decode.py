@@ -3,6 +3,7 @@
 A step is one more token for each sequence, with a static cache that holds ``context`` tokens; on a GPU the steps of
 both models are replayed as CUDA graphs. As in ``model.py`` random weights have no sparse activations, so every FFN has
 the weights of a workload and its input: here other tokens in every layer, so that a step has the workload's mean count.
+The sparse model is frozen (``twell.freeze_``), as ``twell generate`` and ``twell serve`` have it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import StaticCache
 from twell import ops
 from twell.bench import cases, energy, ffn, timing
 from twell.bench.model import check_logits
+from twell.frozen import freeze_
 from twell.hf.convert import sparsify_
 from twell.nn import SparseFFNBase
 
@@ -52,6 +54,7 @@ def measure(
         assert isinstance(layer.mlp, SparseFFNBase)
         if ops.choose_backend(layer.mlp.backend, device) == "triton":
             plan = layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS)
+    frozen = freeze_(sparse)
     for each in (model, sparse):
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
@@ -59,6 +62,9 @@ def measure(
     difference = check_logits(*(step.run()[:, -1] for step in steps.values()))
     runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
     if graph:
+        with ffn.as_if_captured(sparse):
+            steps["sparse"].rewind()
+            steps["sparse"].run()
         runs = {name: ffn.replayed([step.run], before=step.rewind) for name, step in steps.items()}
 
     def rewind() -> None:
@@ -77,6 +83,8 @@ def measure(
         "context": context,
         "graph": graph,
         "compiled": compiled,
+        "frozen": True,
+        "frozen_bytes": frozen.bytes,
         "dtype": str(model.dtype).removeprefix("torch."),
         "mean_active": round(mean_active, 2),
         **{f"{name}_ms": spread._asdict() for name, spread in times.items()},

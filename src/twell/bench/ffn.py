@@ -1,5 +1,9 @@
 """``twell bench ffn``: one FFN, dense against sparse, on workloads of known sparsity.
 
+Four ways: dense (a block as Hugging Face's, of ``nn.Linear``s), on a GPU the same compiled, sparse as ``sparsify_``
+leaves a layer, and frozen (``twell.freeze_``). Of each two times: the device's, and that of a call *as called*, in a
+plain loop of Python with the host's time included.
+
 A case is checked before it is timed: sparse output may err at most twice as much as PyTorch's own dense
 output does against float64. After it, the sparse output must still be the same. A case that fails raises, and no
 speedup is reported.
@@ -7,18 +11,21 @@ speedup is reported.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor
+from torch import Tensor, nn
 
 from twell import ops, reference
 from twell.bench import cases, timing
+from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, neuron_major_, sparse_ffns
 from twell.plan import Plan, choose_plan, costs_for
 
 PLAN_TOKENS = 4096  # whose counts make the plan; they are not timed
@@ -26,6 +33,9 @@ GRAPH_LAYERS = 16  # of a CUDA graph, with weights of their own: as in a model, 
 GRAPHS = 3  # of each way, timed in turn: where kernels overlap, each graph may place their programs otherwise
 _TRUTH_ROWS = 256  # rows compared with float64
 _SLACK = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch.float16: 1e-4}
+_L2_BYTES = 60e6  # of an H200, as it is rounded up
+_LEAST_READ = 1 / 8  # of a layer's weights: its gate in int8
+_SPARSE = ("sparse", "frozen")
 
 
 class WrongResult(RuntimeError):
@@ -45,10 +55,15 @@ class Case:
     device: str = "cpu"
     backend: str = "auto"
     graph: bool = False  # time replays of CUDA graphs of GRAPH_LAYERS layers, and give the time of one
+    called: bool | None = None  # also as called; by default on a GPU: a CPU's times are those of calls anyway
     seed: int = 0
 
+    @property
+    def is_called(self) -> bool:
+        return torch.device(self.device).type == "cuda" if self.called is None else self.called
 
-@torch.inference_mode()
+
+@torch.no_grad()
 def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]:
     """Measure each case; yields one JSON-ready row per case, as it is done."""
     inputs, made_for = None, None
@@ -59,16 +74,15 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
             largest = max(c.M for c in cases_ if dataclasses.replace(c, M=0) == key)
             if ops.choose_backend(case.backend, torch.device(case.device)) == "triton":
                 largest += PLAN_TOKENS
-            with torch.inference_mode(False):  # weights as a model has them, with version counters
-                inputs = cases.make(
-                    case.workload,
-                    largest,
-                    case.D,
-                    case.F,
-                    seed=case.seed,
-                    dtype=case.dtype,
-                    device=case.device,
-                )
+            inputs = cases.make(
+                case.workload,
+                largest,
+                case.D,
+                case.F,
+                seed=case.seed,
+                dtype=case.dtype,
+                device=case.device,
+            )
             made_for = key
         yield _run_case(case, inputs, seconds)
 
@@ -77,15 +91,16 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     x = inputs.x[: case.M].contiguous()
     backend = ops.choose_backend(case.backend, x.device)
     plan = _plan(case, inputs) if backend == "triton" else None
+    forget_compiled(x.device)
     runs = alternatives(case, inputs, x, plan)
-    checked = runs["sparse"]().clone()
-    errors = check(x, inputs, case.gated, runs["dense"](), checked)
+    checked = {name: run().clone() for name, run in runs.items()}
+    errors = _check_all(case, inputs, x, checked)
     times = timing.compare(runs, seconds=seconds, device=x.device)
-    if not torch.equal(runs["sparse"](), checked):
-        raise WrongResult("sparse output is not what it was before it was timed; no speedup is reported")
+    for name in _SPARSE:
+        _check_same(runs[name](), checked[name], name)
+    del runs, checked
     if case.graph:
         times = {name: timing.Spread(*(round(t / GRAPH_LAYERS, 5) for t in spread)) for name, spread in times.items()}
-    fastest_dense = min(times[name].p50 for name in times if name != "sparse")
     row = {
         "bench": "ffn",
         "workload": case.workload,
@@ -99,20 +114,69 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
         **({"graph_layers": GRAPH_LAYERS, "graphs": GRAPHS} if case.graph else {}),
         "mean_active": round((torch.relu(nnf.linear(x, inputs.w_gate)) != 0).sum().item() / case.M, 2),
         **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
-        "speedup": round(fastest_dense / times["sparse"].p50, 3),
+        "speedup": speedup(times, "sparse"),
+        "speedup_frozen": speedup(times, "frozen"),
+        **(_as_called(case, inputs, x, plan, seconds) if case.is_called else {}),
         "error": errors,
         **timing.environment(x.device),
     }
     if plan is not None:
         row["plan"] = plan_facts(plan)
-        row["parts_ms"] = _parts(case, inputs, x, plan, seconds)
+        row["parts_ms"] = _parts(case, inputs, x, plan, seconds / 3)
     return row
+
+
+def _as_called(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None, seconds: float) -> dict[str, Any]:
+    """The fields of a row that tell what calls take in a plain loop, on as many layers as outgrow the L2 cache."""
+    n_layers = called_layers(sum(w.nbytes for w in (inputs.w_gate, inputs.w_up, inputs.w_down)), x.device)
+    layers = make_layers(case, inputs, plan, n_layers)
+    calls = {name: [functools.partial(layer, x) for layer in each] for name, each in layers.items()}
+    checked = {name: each[0]() for name, each in calls.items()}
+    _check_all(case, inputs, x, checked)
+
+    def check_again() -> None:
+        for name in _SPARSE:
+            for call in calls[name]:  # of equal weights
+                _check_same(call(), checked[name], f"{name}, as called,")
+
+    check_again()
+    times = timing.as_called(calls, seconds=seconds / 2, device=x.device)
+    host = timing.host_us(calls, device=x.device)
+    check_again()
+    frozen: Any = layers["frozen"][0]
+    return {
+        "called_layers": n_layers,
+        "called_ms": {name: spread._asdict() for name, spread in times.items()},
+        "host_us": host,
+        "speedup_called": speedup(times, "sparse"),
+        "speedup_called_frozen": speedup(times, "frozen"),
+        "frozen_bytes": frozen.frozen_bytes(),
+    }
+
+
+def speedup(times: Mapping[str, timing.Spread], of: str) -> float:
+    """Over the faster dense one."""
+    dense = min(times[name].p50 for name in ("dense", "compiled") if name in times)
+    return round(dense / times[of].p50, 3)
+
+
+def called_layers(weight_bytes: int, device: torch.device) -> int:
+    """How many layers of such weights to call in turn, so that none finds what it reads in an L2 cache; at least 4."""
+    return 4 if device.type != "cuda" else max(4, min(64, math.ceil(_L2_BYTES / (_LEAST_READ * weight_bytes))))
+
+
+def forget_compiled(device: torch.device) -> None:
+    """Every number of tokens is compiled for itself, and torch.compile gives up on a function after eight."""
+    if device.type == "cuda":
+        torch.compiler.reset()
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     predicted = plan.predicted and round(plan.predicted, 3)
-    numbers = {"cap": plan.cap, "min_tokens": plan.min_tokens, "few_tokens": plan.few_tokens}
-    return {"hot": len(plan.hot), **numbers, "predicted": predicted}
+    (few, least), (few_captured, least_captured) = (plan.tokens(captured=captured) for captured in (False, True))
+    numbers = {"cap": plan.cap, "min_tokens": least, "few_tokens": few}
+    captured = {"min_tokens_captured": least_captured, "few_tokens_captured": few_captured}
+    return {"hot": len(plan.hot), **numbers, **captured, "predicted": predicted}
 
 
 def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
@@ -121,33 +185,90 @@ def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
     return choose_plan((r != 0).sum(0), len(r), costs_for(r.device), width=case.D, gated=case.gated)
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Dense and sparse layers
+# ---------------------------------------------------------------------------------------------------------
+
+
+class DenseFFN(nn.Module):
+    """As Hugging Face's blocks: down_proj(act_fn(gate_proj(x)) * up_proj(x)), or without a gate."""
+
+    def __init__(self, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
+        super().__init__()
+        self.gate_proj = None if w_gate is None else linear(w_gate)
+        self.up_proj, self.down_proj, self.act_fn = linear(w_up), linear(w_down), nn.ReLU()
+
+    def hidden(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            return self.act_fn(self.up_proj(x))
+        return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.hidden(x))
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    """On the very memory of ``weight``."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight)
+    return made
+
+
+@torch.inference_mode(False)  # what is made in inference mode cannot be kept
+@torch.no_grad()
+def make_layers(case: Case, inputs: cases.FFNInputs, plan: Plan | None, n: int) -> dict[str, list[Any]]:
+    """n layers of equal weights, each with memory of its own, of every way."""
+    made: dict[str, list[Any]] = {"dense": [], "sparse": [], "frozen": []}
+    own = (inputs.w_gate, inputs.w_up, inputs.w_down)
+    for i in range(n):
+        w_gate, w_up, w_down = own if i == 0 else (w.clone() for w in own)
+        weights = (w_gate, w_up, w_down) if case.gated else (None, w_gate, w_down)
+        made["dense"].append(DenseFFN(*weights).eval())
+        laid_out = DenseFFN(*weights).eval()
+        neuron_major_(laid_out.down_proj)  # as sparsify_ does
+        for name in _SPARSE:
+            layer = sparse_layer(laid_out, case.backend, plan)
+            if name == "frozen":
+                layer.freeze()
+            made[name].append(layer)
+    if torch.device(case.device).type == "cuda":
+        compiled = [torch.compile(layer, fullgraph=True, dynamic=False) for layer in made["dense"]]
+        made = {"dense": made["dense"], "compiled": compiled, **{name: made[name] for name in _SPARSE}}
+    return made
+
+
+def sparse_layer(dense: DenseFFN, backend: str, plan: Plan | None) -> SparseFFNBase:
+    """On the weights of a dense one, which it shares."""
+    made_of: type[SparseFFNBase] = SparseFFN if dense.gate_proj is None else GatedSparseFFN
+    layer = made_of.from_dense(dense, backend=backend)
+    layer.set_plan(plan)
+    return layer
+
+
+@contextlib.contextmanager
+def as_if_captured(*modules: nn.Module) -> Iterator[None]:
+    """Sparse FFNs run by the thresholds they have in CUDA graphs: what they need is then compiled before a capture."""
+    ffns = [ffn for module in modules for _, ffn in sparse_ffns(module)]
+    eager = [ffn._plan_eager for ffn in ffns]
+    for ffn in ffns:
+        ffn._plan_eager = ffn._plan_captured
+    try:
+        yield
+    finally:
+        for ffn, plan in zip(ffns, eager, strict=True):
+            ffn._plan_eager = plan
+
+
 def alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None) -> dict[str, Callable[[], Tensor]]:
-    """dense, on a GPU also dense compiled, and sparse; as ``GRAPHS`` CUDA graphs, of ``GRAPH_LAYERS`` layers each."""
-    with torch.inference_mode(False):  # what is made in inference mode cannot be kept
-        encoded = None if plan is None else plan.encode()
-        own = (inputs.w_gate, inputs.w_up, inputs.w_down)
-        copies = [tuple(w.clone() for w in own) for _ in range(GRAPH_LAYERS - 1 if case.graph else 0)]
-
-    def dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-        return nnf.linear(torch.relu(nnf.linear(x, w_gate)) * nnf.linear(x, w_up), w_down)
-
-    def dense_plain(x: Tensor, w_gate: Tensor, _: Tensor, w_down: Tensor) -> Tensor:
-        return nnf.linear(torch.relu(nnf.linear(x, w_gate)), w_down)
-
-    def sparse(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-        if case.gated:
-            return ops.gated_ffn(x, w_gate, w_up, w_down, backend=case.backend, plan=encoded)
-        return ops.ffn(x, w_gate, w_down, backend=case.backend, plan=encoded)
-
-    dense = dense_gated if case.gated else dense_plain
-    ways: dict[str, Callable[..., Tensor]] = {"dense": dense}
-    if x.device.type == "cuda":
-        ways["compiled"] = torch.compile(dense, fullgraph=True, dynamic=False)
-    ways["sparse"] = sparse
-    runs = {name: [functools.partial(way, x, *w) for w in (own, *copies)] for name, way in ways.items()}
+    """Every way, one layer of it; or as ``GRAPHS`` CUDA graphs of ``GRAPH_LAYERS`` layers each."""
+    layers = make_layers(case, inputs, plan, GRAPH_LAYERS if case.graph else 1)
+    runs = {name: [functools.partial(layer, x) for layer in each] for name, each in layers.items()}
     if not case.graph:
-        return {name: layers[0] for name, layers in runs.items()}
-    return {name: in_turn([replayed(layers) for _ in range(GRAPHS)]) for name, layers in runs.items()}
+        return {name: calls[0] for name, calls in runs.items()}
+    for name in _SPARSE:
+        with as_if_captured(*layers[name]):
+            runs[name][0]()
+    return {name: in_turn([replayed(calls) for _ in range(GRAPHS)]) for name, calls in runs.items()}
 
 
 def in_turn(runs: Sequence[Callable[[], Tensor]]) -> Callable[[], Tensor]:
@@ -180,7 +301,7 @@ def _replay(graph: torch.cuda.CUDAGraph, out: Tensor, _held: Sequence[Callable[[
 def _parts(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan, seconds: float) -> dict[str, float]:
     from twell.bench.parts import Parts  # needs triton, which a machine without a GPU may lack
 
-    if plan.is_dense or plan.min_tokens > case.M:
+    if not plan.in_parts(case.M, captured=case.graph):
         return {}
     w = reference.Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
     return parts_ms(Parts(x, w, plan), w, seconds)
@@ -191,6 +312,7 @@ def parts_ms(parts: Any, w: reference.Weights, seconds: float) -> dict[str, floa
     tiles, x = parts.tiles, parts.x
     runs: dict[str, Callable[[], Any]] = {
         "dense gate": lambda: nnf.linear(x, w.gate),
+        "layout": parts.lay_out,
         "cold gate": lambda: parts.cold_gate(tiles.gate, tiles.use_tma),
         "lists": parts.list_active,
         "tail": lambda: parts.tail(parts.tail_tile),
@@ -202,6 +324,16 @@ def parts_ms(parts: Any, w: reference.Weights, seconds: float) -> dict[str, floa
     n_heavy = parts.n_heavy()
     times = timing.compare(runs, seconds=seconds, device=x.device, before=parts.restore)
     return {name: spread.p50 for name, spread in times.items()} | {"heavy tokens": n_heavy}
+
+
+def _check_all(case: Case, inputs: cases.FFNInputs, x: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
+    errors = {name: check(x, inputs, case.gated, outputs["dense"], outputs[name]) for name in _SPARSE}
+    return {"dense": errors["sparse"]["dense"], **{name: of["sparse"] for name, of in errors.items()}}
+
+
+def _check_same(y: Tensor, checked: Tensor, name: str) -> None:
+    if not torch.equal(y, checked):
+        raise WrongResult(f"{name} output is not what it was before it was timed; no speedup is reported")
 
 
 def check(x: Tensor, inputs: cases.FFNInputs, gated: bool, dense: Tensor, sparse: Tensor) -> dict[str, float]:

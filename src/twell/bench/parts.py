@@ -6,22 +6,26 @@ import torch
 from torch import Tensor
 
 from twell import gpu
-from twell.kernels import gate, heavy, lists, pack, split, up_down
+from twell.kernels import gate, heavy, lists, split, up_down
+from twell.kernels.split import Layout, Split
 from twell.kernels.tiles import GateTile, RowTile
 from twell.plan import Plan
 from twell.reference import Weights
+from twell.saved import GROUP, bitmap_words, n_long
 
 
 class Parts:
     """relu, no biases. ``restore`` undoes what the parts leave in their buffers."""
 
     def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
-        self.x, self.plan = x, plan
+        self.x, self.split = split.aligned(x), Split.of(plan.on(x.device))
         self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
-        self.tail_tile = split.tail_tile(self.tiles, x, plan)
-        self.layout = split.lay_out(w, split.order_of(plan, x.device))
-        self.y = torch.zeros_like(x)
+        self.tail_tile = split.tail_tile(self.tiles, x, plan.first)
+        self.rows = split.by_rows(w)
+        self.layout = self.lay_out()
+        self.cold = self.split.order[self.split.n_hot :].long()  # [C]: rows of the weights
+        self.y = torch.zeros_like(self.x)
         self.r, self.bitmap, self._marks = self._gate(self.tiles.gate, self.tiles.use_tma, zeros=True)
         self._listed()
 
@@ -35,13 +39,12 @@ class Parts:
 
     def replay(self, active: Tensor) -> None:
         """As if the neurons ``active`` [M, F] (bool) had fired: of them the cold ones, since hot ones run densely."""
-        rows = self.layout.cold_rows
-        self.replace_gate(active if rows is None else active[:, rows.long()])
+        self.replace_gate(active[:, self.cold])
 
     def replace_gate(self, active: Tensor) -> None:
         """As if the cold gate were ``active`` [M, C] (bool), with random positive values there."""
         self.r.copy_((torch.rand_like(self.r) + 0.1) * active)
-        self.bitmap.copy_(pack.bitmap_of(active))
+        self.bitmap.copy_(bitmap_of(active))
         self._listed()
 
     def restore(self) -> None:
@@ -57,7 +60,11 @@ class Parts:
 
     def n_heavy(self) -> int:
         first, over = self.lists.marks[:2].tolist()
-        return first + (over if over > lists.n_long(len(self.x)) else 0)
+        return first + (over if over > n_long(len(self.x)) else 0)
+
+    def lay_out(self) -> Layout:
+        """What a frozen layer has, and every other makes in each call."""
+        return split.lay_out(self.rows, self.split)
 
     def _gate(self, tile: GateTile, use_tma: bool, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
         return gate.gate_and_bitmap(
@@ -74,7 +81,8 @@ class Parts:
 
     def list_active(self) -> lists.Lists:
         """Needs ``restore`` before: its counters start at 0."""
-        return lists.list_active(self.r, self.bitmap, self._marks, self.layout.cold_rows, self.plan)
+        plan = self.split
+        return lists.list_active(self.r, self.bitmap, self._marks, plan.order, cap=plan.cap, first=plan.first)
 
     def hot(self, tile: GateTile, use_tma: bool) -> Tensor:
         return gate.hot_activations(
@@ -93,16 +101,7 @@ class Parts:
 
     def tail(self, tile: RowTile) -> Tensor:
         up_down.write_tail(
-            self.y,
-            self.x,
-            self.lists,
-            self.layout.up,
-            None,
-            self.layout.down,
-            None,
-            squared=False,
-            has_hot=self.has_hot,
-            tile=tile,
+            self.y, self.x, self.lists, self.rows, self.rows.down, squared=False, has_hot=self.has_hot, tile=tile
         )
         return self.y
 
@@ -112,12 +111,10 @@ class Parts:
             self.x,
             self.r,
             self.bitmap,
-            self.lists,
-            self.layout.up,
-            None,
-            self.layout.down,
-            None,
-            self.layout.cold_rows,
+            self.lists.marks,
+            self.rows,
+            self.rows.down,
+            self.split.order,
             squared=False,
             tile=tile,
             programs=self.programs,
@@ -134,3 +131,14 @@ class Parts:
             self.h = self.hot(self.tiles.gate, self.tiles.use_tma)
             self.hot_down()
         return self.y
+
+
+def bitmap_of(active: Tensor) -> Tensor:
+    """int32 [M, words] of a bool [M, C], in plain torch: for recorded positions, where no gate was computed."""
+    M, C = active.shape
+    words = bitmap_words(C)
+    padded = torch.nn.functional.pad(active, (0, 32 * words - C))
+    parts = padded.view(M, -1, GROUP // 8, 4, 2).permute(0, 1, 3, 4, 2).reshape(M, words, 32)  # see kernels/tiles.py
+    weights = 1 << torch.arange(32, device=active.device)
+    rows = 1 + (1 << 22) // max(1, words)  # a few at a time: the products are 64 times the bitmap
+    return torch.cat([(part.long() * weights).sum(-1).int() for part in parts.split(rows)])

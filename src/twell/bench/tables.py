@@ -92,8 +92,31 @@ def _dense(row: Row) -> dict[str, float]:
     return min(spreads, key=lambda spread: spread["p50"])
 
 
-def _speedup(value: float) -> str:
-    return f"**{value:.2f}x**"
+def _called_dense(row: Row) -> dict[str, float]:
+    """The faster of eager and compiled, as called."""
+    spreads = [spread for name, spread in row["called_ms"].items() if name in ("dense", "compiled")]
+    return min(spreads, key=lambda spread: float(spread["p50"]))
+
+
+def _any_has(rows: list[Row], field: str) -> bool:
+    """Whether a table has columns for it: older rows were measured without."""
+    return any(field in row for row in rows)
+
+
+def _speedup(value: float | None) -> str:
+    return "" if value is None else f"**{value:.2f}x**"
+
+
+def _called_head(unit: str = "ms", *, frozen: bool = True) -> tuple[str, ...]:
+    return f"as called: dense {unit}", f"sparse {unit}", "speedup", *(("frozen",) if frozen else ())
+
+
+def _called(row: Row, unit: str = "ms", *, frozen: bool = True) -> tuple[str, ...]:
+    """Cells: calls in a plain loop, the host's time included."""
+    more = (_speedup(row.get("speedup_called_frozen")),) if frozen else ()
+    if "called_ms" not in row:
+        return ("", "", "", *more)
+    return _ms(_called_dense(row), unit), _ms(row["called_ms"]["sparse"], unit), _speedup(row["speedup_called"]), *more
 
 
 def _mean_speedup(rows: list[Row]) -> float:
@@ -122,9 +145,16 @@ def _is_of_readme(row: Row) -> bool:
     """Training of one FFN, and the 1.5B model: its forward, a token, and a step of the batch that fills a GPU."""
     if row["bench"] == "decode":
         return bool(row["preset"] == "1.5b" and row["batch"] == 1)
+    if row["bench"] == "generate" or _is_shape(row):
+        return True
     if row["bench"] == "model" or _is_step(row):
         return row.get("preset") == "1.5b" and row["batch"] != 12
     return _is_workload(row)
+
+
+def _is_shape(row: Row) -> bool:
+    """Of a model with some of a preset's layers, in one of several shapes."""
+    return row["bench"] == "model" and " layers of " in str(row.get("preset"))
 
 
 def _is_any(row: Row) -> bool:
@@ -158,8 +188,15 @@ def _what(row: Row) -> str:
 
 
 def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
+    has_frozen, has_calls = _any_has(rows, "frozen_ms"), _any_has(rows, "called_ms")
+
+    def frozen(row: Row) -> tuple[str, str]:
+        return (_ms(row["frozen_ms"], unit), _speedup(row["speedup_frozen"])) if "frozen_ms" in row else ("", "")
+
+    head: tuple[str, ...] = ("workload", "tokens", "active", f"dense {unit}", f"sparse {unit}", "speedup")
+    head += (f"frozen {unit}", "speedup") if has_frozen else ()
     return _lines(
-        ("workload", "tokens", "active", f"dense {unit}", f"sparse {unit}", "speedup"),
+        (*head, *(_called_head(unit) if has_calls else ())),
         (
             (
                 _what(r),
@@ -168,6 +205,8 @@ def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
                 _ms(_dense(r), unit),
                 _ms(r["sparse_ms"], unit),
                 _speedup(r["speedup"]),
+                *(frozen(r) if has_frozen else ()),
+                *(_called(r, unit) if has_calls else ()),
             )
             for r in rows
         ),
@@ -206,25 +245,51 @@ def _layers(rows: list[Row]) -> list[str]:
 
 
 def _model(rows: list[Row]) -> list[str]:
+    """Forward passes; ``model.generate`` has no time but that of its call."""
+    has_calls, has_memory = _any_has(rows, "called_ms"), _any_has(rows, "memory_ratio")
+
     def millijoules(row: Row) -> str:
         of = row["joules_per_token"]
         if of["sparse"] is None:
             return ""
         return f"{1000 * of['dense']:.2f} -> {1000 * of['sparse']:.2f} ({row['joules_ratio']:.2f}x)"
 
+    def of_a_pass(row: Row) -> tuple[str, ...]:
+        if row["bench"] != "model":
+            return ("",) * 5
+        dense, sparse = (row["tokens_per_ms"][side] for side in ("dense", "sparse"))
+        rates = f"{dense:.0f} -> {sparse:.0f}" if dense >= 10 else f"{dense:.2g} -> {sparse:.2g}"
+        return _ms(row["dense_ms"]), _ms(row["sparse_ms"]), rates, _speedup(row["speedup"]), millijoules(row)
+
+    def tokens(row: Row) -> str:
+        return f"{row['batch']} x {row['length']}" + (f" + {row['new_tokens']} new" if "new_tokens" in row else "")
+
+    def memory(row: Row) -> str:
+        return f"{row['memory_ratio']:.3f}x" if row.get("memory_ratio") else ""
+
+    head: tuple[str, ...] = (
+        "model",
+        "activations",
+        "how",
+        "tokens",
+        "dense ms",
+        "sparse ms",
+        "tokens/ms",
+        "speedup",
+        "mJ a token",
+    )
+    head += _called_head() if has_calls else ()
     return _lines(
-        ("model", "activations", "how", "tokens", "dense ms", "sparse ms", "tokens/ms", "speedup", "mJ a token"),
+        (*head, *(("memory of the model",) if has_memory else ())),
         (
             (
                 str(r["preset"]),
                 str(r["workload"]),
                 _how(r),
-                f"{r['batch']} x {r['length']}",
-                _ms(r["dense_ms"]),
-                _ms(r["sparse_ms"]),
-                f"{r['tokens_per_ms']['dense']:.0f} -> {r['tokens_per_ms']['sparse']:.0f}",
-                _speedup(r["speedup"]),
-                millijoules(r),
+                tokens(r),
+                *of_a_pass(r),
+                *(_called(r) if has_calls else ()),
+                *((memory(r),) if has_memory else ()),
             )
             for r in rows
         ),
@@ -232,6 +297,8 @@ def _model(rows: list[Row]) -> list[str]:
 
 
 def _how(row: Row) -> str:
+    if row["bench"] == "generate":
+        return "model.generate"
     return "compiled" if row["compiled"] else "eager"
 
 
@@ -240,18 +307,21 @@ def _train_ffn(rows: list[Row]) -> list[str]:
         measured = row.get("joules") or {}
         return f"{measured['sparse'] / measured['dense']:.2f}x" if measured.get("sparse") else ""
 
+    has_calls = _any_has(rows, "called_ms")
+    head: tuple[str, ...] = (
+        "workload",
+        "tokens",
+        "eager ms",
+        "compiled ms",
+        "sparse ms",
+        "over eager",
+        "over compiled",
+        "memory",
+        "energy",
+    )
+    head += (*_called_head(frozen=False), "with AdamW's step") if has_calls else ()
     return _lines(
-        (
-            "workload",
-            "tokens",
-            "eager ms",
-            "compiled ms",
-            "sparse ms",
-            "over eager",
-            "over compiled",
-            "memory",
-            "energy",
-        ),
+        head,
         (
             (
                 _what(r),
@@ -263,6 +333,7 @@ def _train_ffn(rows: list[Row]) -> list[str]:
                 _speedup(r["speedup"]),
                 f"{r['memory']['ratio']:.2f}x",
                 joules(r),
+                *((*_called(r, frozen=False), _speedup(r.get("speedup_called_with_step"))) if has_calls else ()),
             )
             for r in rows
         ),
@@ -357,9 +428,15 @@ def _paper(rows: list[Row]) -> list[str]:
     return _lines((*head, "ours, largest batches", "peak memory: theirs", "ours"), lines)
 
 
-def _grid(rows: list[Row], sizes: Sequence[int]) -> list[str]:
-    """Workloads down, tokens across; the last row of several counts."""
-    found = {(r["workload"], r["M"]): f"{r['speedup']:.2f}x" for r in rows}
+def _grid(rows: list[Row], sizes: Sequence[int], *, frozen: bool = False) -> list[str]:
+    """Workloads down, tokens across; the last row of several counts. ``frozen``: where a row has that."""
+
+    def cell(row: Row) -> str:
+        of = "_frozen" if frozen and "speedup_frozen" in row else ""
+        called = row.get(f"speedup_called{of}")
+        return f"{row[f'speedup{of}']:.2f}x" + ("" if called is None else f", called {called:.2f}x")
+
+    found = {(r["workload"], r["M"]): cell(r) for r in rows}
     names = {r["workload"]: f"{re.sub(r'[a-z]+', '', r['workload'])} of {r['F']}" for r in rows if r["M"] in sizes}
     head = ("active neurons a token", f"{sizes[0]} token{'s' if sizes[0] > 1 else ''}", *map(str, sizes[1:]))
     return _lines(head, ((names[w], *(found.get((w, M), "") for M in sizes)) for w in names))
@@ -374,12 +451,15 @@ def _readme_gpu(rows: list[Row]) -> list[str]:
 
 
 def _readme_models(rows: list[Row]) -> list[str]:
-    """Whole models, then training of one FFN and of a model: one line each."""
+    """Whole models, then training of one FFN and of a model: one line each; of shapes of a model one line for all."""
+    has_calls = _any_has(rows, "speedup_called")
 
     def line(row: Row) -> tuple[str, str, str, str]:
         if row["bench"] == "model":
             energy = f"{row['joules_ratio']:.2f}x" if row["joules_ratio"] else ""
             return f"forward of a model, {_how(row)}, {row['workload']}", f"{row['speedup']:.2f}x", "", energy
+        if row["bench"] == "generate":
+            return f"model.generate, {row['preset']}, {row['workload']}", "", "", ""
         if row["bench"] == "decode":
             of = row["joules_per_token"]
             energy = f"{of['sparse'] / of['dense']:.2f}x" if of["sparse"] else ""
@@ -395,10 +475,34 @@ def _readme_models(rows: list[Row]) -> list[str]:
         what = f"training, a step of a model, {row['workload']}"
         return what, f"{row['speedup']:.2f}x", f"{row['peak_ratio']:.2f}x", f"{row['joules_ratio']:.2f}x"
 
+    def called(row: Row) -> str:
+        frozen = f", frozen {row['speedup_called_frozen']:.2f}x" if "speedup_called_frozen" in row else ""
+        return f"{row['speedup_called']:.2f}x{frozen}" if "speedup_called" in row else ""
+
+    def with_calls(cells: tuple[str, ...], as_called: str) -> tuple[str, ...]:
+        return (*cells[:2], as_called, *cells[2:]) if has_calls else cells
+
     in_order = sorted(
-        rows, key=lambda row: (("model", "decode", "train").index(row["bench"]), row.get("level") != "ffn")
+        (row for row in rows if not _is_shape(row)),
+        key=lambda row: (("model", "generate", "decode", "train").index(row["bench"]), row.get("level") != "ffn"),
     )
-    return _lines(("1.5B shape", "speed", "memory", "energy"), map(line, in_order))
+    lines = [with_calls(line(row), called(row)) for row in in_order]
+    if shapes := [row for row in rows if _is_shape(row)]:
+        lines.insert(sum(row["bench"] == "model" for row in in_order), with_calls(_of_shapes(shapes), _range(shapes)))
+    return _lines(with_calls(("1.5B shape", "speed", "memory", "energy"), "as called"), lines)
+
+
+def _of_shapes(rows: list[Row]) -> tuple[str, str, str, str]:
+    sizes = sorted({(r["batch"] * r["length"], f"{r['batch']} x {r['length']}") for r in rows})
+    first = rows[0]
+    what = f"forward, {first['preset']}, {_how(first)}, {sizes[0][1]} to {sizes[-1][1]} tokens, {first['workload']}"
+    return what, "", f"{max(r['memory_ratio'] for r in rows):.2f}x", ""
+
+
+def _range(rows: list[Row]) -> str:
+    """Of speedups as called."""
+    found = [r["speedup_called"] for r in rows]
+    return f"{min(found):.2f}x to {max(found):.2f}x"
 
 
 def _decode(rows: list[Row]) -> list[str]:
@@ -422,11 +526,11 @@ def _decode(rows: list[Row]) -> list[str]:
 
 
 def _readme_few(rows: list[Row]) -> list[str]:
-    return _grid(rows, (1, 8, 16, 32, 64))
+    return _grid(rows, (1, 8, 16, 32, 64), frozen=True)
 
 
 def _readme_cpu(rows: list[Row]) -> list[str]:
-    return _grid(rows, (1, 16, 256, 2048))
+    return _grid(rows, (1, 16, 256, 2048), frozen=True)
 
 
 _RUNS = {
@@ -567,7 +671,8 @@ TABLES = {
     "ffn-layers": Table(("ffn-h200.jsonl",), f"{_FFN} --trace TRACE.npz", _is_layer, _layers),
     "model": Table(
         ("model-h200.jsonl",),
-        "twell bench model --preset 1.5b -w skew29 --paper [--compile]; --batch 32 --trace TRACE.npz",
+        "twell bench model --preset 1.5b -w skew29 --paper [--compile]; --batch 32 --trace TRACE.npz; "
+        "--depth 16 --shape 1x1 --shape 4x2048 --generate",
         _is_any,
         _model,
     ),

@@ -5,15 +5,20 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import itertools
+import math
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+ROUND_MS = 20.0  # of calls back to back, before the clock is read: see as_called
+ROUNDS = 15  # of each alternative, at least
+_LONG_MS = 100.0  # of a call, from which on a third of them will do
 
 
 class Spread(NamedTuple):
@@ -97,6 +102,74 @@ def _gpu_round(device: torch.device) -> _Round:
         return 5
 
     return round_
+
+
+def as_called(
+    alternatives: Mapping[str, Sequence[Callable[[], Any]]], *, seconds: float, device: torch.device
+) -> dict[str, Spread]:
+    """Milliseconds of a call in a plain loop, as programs make them: the host's or the GPU's, whichever takes longer.
+
+    An alternative is one call or several, made in turn: the same on different weights, so that a GPU does not find them
+    in its L2 cache. A round is at least ``ROUND_MS`` of calls back to back, then one wait for the device; rounds of the
+    alternatives alternate. ``seconds`` bounds the timed part, after ``ROUNDS`` rounds of each.
+    """
+    cycles = {name: itertools.cycle(calls) for name, calls in alternatives.items()}
+    sizes, slowest = {}, 0.0
+    for name, calls in alternatives.items():
+        _round_ms(cycles[name], 2 * len(calls), device)  # compiles, and fills the allocator's cache
+        ms = _round_ms(cycles[name], len(calls), device)
+        sizes[name] = max(1, math.ceil(1.1 * ROUND_MS / ms))
+        slowest = max(slowest, ms)
+    times: dict[str, list[float]] = {name: [] for name in alternatives}
+    least = ROUNDS if slowest < _LONG_MS else math.ceil(ROUNDS / 3)
+    deadline = time.perf_counter() + seconds
+    for done in range(10 * ROUNDS):
+        if done >= least and time.perf_counter() > deadline:
+            break
+        for name, cycle in cycles.items():
+            times[name].append(_round_ms(cycle, sizes[name], device))
+    return {name: spread(t) for name, t in times.items()}
+
+
+def _round_ms(cycle: Iterator[Callable[[], Any]], n: int, device: torch.device) -> float:
+    """Milliseconds of a call, in a round of n."""
+    calls = list(itertools.islice(cycle, n))
+    _wait(device)
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    _wait(device)
+    return (time.perf_counter() - start) * 1e3 / n
+
+
+def host_us(
+    alternatives: Mapping[str, Sequence[Callable[[], Any]]],
+    *,
+    device: torch.device,
+    repeats: int = 50,
+    after: Callable[[], Any] = lambda: None,
+) -> dict[str, float]:
+    """Microseconds from a call to its return while the GPU has nothing else to do: the host's own time, in the median.
+
+    ``after`` each call, untimed, comes ``after``. Of calls on a CPU it is their whole time.
+    """
+    times: dict[str, list[float]] = {name: [] for name in alternatives}
+    for i, (name, calls) in itertools.product(range(repeats + 2), alternatives.items()):
+        call = calls[i % len(calls)]
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        taken = (time.perf_counter() - start) * 1e6
+        after()
+        if i >= 2:  # the first ones warm up
+            times[name].append(taken)
+    _wait(device)
+    return {name: round(spread(t).p50, 1) for name, t in times.items()}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -2,12 +2,14 @@
 
 A trace holds positions, no values. So the gate is timed on a synthetic input with as many active neurons, then its
 output is overwritten, untimed, with random positive values at the trace's positions, and everything after the gate is
-timed; the row's sparse time is the sum of both. Positions do not change what a dense FFN takes: it is timed on the
-synthetic input. The plan comes from the first half of the trace, the timing from the second, repeated to M tokens.
+timed; a frozen layer's time is the sum of both, and a layer that is not frozen puts its weights in order before.
+Positions do not change what a dense FFN takes: it is timed on the synthetic input. The plan comes from the first half
+of the trace, the timing from the second, repeated to M tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,24 +56,27 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
     x, w = inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
     (M, D), F = x.shape, w.gate.shape[0]
     case = ffn.Case(workload=name, M=M, D=D, F=F, dtype=x.dtype, device=x.device.type, backend="triton")
-    runs = ffn.alternatives(case, inputs, x, plan)
-    del runs["sparse"]
+    runs: dict[str, Callable[[], Any]] = {
+        n: run for n, run in ffn.alternatives(case, inputs, x, plan).items() if n in ("dense", "compiled")
+    }
     parts_ms, error = {}, None
-    if plan.is_dense or plan.min_tokens > M:
+    if not plan.in_parts(M, captured=False):
         runs["sparse"] = lambda: gpu.forward(x, w, "relu", None)
         times = timing.compare(runs, seconds=seconds, device=x.device)
-        sparse = times["sparse"].p50
+        times["frozen"] = times["sparse"]
     else:
         parts = Parts(x, w, plan)
         parts.replay(active)
         error = _check(parts, w)
         tiles = parts.tiles
+        runs["layout"] = parts.lay_out
         runs["gate"] = lambda: parts.cold_gate(tiles.gate, tiles.use_tma)
         runs["after gate"] = parts.after_gate
         times = timing.compare(runs, seconds=seconds, device=x.device, before=parts.restore)
-        sparse = times["gate"].p50 + times["after gate"].p50
+        times["frozen"] = added(times["gate"], times["after gate"])
+        times["sparse"] = added(times["layout"], times["frozen"])
         parts_ms = ffn.parts_ms(parts, w, seconds)
-    dense = {n: t for n, t in times.items() if n in ("dense", "compiled")}
+    dense = min(times[n].p50 for n in ("dense", "compiled") if n in times)
     return {
         "bench": "ffn",
         "workload": name,
@@ -83,8 +88,8 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
         "backend": "triton",
         "mean_active": round(active.sum().item() / M, 2),
         **{f"{n}_ms": spread._asdict() for n, spread in times.items()},
-        "sparse_ms": times["sparse"]._asdict() if "sparse" in times else _sum(times["gate"], times["after gate"]),
-        "speedup": round(min(t.p50 for t in dense.values()) / sparse, 3),
+        "speedup": round(dense / times["sparse"].p50, 3),
+        "speedup_frozen": round(dense / times["frozen"].p50, 3),
         "error": {"sparse": error},
         "plan": ffn.plan_facts(plan),
         "parts_ms": parts_ms,
@@ -92,8 +97,9 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
     }
 
 
-def _sum(a: timing.Spread, b: timing.Spread) -> dict[str, float]:
-    return {q: round(getattr(a, q) + getattr(b, q), 4) for q in a._fields}
+def added(*spreads: timing.Spread) -> timing.Spread:
+    """Of things that follow each other."""
+    return timing.Spread(*(round(sum(of), 4) for of in zip(*spreads, strict=True)))
 
 
 def _check(parts: Parts, w: Weights) -> float:
@@ -103,10 +109,9 @@ def _check(parts: Parts, w: Weights) -> float:
     r = parts.r[rows].double()
     y = parts.after_gate()[rows].double()
     parts.restore()
-    x, layout = parts.x[rows].double(), parts.layout
-    assert layout.up is not None and w.up is not None
-    cold = slice(None) if layout.order is None else layout.order.cold
-    truth = (r * (x @ layout.up[cold].double().T)) @ layout.down[cold].double()
+    x, layout, cold = parts.x[rows].double(), parts.layout, parts.cold
+    assert w.up is not None
+    truth = (r * (x @ w.up[cold].double().T)) @ w.down[:, cold].double().T
     if parts.has_hot:
         z, u = (x @ layout.hot.double().T).unflatten(1, (-1, 2)).unbind(2)
         truth += (torch.relu(z) * u) @ layout.hot_down.double()

@@ -5,6 +5,9 @@ of the two; old gradients are dropped first, in every alternative. Before that, 
 compared with float64: sparse may err at most twice as much as dense PyTorch does, or WrongResult is raised and no
 speedup is reported.
 
+*As called*: the same by modules in a plain loop, the host's time included, with a step of fused AdamW after every
+backward. The step writes all weights and changes none (its rate is 0): results are compared again afterwards.
+
 The layers of a trace are in ``train_trace.py``, whole models in ``train_model.py``.
 
 Legend: M tokens, D model width, F hidden width.
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from twell import ops, reference, weights
+from twell import ops, reference
 from twell.bench import cases, energy, ffn, timing
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
@@ -97,30 +100,144 @@ def _plan_by(seen: Tensor, w: Weights) -> Plan:
 
 def _run_case(case: ffn.Case, p: Problem, plan: Plan | None, seconds: float) -> dict[str, Any]:
     device = p.x.device
+    ffn.forget_compiled(device)
     forwards: dict[str, Forward] = {**dense_forwards(p), "sparse": sparse_forward(case.backend, plan)}
     truth, counts = _truth(p)
-    errors = check(truth, p.results(forwards["dense"]), p.results(forwards["sparse"]))
-    del truth
+    dense = p.results(forwards["dense"])
+    errors = check(truth, dense, p.results(forwards["sparse"]))
+    loops = _loops(p, case.backend, plan) if case.is_called else {}
+    checked = {name: loop.results() for name, loop in loops.items() if name == "sparse"}
+    for found in checked.values():
+        check(truth, dense, found)
+    del truth, dense
     runs: dict[str, Callable[[], Any]] = {
         name: functools.partial(p.solve, forward) for name, forward in forwards.items()
     }
     memory = {name: _peak_bytes(runs[name], p) for name in ("dense", "sparse")}
     times = timing.compare(runs, seconds=seconds, device=device)
-    # An optimiser step makes the sparse path's copies of weights old; the next call makes them again, and only that.
-    after_step = timing.compare(
-        {"sparse": runs["sparse"]}, seconds=seconds / 3, device=device, before=functools.partial(_touch, p.w)
-    )
+    p.drop_gradients()
+    called = _as_called(p, loops, seconds) if loops else {}
+    for name, found in checked.items():
+        again = loops[name].results()
+        if not all(torch.equal(again[key], value) for key, value in found.items()):
+            raise ffn.WrongResult(
+                f"{name} results are not what they were before they were timed; no speedup is reported"
+            )
+    del loops, checked
     return make_row(
         case,
         ops.choose_backend(case.backend, device),
         plan,
         mean_active=counts.sum().item() / case.M,
         times=times,
+        **called,
         error=errors,
-        after_step_ms=after_step["sparse"]._asdict(),
-        memory={**memory, "ratio": ratio(memory["sparse"], memory["dense"]), "copies": weights.copied_bytes()},
+        memory={**memory, "ratio": ratio(memory["sparse"], memory["dense"])},
         joules=_joules(runs, device, seconds),
     )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# As called
+# ---------------------------------------------------------------------------------------------------------
+
+
+class TrainedFFN(ffn.DenseFFN):
+    """A dense block that also gives sum |h|."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        h = self.hidden(x)
+        return self.down_proj(h), h.abs().sum(dtype=reference.sum_dtype(h.dtype))
+
+
+class _Loop:
+    """A layer with weights of its own, and what a training loop does with it. ``call``: x -> y, sum |h|."""
+
+    def __init__(self, p: Problem, block: ffn.DenseFFN, call: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.call, self.dy, self.dl1 = call, p.dy, p.dl1
+        self.x = p.x.detach().clone().requires_grad_()
+        linears = {"dw_gate": block.gate_proj, "dw_up": block.up_proj, "dw_down": block.down_proj}
+        if block.gate_proj is None:  # whose gate is called up
+            linears = {"dw_gate": block.up_proj, "dw_down": block.down_proj}
+        self.weights = {name: linear.weight for name, linear in linears.items() if linear is not None}
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0, fused=True)
+
+    def forward_backward(self) -> tuple[Tensor, Tensor]:
+        y, l1 = self.call(self.x)
+        torch.autograd.backward([y, l1], [self.dy, self.dl1])
+        return y, l1
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+    def iteration(self) -> None:
+        self.forward_backward()
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def results(self) -> dict[str, Tensor]:
+        """As ``Problem.results``."""
+        self.drop_gradients()
+        y, l1 = self.forward_backward()
+        gradients: dict[str, Any] = {"dx": self.x.grad, **{name: w.grad for name, w in self.weights.items()}}
+        self.drop_gradients()
+        return {"y": y.detach(), "l1": l1.detach(), **gradients}
+
+
+def _block(p: Problem) -> TrainedFFN:
+    """Dense, with weights of its own: contiguous, as ``sparsify_`` leaves them in training."""
+    w_gate, w_up, w_down = (None if w is None else w.detach().clone() for w in (p.w.gate, p.w.up, p.w.down))
+    assert w_gate is not None and w_down is not None
+    return (TrainedFFN(None, w_gate, w_down) if w_up is None else TrainedFFN(w_gate, w_up, w_down)).train()
+
+
+def _loops(p: Problem, backend: str, plan: Plan | None) -> dict[str, _Loop]:
+    """dense, on a GPU also dense compiled, and sparse."""
+    dense, shared = _block(p), _block(p)
+    loops = {"dense": _Loop(p, dense, dense)}
+    if p.x.device.type == "cuda":
+        compiled = _block(p)
+        loops["compiled"] = _Loop(p, compiled, torch.compile(compiled, fullgraph=True, dynamic=False))
+    sparse = ffn.sparse_layer(shared, backend, plan)
+
+    def call_sparse(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, stats = sparse(x, return_stats=True)
+        return y, stats.l1_sum
+
+    loops["sparse"] = _Loop(p, shared, call_sparse)
+    return loops
+
+
+def _as_called(p: Problem, loops: dict[str, _Loop], seconds: float) -> dict[str, Any]:
+    """The fields of a row that tell what an iteration takes in a plain loop."""
+    device, block = p.x.device, _block(p)
+    stepping = _Loop(p, block, block)  # by itself: a step on gradients that stay
+    stepping.forward_backward()
+
+    def drop_gradients() -> None:
+        for loop in loops.values():
+            loop.drop_gradients()
+
+    iterations: dict[str, list[Callable[[], Any]]] = {name: [loop.iteration] for name, loop in loops.items()}
+    times = timing.as_called({**iterations, "step": [stepping.optimizer.step]}, seconds=seconds, device=device)
+    calls: dict[str, list[Callable[[], Any]]] = {name: [loop.forward_backward] for name, loop in loops.items()}
+    host = timing.host_us(calls, device=device, after=drop_gradients)
+    step = times.pop("step")
+    without = {name: _less(spread, step.p50) for name, spread in times.items()}
+    return {
+        "called_ms": {name: spread._asdict() for name, spread in without.items()},
+        "called_with_step_ms": {name: spread._asdict() for name, spread in times.items()},
+        "optimizer_ms": step._asdict(),
+        "host_us": host,
+        "speedup_called": ffn.speedup(without, "sparse"),
+        "speedup_called_with_step": ffn.speedup(times, "sparse"),
+    }
+
+
+def _less(spread: timing.Spread, ms: float) -> timing.Spread:
+    """Without so many of its ms; above 0, also where a noisy machine has it otherwise."""
+    return timing.Spread(*(round(max(t - ms, 1e-3), 4) for t in spread))
 
 
 def make_row(
@@ -172,22 +289,12 @@ def dense_forwards(p: Problem) -> dict[str, Forward]:
 
 
 def sparse_forward(backend: str, plan: Plan | None) -> Forward:
-    encoded = None if plan is None else plan.encode()
-
     def forward(x: Tensor, *w: Tensor) -> tuple[Tensor, Tensor]:
         op: Any = ops.gated_ffn if len(w) == 3 else ops.ffn
-        y, stats = op(x, *w, backend=backend, plan=encoded, return_stats=True)
+        y, stats = op(x, *w, backend=backend, plan=plan, return_stats=True)
         return y, stats.l1_sum
 
     return forward
-
-
-@torch.no_grad()
-def _touch(w: Weights) -> None:
-    """Write every weight, as an optimiser does, without changing it."""
-    for t in w:
-        if t is not None:
-            t.mul_(1)
 
 
 def _peak_bytes(run: Callable[[], Any], p: Problem) -> int:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from twell.bench import cases, ffn, timing, traced, train
 from twell.bench.parts import Parts
-from twell.kernels import hybrid, lists
+from twell.kernels import hybrid, lists, split
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
+from twell.saved import n_marks
 
 _CHECKED_TOKENS = 512
 
@@ -39,7 +40,7 @@ def measure_trace(
         name: functools.partial(p.solve, forward) for name, forward in train.dense_forwards(p).items()
     }
     errors = None
-    if plan.is_dense or plan.min_tokens > M:
+    if not plan.in_parts(M, captured=False):
         runs["sparse"] = functools.partial(p.solve, train.sparse_forward("triton", None))
         times = timing.compare(runs, seconds=seconds, device=device)
     else:
@@ -47,8 +48,7 @@ def measure_trace(
         replay = _Replay(p, plan, timed)
         runs |= {"gate": replay.cold_gate, "rest": replay.rest}
         times = timing.compare(runs, seconds=seconds, device=device, before=replay.restore)
-        both = zip(times["gate"], times["rest"], strict=True)
-        times["sparse"] = timing.Spread(*(round(gate + rest, 4) for gate, rest in both))
+        times["sparse"] = traced.added(times["gate"], times["rest"])
     case = ffn.Case(workload=layer.name, M=M, D=D, F=F, dtype=dtype, device=str(device), backend="triton")
     return train.make_row(case, "triton", plan, mean_active=mean, times=times, error=errors, memory=None, joules=None)
 
@@ -57,12 +57,11 @@ class _Replay:
     """Forward and backward of an FFN with recorded positions: its cold gate, and everything else."""
 
     def __init__(self, p: train.Problem, plan: Plan, active: Tensor) -> None:
-        self.p, self.plan = p, plan
-        self.x = p.x.detach()
+        self.p, self.x = p, p.x.detach()
         self.w = Weights._make(None if t is None else t.detach() for t in p.w)
         self.parts = Parts(self.x, self.w, plan)
         self.parts.replay(active)
-        self.marks = lists.new_marks(len(self.x), self.x.device)
+        self.marks = self.x.new_empty(n_marks(len(self.x)), dtype=torch.int32)
 
     def restore(self) -> None:
         """What ``rest`` needs before: it writes over gate and marks."""
@@ -74,13 +73,18 @@ class _Replay:
 
     @torch.no_grad()
     def rest(self) -> dict[str, Tensor]:
-        parts, tiles = self.parts, self.parts.tiles
-        common = (self.x, self.w, parts.layout)
+        """As ``gpu.train`` and ``gpu.backward``, which lay the weights out in every call."""
+        parts, p, x = self.parts, self.p, self.x
+        plan, facts = parts.split, (parts.tiles, parts.programs)
+        rows = split.by_rows(self.w)
+        layout = split.lay_out(rows, plan)
         gate = (parts.r, parts.bitmap, self.marks)
-        y, l1, _, saved = hybrid.forward(
-            *common, "relu", self.plan, None, tiles, parts.programs, want_stats=True, cold_gate=gate
+        y, l1, _, saved = hybrid.forward(x, rows, layout, "relu", plan, None, *facts, want_stats=True, cold_gate=gate)
+        rows = split.by_rows(self.w)
+        layout = split.lay_out(rows, plan, cold=False)
+        gradients = hybrid.backward(
+            p.dy, p.dl1, x, self.w, rows, layout, saved, "relu", plan, None, *facts, train.NEEDS
         )
-        gradients = hybrid.backward(self.p.dy, self.p.dl1, *common, saved, "relu", self.plan, None, tiles, train.NEEDS)
         dw = gradients.weights
         assert dw.up is not None
         return {"y": y, "l1": l1, "dx": gradients.x, "dw_gate": dw.gate, "dw_up": dw.up, "dw_down": dw.down}
@@ -97,8 +101,7 @@ def _check_replay(p: train.Problem, plan: Plan, active: Tensor) -> dict[str, dic
     x, w, dy, dl1 = few.x.double(), few.w.to(torch.float64), few.dy.double(), few.dl1.double()
     of_x = torch.relu(nnf.linear(x, w.gate))
     r = of_x.clone()  # hot neurons' gate follows from x, the cold ones' from the trace
-    rows = replay.parts.layout.cold_rows
-    r[:, slice(None) if rows is None else rows.long()] = cold
+    r[:, replay.parts.cold] = cold
     # The backward computes the gate of heavy tokens again from x: there it follows x, not the trace.
     r_back = of_x.where(_is_heavy(cold, plan)[:, None], r)
 

@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from twell import gpu, weights
+from twell import gpu
 from twell.bench import cases, ffn, timing
-from twell.kernels import decode
+from twell.kernels import decode, split
 from twell.reference import Weights
 
 R = TypeVar("R")
@@ -57,21 +57,14 @@ class Layers:
         self.x, own = inputs.x, (inputs.w_gate, inputs.w_up, inputs.w_down)
         self.on_gpu = device.type == "cuda"
         n = ffn.GRAPH_LAYERS if self.on_gpu else 1
-        with torch.inference_mode(False):
-            self.weights = [Weights(*(w.clone() for w in own)) for _ in range(n)]
-            self.downs = [weights.neuron_major(w.down) for w in self.weights]
+        self.weights = [split.by_rows(Weights(*(w.clone() for w in own))) for _ in range(n)]
 
     def usual(self) -> Tiles:
-        assert self.downs[0] is not None
-        return gpu.few_tiles(self.x, self.weights[0], self.downs[0])
+        return gpu.few_tiles(self.x, len(self.weights[0].gate))
 
     def run(self, tiles: Tiles) -> Callable[[], Tensor]:
         """All layers: the last one's y."""
-        runs = [
-            functools.partial(decode.forward, self.x, w, down, "relu", tiles, settled=True)
-            for w, down in zip(self.weights, self.downs, strict=True)
-            if down is not None
-        ]
+        runs = [functools.partial(decode.forward, self.x, w, "relu", tiles, settled=True) for w in self.weights]
         return ffn.replayed(runs) if self.on_gpu else runs[0]
 
     def ms(self, run: Callable[[], Tensor]) -> float:

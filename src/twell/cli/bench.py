@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,6 +44,12 @@ def bench_ffn(
         bool,
         typer.Option("--graph", help="Time replays of three CUDA graphs of 16 layers; given is one layer's share."),
     ] = False,
+    called: Annotated[
+        bool | None,
+        typer.Option(
+            "--called/--no-called", help="Also time calls in a plain loop, the host included. Default: on a GPU."
+        ),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")
     ] = None,
@@ -50,7 +57,7 @@ def bench_ffn(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
 ) -> None:
-    """Time one FFN, dense against sparse, side by side.
+    """Time one FFN, dense against sparse and frozen, side by side: on the device, and as called.
 
     Example: [bold]twell bench ffn -w skew29 -w skew2800 -m 1 -m 256 --json[/bold]
     """
@@ -101,6 +108,7 @@ def bench_ffn(
                 device=device,
                 backend=backend,
                 graph=graph,
+                called=called,
             )
             for name in names
             for m in sizes
@@ -133,7 +141,22 @@ def bench_model(
     length: Annotated[
         list[int] | None, typer.Option(help="Tokens of a sequence; repeatable. Default: 2048 or the model's context.")
     ] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Sequences x tokens, as 1x2048, in place of the two; repeatable.")
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option(help="Layers of a model of random weights. Default: the preset's.")
+    ] = None,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="Also time model.generate: 64 tokens after a prompt of 32.")
+    ] = False,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the layers of both models.")] = False,
+    called: Annotated[
+        bool | None,
+        typer.Option(
+            "--called/--no-called", help="Also time calls in a plain loop, the host included. Default: on a GPU."
+        ),
+    ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also time every FFN of MODEL by itself.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
     seconds: Annotated[float, typer.Option(help="Timing budget of a row, after 5 repeats.")] = 3.0,
@@ -149,48 +172,68 @@ def bench_model(
     """
     import torch
 
-    if paper and (batch or length or text is not None):
-        raise ValueError("--paper is 64 x 2048 random tokens: leave out --batch, --length and --text")
-    if min([*(batch or []), *(length or [])], default=1) < 1:
-        raise ValueError("--batch and --length must be at least 1")
+    if paper and (batch or length or shape or text is not None):
+        raise ValueError("--paper is 64 x 2048 random tokens: leave out --batch, --length, --shape and --text")
+    if shape and (batch or length):
+        raise ValueError("--shape says both --batch and --length: leave them out")
+    if min([*(batch or []), *(length or []), depth or 1], default=1) < 1:
+        raise ValueError("--batch, --length and --depth must be at least 1")
     torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = [64] if paper else batch or [4 if torch_device.type == "cpu" else 32]
+    sizes = [_shape(text) for text in shape or []]
+    how: dict[str, Any] = {"compiled": compiled, "seconds": seconds, "called": called}
     if model is not None:
-        if preset is not None or workload is not None or trace is not None:
-            raise ValueError("--preset, --workload and --trace are for models of random weights: leave out MODEL")
-        n_rows, measured = _real_model_rows(
-            model, text, batches, [2048] if paper else length, torch_device, compiled, seconds, layers
+        if preset is not None or workload is not None or trace is not None or depth is not None:
+            raise ValueError(
+                "--preset, --workload, --depth and --trace are for models of random weights: leave out MODEL"
+            )
+        lengths = [2048] if paper else length
+        measured = _real_model_rows(
+            model, text, sizes, batches, lengths, torch_device, generate, {**how, "wants_layers": layers}
         )
     else:
         if text is not None or layers:
             raise ValueError("--text and --layers are for a real model: name one")
-        sizes = [(b, n) for b in batches for n in ([2048] if paper else length or [2048])]
+        if trace is not None and generate:
+            raise ValueError("--generate is for a workload: what a trace has recorded is a whole batch")
+        sizes = sizes or [(b, n) for b in batches for n in ([2048] if paper else length or [2048])]
         measured = _random_model_rows(
-            preset or "1.5b", workload or "skew29", trace, sizes, torch_device, compiled, seconds
+            preset or "1.5b", workload or "skew29", trace, depth, sizes, torch_device, generate, how
         )
-        n_rows = len(sizes)
+    n_rows = (len(sizes) or len(batches) * len(length or [0])) + generate
     rows = collect(
         ({**row, "case": "paper"} if paper else row for row in measured),
         n_rows,
         as_json,
         out,
-        lambda row: f"{row['batch']} x {row['length']} tokens: {row['speedup']:.2f}x",
+        lambda row: f"{row['batch']} x {row['length']} tokens: {row.get('speedup', row.get('speedup_called')):.2f}x",
     )
     if not as_json:
-        _print_model_table(rows)
+        _print_model_table([row for row in rows if row["bench"] == "model"])
+        for row in rows:
+            if row["bench"] == "generate":
+                _print_generate(row)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """Sequences and tokens of each, of 4x2048."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None or min(int(found[1]), int(found[2])) < 1:
+        raise ValueError(f"--shape must be sequences x tokens, as 4x2048, got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def _real_model_rows(
     name: str,
     text: Path | None,
+    sizes: list[tuple[int, int]],
     batches: list[int],
     lengths: list[int] | None,
     device: Any,
-    compiled: bool,
-    seconds: float,
-    layers: bool,
-) -> tuple[int, Iterator[dict[str, Any]]]:
-    """How many rows there will be, and the rows of a model as it is."""
+    generate: bool,
+    how: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """The rows of a model as it is, for ``sizes`` or all ``batches`` of all ``lengths``."""
     import torch
 
     from twell.bench import model as bench
@@ -198,40 +241,46 @@ def _real_model_rows(
     language_model, tokenizer = load_model(name)
     language_model.to(device)
     context = getattr(language_model.config, "max_position_embeddings", None) or 2048
-    lengths = lengths or [min(2048, context)]
-    if max(lengths) > context:
-        raise ValueError(f"the model's context is {context} tokens, --length asks for {max(lengths)}")
+    sizes = sizes or [(b, n) for b in batches for n in lengths or [min(2048, context)]]
+    longest = max(n for _, n in sizes)
+    if longest > context:
+        raise ValueError(f"the model's context is {context} tokens, --length asks for {longest}")
+    if generate and context < bench.PROMPT_TOKENS + bench.NEW_TOKENS:
+        raise ValueError(f"the model's context is {context} tokens, too few for --generate")
+    needed = max(max(b * n for b, n in sizes), bench.PROMPT_TOKENS if generate else 1)
     if text is None:
-        ids = torch.randint(language_model.config.vocab_size, (max(batches) * max(lengths),))
+        ids = torch.randint(language_model.config.vocab_size, (needed,))
     else:
         from twell.train.data import read_texts
 
         ids = tokenizer("\n".join(read_texts(text)), return_tensors="pt").input_ids[0]
-    needed = max(batches) * max(lengths)
     if len(ids) < needed:
         raise ValueError(f"{text} has {len(ids):,} tokens, --batch times --length asks for {needed:,}")
     subject = bench.real(language_model, name)
 
     def rows() -> Iterator[dict[str, Any]]:
-        for b in batches:
-            for n in lengths:
-                some = ids[: b * n].view(b, n).to(device)
-                row = bench.measure(subject, some, compiled=compiled, seconds=seconds, wants_layers=layers)
-                yield {**row, "case": "random" if text is None else "text"}
+        for b, n in sizes:
+            row = bench.measure(subject, ids[: b * n].view(b, n).to(device), **how)
+            yield {**row, "case": "random" if text is None else "text"}
+        if generate:
+            prompt = ids[: bench.PROMPT_TOKENS].view(1, -1).to(device)
+            row = bench.measure_generate(subject, prompt, seconds=how["seconds"])
+            yield {**row, "case": "random" if text is None else "text"}
 
-    return len(batches) * len(lengths), rows()
+    return rows()
 
 
 def _random_model_rows(
     preset: str,
     workload: str,
     trace: Path | None,
+    depth: int | None,
     sizes: list[tuple[int, int]],
     device: Any,
-    compiled: bool,
-    seconds: float,
+    generate: bool,
+    how: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """Rows of a model of random weights, made anew for every size."""
+    """Rows of a model of random weights: one for all sizes; with a trace, or compiled, made anew for every size."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -251,14 +300,29 @@ def _random_model_rows(
         patterns = [recorded.pattern(i, F) for i in range(recorded.layers)]
         workload = f"skew{max(1, round(sum(p.sum().item() / len(p) for p in patterns) / len(patterns)))}"
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    facts = {"preset": preset} if depth is None else {"preset": f"{depth} layers of {preset}"}
+
+    def subject_for(some: list[tuple[int, int]]) -> bench.Subject:
+        largest = max(some, key=lambda size: size[0] * size[1])
+        config = dense_config(recipe, max(n for _, n in some))
+        config.num_hidden_layers = depth or recipe.layers
+        with device:
+            dense: Any = LlamaForCausalLM(config)
+        return bench.synthetic(dense.to(dtype).eval(), workload, largest, patterns)
 
     def rows() -> Iterator[dict[str, Any]]:
-        for batch, length in sizes:
-            with device:
-                dense: Any = LlamaForCausalLM(dense_config(recipe, length))
-            subject = bench.synthetic(dense.to(dtype).eval(), workload, (batch, length), patterns)
-            ids = torch.randint(recipe.vocab_size, (batch, length), device=device)
-            yield {**bench.measure(subject, ids, compiled=compiled, seconds=seconds), "preset": preset}
+        apart = patterns is not None or how["compiled"]
+        for some in [[size] for size in sizes] if apart else [sizes]:
+            subject = subject_for(some)
+            for shape in some:
+                ids = torch.randint(recipe.vocab_size, shape, device=device)
+                yield {**bench.measure(subject, ids, **how), **facts}
+            del subject
+        if generate:
+            shape = (1, bench.PROMPT_TOKENS)
+            subject = subject_for([shape])
+            ids = torch.randint(recipe.vocab_size, shape, device=device)
+            yield {**bench.measure_generate(subject, ids, seconds=how["seconds"]), **facts}
 
     return rows()
 
@@ -273,7 +337,9 @@ def _print_model_table(rows: list[dict[str, Any]]) -> None:
         title=f"{what}, {first['dtype']}, {machine_of(first)}{', compiled' if first['compiled'] else ''}",
         caption="ms: median, and half the distance of the 20th and 80th percentile; memory: of a pass, besides weights",
     )
-    head = ("tokens", "", "ms", "tokens/ms", "first token ms", "memory MB", "mJ a token", "speedup")
+    has_calls = "called_ms" in first
+    as_called = ("as called ms", "as called") if has_calls else ()
+    head = ("tokens", "", "ms", "tokens/ms", "first token ms", "memory MB", "mJ a token", "speedup", *as_called)
     for name in head:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -288,12 +354,24 @@ def _print_model_table(rows: list[dict[str, Any]]) -> None:
                 f"{row['memory'][side]['pass'] / 1e6:.0f}",
                 "not available" if joules is None else f"{1000 * joules:.3g}",
                 f"[bold]{row['speedup']:.2f}x[/bold]" if side == "sparse" else "",
+                *([ms(row["called_ms"][side])] if has_calls else []),
+                *([f"[bold]{row['speedup_called']:.2f}x[/bold]" if side == "sparse" else ""] if has_calls else []),
                 end_section=side == "sparse",
             )
     Console().print(table)
+    held = first["memory"]["sparse"]["held"] / 1e6
+    print(f"the sparse model is not frozen; it holds {held:,.1f} MB, {first['memory_ratio']:.3f}x of the dense one")
     for row in rows:
         for layer in row.get("ffns", ()):
             print(f"{layer['name']}: {layer['mean_active']:.0f} active, {layer['speedup']:.2f}x")
+
+
+def _print_generate(row: dict[str, Any]) -> None:
+    ways = ", ".join(f"{name} {ms(spread)} ms" for name, spread in row["called_ms"].items())
+    print(
+        f"model.generate, {row['new_tokens']} tokens after {row['length']}: {ways}: {row['speedup_called']:.2f}x, "
+        f"frozen {row['speedup_called_frozen']:.2f}x ({row['frozen_bytes'] / 1e6:,.1f} MB beside the weights)"
+    )
 
 
 @bench_app.command("decode")
@@ -315,7 +393,7 @@ def bench_decode(
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
 ) -> None:
-    """Time a step of generation by a whole model, dense against sparse.
+    """Time a step of generation by a whole model, dense against sparse and frozen.
 
     Example: [bold]twell bench decode --preset 1.5b -w skew29 --batch 1 --batch 8[/bold]. For a model of your own:
     [bold]twell generate MODEL --compare[/bold].
@@ -357,6 +435,7 @@ def bench_decode(
             where = f"{preset}, {workload}, {row['dtype']}, {machine_of(row)}, {row['batch']} sequences"
             rates = [f"{side} {row['tokens_per_second'][side]:,} ({ms(row[f'{side}_ms'])} ms)" for side in _SIDES]
             print(f"{where} after {context} tokens: tokens/s {', '.join(rates)}: {row['speedup']:.2f}x")
+            print(f"the sparse model is frozen: {row['frozen_bytes'] / 1e6:,.1f} MB beside its weights")
 
 
 @bench_app.command("plot")

@@ -35,6 +35,13 @@ def bench_train(
     preset: Annotated[str, typer.Option(help="With --model, its shape: tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "1.5b",
     batch: Annotated[int, typer.Option(help="With --model: sequences of a step.")] = 8,
     length: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 2048,
+    called: Annotated[
+        bool | None,
+        typer.Option(
+            "--called/--no-called",
+            help="Of one FFN: also time a plain loop with an optimiser's step, the host included. Default: on a GPU.",
+        ),
+    ] = None,
     largest: Annotated[
         bool, typer.Option("--largest", help="With --model: each at the largest batch that fits the GPU.")
     ] = False,
@@ -96,7 +103,7 @@ def bench_train(
         n_rows, measured = trace_rows(train_trace.measure_trace, trace, sizes, width, hidden, **how)
     else:
         n_rows = len(names) * len(sizes)
-        measured = _ffn_steps(names, sizes, width, hidden, gated=not plain, backend=backend, **how)
+        measured = _ffn_steps(names, sizes, width, hidden, gated=not plain, backend=backend, called=called, **how)
     rows = collect(
         measured,
         n_rows,
@@ -148,7 +155,8 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
         box=box.SIMPLE,
     )
     timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
-    for name in ("workload", "tokens", "active", *timed, "speedup", "error"):
+    as_called = ("as called",) if "called_ms" in first else ()
+    for name in ("workload", "tokens", "active", *timed, "speedup", *as_called, "error"):
         is_name = name == "workload"
         table.add_column(name, justify="left" if is_name else "right", no_wrap=not is_name)
     for row in rows:
@@ -158,6 +166,7 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
             f"{row['mean_active']:.0f}",
             *(f"{row[f'{name}_ms']['p50']:.2f}" for name in timed),
             f"[bold]{row['speedup']:.2f}x[/bold]",
+            *(f"[bold]{row['speedup_called']:.2f}x[/bold]" for _ in as_called),
             "" if row["error"] is None else f"{max(row['error']['sparse'].values()):.1e}",
         )
     Console().print(table)
@@ -171,8 +180,15 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
         if (joules := row["joules"]) is not None:
             dense, sparse = joules["dense"], joules["sparse"]
             facts.append(f"energy {sparse:.2f} of {dense:.2f} J ({sparse / dense:.2f}x)")
-        if "after_step_ms" in row:
-            facts.append(f"first after an optimiser step {row['after_step_ms']['p50']:.2f} ms")
+        if "called_ms" in row:
+            ways = ", ".join(
+                f"{name} {spread['p50']:.2f} ms ({row['host_us'][name]:.0f} us of the host)"
+                for name, spread in row["called_ms"].items()
+            )
+            step = f"{row['optimizer_ms']['p50']:.2f} ms"
+            facts.append(
+                f"as called {ways}, besides AdamW's step of {step}; with it {row['speedup_called_with_step']:.2f}x"
+            )
         print(f"{row['workload']}, {row['M']} tokens: {'; '.join(facts)}")
 
 

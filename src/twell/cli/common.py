@@ -134,31 +134,48 @@ def machine_of(row: dict[str, Any]) -> str:
 
 
 def ms(s: dict[str, float]) -> str:
-    return f"{s['p50']:.2f} ±{(s['p80'] - s['p20']) / 2 / s['p50']:.0%}"
+    digits = 2 if s["p50"] >= 1 else 4 if s["p50"] < 0.1 else 3
+    return f"{s['p50']:.{digits}f} ±{(s['p80'] - s['p20']) / 2 / s['p50']:.0%}"
 
 
 def print_speed_table(rows: list[dict[str, Any]]) -> None:
+    """A line for each way of every row: the device's time, and beside it that of calls."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     first = rows[0]
+    is_called = "called_ms" in first
     table = Table(
         title=f"{first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine_of(first)}",
-        caption="ms: median, and half the distance of the 20th and 80th percentile; error: relative, against float64",
+        caption="ms: median, and half the distance of the 20th and 80th percentile"
+        + ("" if is_called else "; error: relative, against float64")
+        + ("; called: in a plain loop, the host's time included" if is_called else "")
+        + ("; frozen: twell.freeze_" if "frozen_ms" in first else ""),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
-    timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
-    for name in ("workload", "tokens", "active", *(f"{name} ms" for name in timed), "speedup", "error"):
-        table.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
+    last = ("called ms", "called", "host us") if is_called else ("error",)
+    for name in ("workload", "tokens", "active", "", "ms", "speedup", *last):
+        table.add_column(name, justify="left" if name in ("workload", "") else "right", no_wrap=True)
 
     for row in rows:
-        table.add_row(
-            row["workload"],
-            str(row["M"]),
-            f"{row['mean_active']:.0f}",
-            *(ms(row[f"{name}_ms"]) for name in timed),
-            f"[bold]{row['speedup']:.2f}x[/bold]",
-            f"{row['error']['sparse']:.1e}",
-        )
+        ways = [way for way in ("dense", "compiled", "sparse", "frozen") if f"{way}_ms" in row]
+        for way in ways:
+            error, more = row["error"].get(way), "_frozen" if way == "frozen" else ""
+            is_sparse = way in ("sparse", "frozen")
+            cells = [f"{error:.1e}" if is_sparse and error is not None else ""]
+            if is_called:
+                speedup = f"[bold]{row[f'speedup_called{more}']:.2f}x[/bold]" if is_sparse else ""
+                cells = [ms(row["called_ms"][way]), speedup, f"{row['host_us'][way]:.0f}"]
+            table.add_row(
+                *((row["workload"], str(row["M"]), f"{row['mean_active']:.0f}") if way == ways[0] else ("", "", "")),
+                way,
+                ms(row[f"{way}_ms"]),
+                f"[bold]{row[f'speedup{more}']:.2f}x[/bold]" if is_sparse else "",
+                *cells,
+            )
     Console().print(table)
     for row in rows:
         if row.get("parts_ms"):

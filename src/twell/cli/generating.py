@@ -64,7 +64,7 @@ def generate_text(
         bool, typer.Option("--json", help="A JSON object for each prompt, or of --compare one, on standard output.")
     ] = False,
 ) -> None:
-    """Continue a prompt. FFNs with ReLU run sparsely; the text goes to standard output, all else to standard error.
+    """Continue a prompt. FFNs with ReLU run sparsely, frozen; text goes to standard output, all else to standard error.
 
     Example: [bold]twell generate my-run/model --prompt "The ship" --max-new-tokens 64[/bold]
 
@@ -105,11 +105,15 @@ def generate_text(
     }
     if compare:
         dense = gen.dense_twin(language_model)
+        gen.frozen_summary(language_model)
         with counted_bar("generating") as progress:
             result = gen.compare(dense, language_model, ids, settings, repeats=repeats, progress=progress)
         _show_comparison(result, ids, tokenizer, facts, language_model.device, repeats, as_json)
+        if line := gen.frozen_summary(language_model):
+            _say(line)
         raise typer.Exit(0 if result.agrees else 1)
     sparse = gen.sparsify_(language_model).summary()
+    gen.frozen_summary(language_model)
     if stream is None:
         stream = sys.stdout.isatty() and len(prompts) == 1 and not as_json
     if stream:
@@ -119,6 +123,8 @@ def generate_text(
         _show(done, prompts, language_model, {**facts, "sparse": sparse}, as_json)
         _say(_times(done))
     _say(sparse)
+    if line := gen.frozen_summary(language_model):  # as they are by now: on a GPU plans have come meanwhile
+        _say(line)
     if any(generated.finish == "interrupted" for generated in done):
         _say("twell: interrupted")
         raise typer.Exit(130)
@@ -291,7 +297,7 @@ def _print_table(sides: dict[str, Side], facts: dict[str, Any], ids: Sequence[li
     table.add_row("decode, ms a step", *(_ms(side.step_ms) for side in both), speedups["decode"])
     rates = [side.decode_tokens_per_s for side in both]
     table.add_row("decode, tokens/s", *("" if rate is None else f"{rate:,.1f}" for rate in rates), "")
-    for what, label in (("weights", "weights"), ("copies", "copies of weights"), ("pass", "besides, peak")):
+    for what, label in (("weights", "weights"), ("frozen", "frozen beside them"), ("pass", "besides, peak")):
         table.add_row(f"{label}, MB", *(f"{side.memory[what] / 1e6:,.1f}" for side in both), "")
     console = Console()
     n_prompt, n_new = sum(map(len, ids)), max(len(row) for side in both for row in side.ids)

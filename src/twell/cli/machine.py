@@ -15,14 +15,15 @@ from twell.cli.common import print_speed_table, progress_bar
 @app.command()
 def doctor(
     model: Annotated[
-        str | None, typer.Argument(help="Folder of a causal language model: also show the plans of its layers.")
+        str | None, typer.Argument(help="Folder of a causal language model: also show what its layers would do.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show what would run here and why, and compare sparse with dense on this machine.
 
-    With a model also how the GPU kernels would split the work of each layer, by the counts of twell calibrate. Exits
-    with 1 if something is broken. Example: [bold]twell doctor my-run/model[/bold]
+    With a model also which layers would run sparsely, how the GPU kernels would split their work, by the counts of
+    twell calibrate, and what freezing adds. Exits with 1 if something is broken. Example:
+    [bold]twell doctor my-run/model[/bold]
     """
     from twell.doctor import examine, plans
 
@@ -55,11 +56,12 @@ def _print_plans(layers: list[Any]) -> None:
     if not layers:
         print("no feed-forward layers found")
         return
-    table = Table("layer", "plan", "predicted")
-    for (plan, predicted), group in itertools.groupby(layers, key=lambda layer: (layer.plan, layer.predicted)):
+    table = Table("layer", "runs", "plan", "predicted", "frozen adds")
+    for (runs, plan, predicted, frozen), group in itertools.groupby(layers, key=lambda layer: layer[1:]):
         first, *others = (layer.layer for layer in group)
         names = f"{first} to {others[-1]}" if others else first
-        table.add_row(names, escape(plan), "" if predicted is None else f"{predicted:.2f}x")
+        adds = "by its plan" if frozen is None else f"{frozen / 1e6:,.1f} MB" if frozen else ""
+        table.add_row(names, escape(runs), escape(plan), "" if predicted is None else f"{predicted:.2f}x", adds)
     Console().print(table)
 
 

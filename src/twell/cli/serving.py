@@ -70,12 +70,18 @@ def serve(
 
 
 def _make_sparse(model: Any, dense: bool) -> str:
-    """Convert the model, or make it dense, and say what its layers are."""
+    """Convert the model and freeze it, or make it dense, and say what its layers are."""
+    from twell.frozen import freeze_
     from twell.hf.convert import desparsify_, sparsify_
+    from twell.nn import sparse_ffns
 
     if dense:
         return f"no layer of {len(desparsify_(model).rows)} (--dense)"
-    return sparsify_(model).summary()
+    summary, frozen = sparsify_(model).summary(), freeze_(model)
+    if not frozen.layers:
+        return summary
+    waits = model.device.type == "cuda" and any(ffn.plan is None for _, ffn in sparse_ffns(model))
+    return f"{summary}\nfrozen:   {frozen}{', more once they have planned' if waits else ''}"
 
 
 def _name_of(model: str) -> str:

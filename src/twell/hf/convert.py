@@ -3,22 +3,31 @@
 ``sparsify_``    FFNs that compute relu or relu2 run through ``twell``: same function, same weights, same state dict.
 ``desparsify_``  undoes it exactly.
 ``relufy_``      changes the function: the gate's activation becomes ReLU, and L1 is set up for further training.
+
+``classify`` decides what becomes of an FFN, with the reason:
+
+    sparse       it runs through ``twell``'s operation
+    called       its projections do more than multiply by a weight (adapters, hooks, quantisation): ``twell``'s module
+                 calls them one by one, as the dense block does, and runs sparsely once they are plain again
+    left alone   nothing is changed
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
-from twell import ops
+from twell import reference
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.counts import NeuronCounts, find_counts
 from twell.hf.models import (
@@ -30,26 +39,40 @@ from twell.hf.models import (
     Qwen2SparseReluForCausalLM,
     Qwen2SparseReluModel,
 )
-from twell.hf.parallel import is_sharded, parallelize_, tensor_parallel_mesh
-from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, activation_of, find_activation
+from twell.hf.parallel import ParallelFFN, is_sharded, parallelize_, tensor_parallel_mesh
+from twell.nn import (
+    INLINE,
+    GatedSparseFFN,
+    SparseFFN,
+    SparseFFNBase,
+    activation_of,
+    find_activation,
+    neuron_major_,
+    restore_layout_,
+    sparse_ffns,
+    why_called,
+)
+from twell.ops import Stats
 
 _GATED = ("gate_proj", "up_proj", "down_proj")
-_ALREADY = "already sparse"
 _PLAIN = ("up_proj", "down_proj")
 _INLINE = ("fc1", "fc2")  # OPT: the decoder layer itself holds and applies them
-_INLINE_MARK = "_activation_before_twell"
+_INLINE_MARK = INLINE
+SPARSE, CALLED, LEFT_ALONE = "sparse", "called", "left alone"
+_ALREADY = "already sparse"
 _CHECKED_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What happened to one FFN. ``became`` is None where it was skipped; ``why`` says why."""
+    """What happened to one FFN. ``became`` is None where nothing was changed; ``why`` says why, or why it is called."""
 
     layer: str
     was: str
     became: str | None
     why: str = ""
     plan: str = ""
+    kind: str = ""  # sparse, called or left alone; empty where a report does not tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,14 +92,14 @@ class Report:
     @property
     def n_sparse(self) -> int:
         """How many layers ``sparsify_`` has made, or found, sparse."""
-        return sum(row.became is not None or row.why == _ALREADY for row in self.rows)
+        return sum(row.kind == SPARSE for row in self.rows)
 
     def summary(self) -> str:
         """In a few words."""
         n_sparse = self.n_sparse
         if n_sparse == len(self.rows) > 0:
             return f"all {n_sparse} feed-forward layers can run sparsely"
-        reasons = Counter(row.why for row in self.skipped if row.why != _ALREADY)
+        reasons = Counter(row.why for row in self.rows if row.kind != SPARSE)
         why = "; ".join(f"{n} dense: {reason}" for reason, n in reasons.items()) or "no feed-forward layers were found"
         if n_sparse == 0:
             return f"nothing is sparse: {why}"
@@ -87,15 +110,159 @@ class Report:
             return "no feed-forward layers found"
         cells = [("layer", "was", "became")]
         for row in self.rows:
-            became = row.became or f"skipped: {row.why}"
-            cells.append((row.layer, row.was, f"{became}; {row.plan}" if row.plan else became))
+            why = "" if not row.why else f"called: {row.why}" if row.kind == CALLED else f"skipped: {row.why}"
+            cells.append((row.layer, row.was, "; ".join(part for part in (row.became, why, row.plan) if part)))
         widths = [max(len(row[i]) for row in cells) for i in range(2)]
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in cells)
 
 
 # ---------------------------------------------------------------------------------------------------------
+# sparse, called or left alone
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    kind: str
+    why: str = ""
+
+
+def classify(ffn: nn.Module) -> Verdict:
+    """What ``sparsify_`` makes of an FFN, dense or sparse already, as far as its parts tell; nothing is run."""
+    for kind, question in _QUESTIONS:
+        reason = question(ffn)
+        if reason is not None:
+            return Verdict(kind, reason)
+    return Verdict(SPARSE)
+
+
+def _why_not_linear(ffn: nn.Module) -> str | None:
+    """LoRA's and quantisers' linears need not be of the class, but tell their sizes as it does."""
+    for name in _names(ffn):
+        linear = getattr(ffn, name)
+        if not all(isinstance(getattr(linear, size, None), int) for size in ("in_features", "out_features")):
+            return f"{name} is {type(linear).__name__}, not a plain nn.Linear"
+    return None
+
+
+def _why_not_relu(ffn: nn.Module) -> str | None:
+    if _sparse_of(ffn) is not None:
+        return None
+    try:
+        activation_of(ffn)
+    except ValueError:
+        return f"{_activation_name(ffn)}: call relufy_ first"
+    return None
+
+
+def _why_activation_called(ffn: nn.Module) -> str | None:
+    """A gated or plain block's activation is not kept; OPT's is (``_InlineActivation``)."""
+    found = find_activation(ffn)
+    if found is None or _names(ffn) is _INLINE:
+        return None
+    function = getattr(ffn, found[0])
+    return f"{found[0]} has hooks" if isinstance(function, nn.Module) and _has_hooks(function) else None
+
+
+def _why_not_inline(ffn: nn.Module) -> str | None:
+    if _names(ffn) is not _INLINE or _sparse_of(ffn) is not None:
+        return None
+    if type(ffn).__name__ != "OPTDecoderLayer":
+        return "of FFNs with fc1 and fc2 only OPT's is known"
+    if is_sharded(ffn):
+        return "OPT's FFN does not run on sharded weights"
+    for name in _INLINE:  # they are to get a forward, which has to be the only one
+        linear = getattr(ffn, name)
+        if type(linear) is not nn.Linear or "forward" in vars(linear):
+            return why_called(linear, name)
+    return None
+
+
+def _why_reference(ffn: nn.Module) -> str | None:
+    sparse = _sparse_of(ffn)
+    chosen = sparse is not None and sparse.backend == "reference" and _BACKEND_BEFORE not in vars(sparse)
+    return "backend='reference' was chosen for it" if chosen else None
+
+
+def _why_called(ffn: nn.Module) -> str | None:
+    sparse = _sparse_of(ffn)
+    if is_sharded(ffn) and not isinstance(sparse, ParallelFFN):
+        return None  # FSDP2's weights are plain during a call; parallel.py stands in for tensor parallel forwards
+    if sparse is not None:
+        return sparse.why_called()
+    if _has_any_global_hook():
+        return "there are global hooks on modules"
+    reasons = (why_called(getattr(ffn, name), name) for name in _names(ffn))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+# In this order: the first that gives a reason decides.
+_QUESTIONS: tuple[tuple[str, Callable[[nn.Module], str | None]], ...] = (
+    (LEFT_ALONE, _why_not_linear),
+    (LEFT_ALONE, _why_not_relu),
+    (LEFT_ALONE, _why_activation_called),
+    (LEFT_ALONE, _why_not_inline),
+    (LEFT_ALONE, _why_reference),
+    (CALLED, _why_called),
+)
+
+
+def _names(ffn: nn.Module) -> tuple[str, ...]:
+    """Its projections."""
+    return _INLINE if hasattr(ffn, "fc1") else _GATED if hasattr(ffn, "gate_proj") else _PLAIN
+
+
+def _sparse_of(ffn: nn.Module) -> SparseFFNBase | None:
+    """The sparse FFN that a block is, or has; None where it is dense."""
+    found = ffn if isinstance(ffn, SparseFFNBase) else vars(ffn).get(INLINE)
+    return found if isinstance(found, SparseFFNBase) else None
+
+
+def _activation_name(ffn: nn.Module) -> str:
+    found = find_activation(ffn)
+    return "unknown activation" if found is None else found[1].removesuffix("Activation").lower()
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # that act in a call
+_MORE_HOOKS = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def _share_hooks(module: nn.Module, new: nn.Module) -> None:
+    """What ``module`` has of hooks, and what it or ``new`` gets or loses later, both have."""
+    for name in (*_HOOKS, *_MORE_HOOKS):
+        new.__dict__[name] = module.__dict__[name]
+
+
+@contextlib.contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Hooks are for real tokens."""
+    hooks = [(m, name, m.__dict__[name]) for m in module.modules() for name in _HOOKS]
+    for m, name, _ in hooks:
+        m.__dict__[name] = OrderedDict()
+    try:
+        yield
+    finally:
+        for m, name, own in hooks:
+            m.__dict__[name] = own
+
+
+# ---------------------------------------------------------------------------------------------------------
 # sparsify_ and desparsify_
 # ---------------------------------------------------------------------------------------------------------
+
+_BACKEND_BEFORE = "_backend_before_desparsify"
 
 
 def sparsify_(model: nn.Module, counts: NeuronCounts | None = None) -> Report:
@@ -106,17 +273,31 @@ def sparsify_(model: nn.Module, counts: NeuronCounts | None = None) -> Report:
     before it is taken, so a block that computes something else is skipped, not broken. A model that was loaded with a
     tensor parallel plan stays parallel; call it on every process.
 
+    Unless the model is in training mode or sharded, the weights of down projections are laid out neuron by neuron: the
+    same parameters, shapes and values with other strides (``restore_layout_`` makes them contiguous again).
+
     ``counts`` make the plans of the layers; by default those that ``twell calibrate`` left beside the model.
     """
     rows = [_sparsify_one(*found) for found in list(_ffns(model))]
+    if not model.training:
+        for _, ffn in sparse_ffns(model):
+            _lay_out(ffn)
     if counts is None:
         counts = find_counts(getattr(getattr(model, "config", None), "_name_or_path", None))
     return Report(tuple(rows if counts is None else _with_plans(model, rows, counts)))
 
 
+def _lay_out(ffn: SparseFFNBase) -> None:
+    down = getattr(ffn, ffn.projections[-1])
+    if ffn.training or ffn.backend == "reference" or is_sharded(ffn) or ffn.why_called() is not None:
+        return
+    if down.weight.device.type != "meta":
+        neuron_major_(down)
+
+
 def _with_plans(model: nn.Module, rows: list[Row], counts: NeuronCounts) -> list[Row]:
-    ffns = {name: m for name, m in model.named_modules() if isinstance(m, SparseFFNBase)}
-    if not ffns:  # OPT's run inside its decoder layers, without a plan
+    ffns = dict(sparse_ffns(model))
+    if not ffns:
         return rows
     widths, counted = [len(f.neuron_counts) for f in ffns.values()], [len(c) for c in counts.fired]
     if widths != counted:
@@ -126,23 +307,34 @@ def _with_plans(model: nn.Module, rows: list[Row], counts: NeuronCounts) -> list
     return [dataclasses.replace(row, plan=repr(plans[row.layer])) if row.layer in plans else row for row in rows]
 
 
-def desparsify_(model: nn.Module) -> Report:
-    """Undo ``sparsify_`` exactly; the FFNs of sparse model types run densely until the next ``sparsify_``."""
+def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
+    """Undo ``sparsify_`` exactly; the FFNs of sparse model types run densely until the next ``sparsify_``.
+
+    ``restore_layout=False`` leaves weights as they lie, for a dense twin that shares them with a sparse model.
+    """
     rows = []
     for name, parent, attribute, ffn in list(_ffns(model)):
-        dense = getattr(ffn, "dense_block", None)
-        if dense is not None:
-            dense.train(ffn.training)
+        sparse, was = _sparse_of(ffn), type(ffn).__name__
+        if sparse is None:
+            rows.append(Row(name, was, None, "is dense"))
+            continue
+        if restore_layout:
+            restore_layout_(sparse)
+        dense = vars(sparse).get("dense_block")
+        if isinstance(sparse, InlineFFN):
+            sparse.take_out()
+            rows.append(Row(name, "SparseFFN (fc1, fc2)", was))
+        elif dense is not None:
+            for projection in sparse.projections:  # an adapter may have taken a linear's place
+                setattr(dense, projection, getattr(sparse, projection))
+            dense.train(sparse.training)
             setattr(parent, attribute, dense)
-            rows.append(Row(name, type(ffn).__name__, type(dense).__name__))
-        elif isinstance(ffn, SparseFFNBase):
-            ffn.backend = "reference"
-            rows.append(Row(name, type(ffn).__name__, f"{type(ffn).__name__}, run densely"))
-        elif _INLINE_MARK in vars(ffn):
-            _undo_inline(ffn)
-            rows.append(Row(name, "SparseFFN (fc1, fc2)", type(ffn).__name__))
+            rows.append(Row(name, was, type(dense).__name__))
         else:
-            rows.append(Row(name, type(ffn).__name__, None, "is dense"))
+            if _BACKEND_BEFORE not in vars(sparse):
+                setattr(sparse, _BACKEND_BEFORE, sparse.backend)
+            sparse.backend = "reference"
+            rows.append(Row(name, was, f"{was}, run densely"))
     return Report(tuple(rows))
 
 
@@ -160,96 +352,201 @@ def _ffns(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
 
 
 def _sparsify_one(name: str, parent: nn.Module, attribute: str, ffn: nn.Module) -> Row:
-    was = type(ffn).__name__
-    if isinstance(ffn, SparseFFNBase) or _INLINE_MARK in vars(ffn):
-        if isinstance(ffn, SparseFFNBase) and ffn.backend == "reference":
-            ffn.backend = "auto"
-            return Row(name, was, f"{was}, run sparsely")
-        return Row(name, was, None, _ALREADY)
-    names = _INLINE if hasattr(ffn, "fc1") else _GATED if hasattr(ffn, "gate_proj") else _PLAIN
-    for projection in names:
-        linear = getattr(ffn, projection)
-        if type(linear) is not nn.Linear:
-            return Row(name, was, None, f"{projection} is {type(linear).__name__}, not a plain nn.Linear")
-    try:
-        activation = activation_of(ffn)
-    except ValueError:
-        return Row(name, was, None, f"{_activation_name(ffn)}: call relufy_ first")
-    if names is _INLINE and was != "OPTDecoderLayer":
-        return Row(name, was, None, "of FFNs with fc1 and fc2 only OPT's is known")
-    if names is _INLINE and is_sharded(ffn):
-        return Row(name, was, None, "OPT's FFN does not run on sharded weights")
-    if names is _INLINE:
-        _sparsify_inline(ffn, activation)
-        return Row(name, was, f"SparseFFN (fc1, fc2), {activation}")
-    cls = GatedSparseFFN if names is _GATED else SparseFFN
-    sparse = cls.from_dense(ffn, activation=activation)
+    was, (kind, why) = type(ffn).__name__, classify(ffn)
+    if kind == LEFT_ALONE:
+        return Row(name, was, None, why, kind=kind)
+    sparse = _sparse_of(ffn)
+    if sparse is not None:
+        if _BACKEND_BEFORE not in vars(sparse):
+            return Row(name, was, None, why or _ALREADY, kind=kind)
+        sparse.backend = getattr(sparse, _BACKEND_BEFORE)
+        delattr(sparse, _BACKEND_BEFORE)
+        return Row(name, was, f"{was}, run sparsely", why, kind=kind)
+    sparse = _wrap(ffn)
+    if isinstance(sparse, InlineFFN):
+        sparse.put_in()
+        return Row(name, was, f"SparseFFN (fc1, fc2), {sparse.activation}", why, kind=kind)
     if is_sharded(ffn):
         mesh = tensor_parallel_mesh(sparse)
         if mesh is None:
-            return Row(name, was, None, "its weights are sharded, but not by neurons (colwise, rowwise)")
+            why = "its weights are sharded, but not by neurons (colwise, rowwise)"
+            return Row(name, was, None, why, kind=LEFT_ALONE)
         parallelize_(sparse, mesh)
+        kind, why = classify(sparse)
     if not _computes_the_same(ffn, sparse):
-        return Row(name, was, None, f"its forward is not that of a {'gated' if cls is GatedSparseFFN else 'plain'} FFN")
+        why = f"its forward is not that of a {'gated' if isinstance(sparse, GatedSparseFFN) else 'plain'} FFN"
+        return Row(name, was, None, why, kind=LEFT_ALONE)
+    if "forward" in vars(ffn):  # moves what it gets between devices, for example (accelerate)
+        return Row(name, was, None, "it has a forward of its own", kind=LEFT_ALONE)
+    _share_hooks(ffn, sparse)
     object.__setattr__(sparse, "dense_block", ffn)  # not a submodule: the state dict stays as it is
     setattr(parent, attribute, sparse)
-    return Row(name, was, f"{cls.__name__}, {activation}")
+    return Row(name, was, f"{_class_of(ffn).__name__}, {sparse.activation}", why, kind=kind)
+
+
+def _class_of(ffn: nn.Module) -> type[SparseFFNBase]:
+    names = _names(ffn)
+    return InlineFFN if names is _INLINE else GatedSparseFFN if names is _GATED else SparseFFN
+
+
+def _wrap(ffn: nn.Module, cls: type[SparseFFNBase] | None = None, activation: str | None = None) -> Any:
+    """The sparse FFN of a dense block, in nobody's place yet. As ``from_dense``, which takes no LoRA's linears."""
+    new = (cls or _class_of(ffn)).__new__(cls or _class_of(ffn))
+    new._build([getattr(ffn, name) for name in _names(ffn)], activation or activation_of(ffn), "auto", False)
+    new.train(ffn.training)
+    if isinstance(new, InlineFFN):
+        new.belong_to(ffn)
+    return new
 
 
 @torch.no_grad()
 def _computes_the_same(dense: nn.Module, sparse: SparseFFNBase) -> bool:
-    weight = getattr(sparse, sparse.projections[0]).weight
+    """On random tokens, by which the layer must not plan; in training mode too, where there may be dropout."""
+    first = getattr(sparse, sparse.projections[0])
+    weight = first.weight
     if weight.device.type == "meta":
         return True  # nothing to compare yet
+    dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, _CHECKED_TOKENS, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
-    was_training = dense.training
-    dense.eval()
+    x = torch.randn(1, _CHECKED_TOKENS, first.in_features, generator=generator).to(weight.device, dtype)
+    modes = [(module, module.training) for module in dense.modules()]
+    sparse._plans_itself = False
     try:
-        expected = dense(x)
-    except (TypeError, ValueError, RuntimeError):
-        return False
+        with _without_hooks(dense), torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
+            try:
+                expected = [dense.train(mode)(x) for mode in (False, True)]
+            except (TypeError, ValueError, RuntimeError):
+                return False
+            got = sparse(x).double()
     finally:
-        dense.train(was_training)
-    if not isinstance(expected, Tensor) or expected.shape != x.shape:
-        return False
-    got = sparse(x).double()
-    tolerance = 0.05 if weight.dtype in (torch.bfloat16, torch.float16) else 1e-3
-    return bool((got - expected.double()).norm() <= tolerance * expected.double().norm())
+        sparse._plans_itself = True
+        for module, mode in modes:
+            module.training = mode
+    tolerance = 0.05 if dtype in (torch.bfloat16, torch.float16) else 1e-3
+    return all(
+        isinstance(y, Tensor)
+        and y.shape == x.shape
+        and bool((got - y.double()).norm() <= tolerance * y.double().norm())
+        for y in expected
+    )
 
 
-class _WholeFFN:
-    """Stands in for fc1's forward and computes the whole FFN. An object, so that deep copies refer to each other."""
+# ---------------------------------------------------------------------------------------------------------
+# OPT
+# ---------------------------------------------------------------------------------------------------------
 
-    def __init__(self, fc1: nn.Linear, fc2: nn.Linear, activation: str) -> None:
-        self.fc1, self.fc2, self.activation = fc1, fc2, activation
+
+class InlineFFN(SparseFFN):
+    """The FFN of a decoder layer that calls fc1, activation_fn and fc2 itself.
+
+    The layer has it as an attribute, not as a submodule, so its state dict stays. fc1 then computes the whole FFN, and
+    the two after it pass its result on. Each of the three asks ``why_called`` first, and does as it did before where
+    there is a reason, so that an adapter or a hook on any of them acts as in the dense model.
+    """
+
+    layer: Any
+    steps: tuple[Any, Any, Any]  # what stands in for the forwards of fc1 and fc2, and for the activation
+
+    def belong_to(self, layer: Any) -> None:
+        object.__setattr__(self, "layer", layer)  # not a submodule: it is the layer that has the FFN
+        self.steps = _FirstStep(self), _LastStep(self), _InlineActivation(self, layer.activation_fn)
+
+    def put_in(self) -> None:
+        for linear, step in zip((self.up_proj, self.down_proj), self.steps, strict=False):
+            vars(linear)["forward"] = step
+        self._set_activation(self.steps[2])
+        self.layer.__dict__[INLINE] = self
+
+    def take_out(self) -> None:
+        """A step that something else holds, such as a wrapper of fc1's forward, does as it did before from now on."""
+        del self.layer.__dict__[INLINE]
+        for linear, step in zip((self.up_proj, self.down_proj), self.steps, strict=False):
+            if vars(linear).get("forward") is step:
+                del linear.forward
+        if self.layer.activation_fn is self.steps[2]:
+            self._set_activation(self.steps[2].before)
+
+    def _set_activation(self, function: Any) -> None:
+        if not isinstance(function, nn.Module):
+            del self.layer.activation_fn  # else a module could not make room for a function
+        self.layer.activation_fn = function
+
+    def why_called(self) -> str | None:
+        modules = self.layer._modules
+        if self.layer.__dict__.get(INLINE) is not self:
+            return "it is not in its layer"
+        if _has_any_global_hook():
+            return "there are global hooks on modules"
+        first, last, activation = self.steps
+        for name, held, step in (("fc1", self._modules["up_proj"], first), ("fc2", self._modules["down_proj"], last)):
+            linear = modules[name]
+            if linear is not held and type(linear) is nn.Linear:
+                return f"{name} is another linear"
+            reason = why_called(linear, name, step)
+            if reason is not None:
+                return reason
+        if modules.get("activation_fn") is not activation:
+            return "activation_fn is another one"
+        return "activation_fn has hooks" if _has_hooks(activation) else None
+
+
+class _FirstStep:
+    """fc1's forward: the whole FFN. An object, so that deep copies refer to each other."""
+
+    def __init__(self, ffn: InlineFFN) -> None:
+        self.ffn = ffn
 
     def __call__(self, x: Tensor) -> Tensor:
-        fc1, fc2 = self.fc1, self.fc2
-        return ops.ffn(x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=self.activation)
+        if self.ffn.why_called() is None:
+            return self.ffn(x)
+        linear = self.ffn.up_proj
+        return type(linear).forward(linear, x)
 
 
-def _pass_on(x: Tensor) -> Tensor:
-    return x
+class _LastStep:
+    """fc2's forward: passes y on."""
+
+    def __init__(self, ffn: InlineFFN) -> None:
+        self.ffn = ffn
+
+    def __call__(self, h: Tensor) -> Tensor:
+        if self.ffn.why_called() is None:
+            return h
+        linear = self.ffn.down_proj
+        return type(linear).forward(linear, h)
 
 
-def _sparsify_inline(layer: Any, activation: str) -> None:
-    """fc1 computes the whole FFN, and what follows it passes its result on. Instances only."""
-    object.__setattr__(layer, _INLINE_MARK, layer.activation_fn)  # not a submodule
-    layer.activation_fn = nn.Identity()
-    layer.fc1.forward = _WholeFFN(layer.fc1, layer.fc2, activation)
-    layer.fc2.forward = _pass_on
+class _InlineActivation(nn.Module):
+    """The layer's activation: passes y on. What moves the layer, or sets its mode, reaches the FFN through it."""
 
+    def __init__(self, ffn: InlineFFN, before: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "ffn", ffn)
+        object.__setattr__(self, "before", before)
+        if isinstance(before, nn.Module):
+            _share_hooks(before, self)
 
-def _undo_inline(layer: Any) -> None:
-    layer.activation_fn = getattr(layer, _INLINE_MARK)
-    delattr(layer, _INLINE_MARK)
-    del layer.fc1.forward, layer.fc2.forward
+    def forward(self, z: Tensor) -> Tensor:
+        ffn: InlineFFN = self.__dict__["ffn"]
+        if ffn.why_called() is None:
+            return z
+        before = self.__dict__["before"]
+        h = before.forward(z) if isinstance(before, nn.Module) else before(z)  # hooks are shared: not twice
+        if ffn.track_counts:
+            l1_sum, counts = reference.statistics(torch.relu(z).flatten(0, -2), h.flatten(0, -2), None)
+            ffn.commit(Stats(l1_sum, counts, counts.new_full((), z[..., 0].numel(), dtype=torch.int64)))
+        return h
 
+    def train(self, mode: bool = True) -> _InlineActivation:
+        self.__dict__["ffn"].train(mode)
+        return super().train(mode)
 
-def _activation_name(ffn: nn.Module) -> str:
-    found = find_activation(ffn)
-    return "unknown activation" if found is None else found[1].removesuffix("Activation").lower()
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _InlineActivation:
+        self.__dict__["ffn"]._apply(fn, recurse=False)  # its counts; the layer has its weights
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        return f"of a SparseFFN, {self.__dict__['ffn'].extra_repr()}"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -287,9 +584,9 @@ def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
         return _become_sparse_type(model, l1)
     rows = []
     for name, _, _, ffn in list(_ffns(model)):
-        was = _activation_name(ffn)
+        was = "relu" if _sparse_of(ffn) is not None else _activation_name(ffn)
         found = find_activation(ffn)
-        if isinstance(ffn, SparseFFNBase) or was == "relu":
+        if was == "relu":
             rows.append(Row(name, was, None, "is ReLU already"))
         elif found is None:
             rows.append(Row(name, was, None, "does not tell its activation"))
@@ -304,7 +601,7 @@ def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
 
 def _become_sparse_type(model: Any, l1: float) -> Report:
     causal_lm, base, decoder_layer, config_class = _SPARSE_TYPES[type(model)]
-    ffns = [GatedSparseMLP.from_dense(layer.mlp, activation="relu") for layer in model.model.layers]
+    ffns = [_wrap(layer.mlp, GatedSparseMLP, "relu") for layer in model.model.layers]
     meshes = [tensor_parallel_mesh(ffn) for ffn in ffns]
     if (model.tp_size or 1) > 1 and None in meshes:
         raise ValueError("relufy_: tensor parallel FFNs must be sharded by neurons, as transformers 5.16 does")
@@ -316,11 +613,13 @@ def _become_sparse_type(model: Any, l1: float) -> Report:
     rows = []
     for i, (layer, ffn, mesh) in enumerate(zip(model.model.layers, ffns, meshes, strict=True)):
         was = _activation_name(layer.mlp)
+        _share_hooks(layer.mlp, ffn)
         layer.mlp = ffn
         if mesh is not None:
             parallelize_(ffn, mesh)
         layer.__class__ = decoder_layer
-        rows.append(Row(f"model.layers.{i}.mlp", was, f"relu, l1 {l1:g}"))
+        kind, why = classify(ffn)
+        rows.append(Row(f"model.layers.{i}.mlp", was, f"relu, l1 {l1:g}", why, kind=kind))
     for module in model.modules():
         if isinstance(getattr(module, "config", None), type(model.config)):
             module.config = config

@@ -131,6 +131,7 @@ class _InitCountsMixin:
         super()._init_weights(module)
         if isinstance(module, SparseFFNBase):
             module.reset_counts()
+            module._place_plan()
         if hasattr(module, "l1_scale"):  # not yet, where the base class's constructor calls this
             module.set_l1_scale(1.0)
 

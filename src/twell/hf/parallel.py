@@ -1,7 +1,7 @@
 """Tensor parallel FFNs: each process has a share of the neurons, runs the fused op on it, and one all-reduce gives y.
 
 In a transformers plan (``base_model_tp_plan``) the style ``twell_ffn`` names a whole FFN. The stock styles give the
-projections forwards of their own, which a fused op never calls; they are used here for what they do to parameters:
+projections forwards of their own, for which the FFN's stands in; they are used here for what they do to parameters:
 gate and up are cut by rows, down by columns, its bias is whole everywhere. Parameters stay DTensors of the whole
 shape, so loading, saving, optimisers and ``state_dict`` are those of the base model. (transformers 5.16 or newer.)
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from twell.hf.configs import FFN_STYLE
-from twell.nn import SparseFFNBase
+from twell.nn import SparseFFNBase, why_called
 from twell.ops import Stats
 from twell.plan import Plan
 
@@ -46,6 +46,18 @@ class ParallelFFN(SparseFFNBase):
             y = y + _local(bias).to(y.dtype)
         return (y, self._of_all(stats)) if stats is not None else y
 
+    def _call_projections(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
+        forwards = [(linear, _stock_forward(linear)) for linear in (getattr(self, name) for name in self.projections)]
+        for linear, forward in forwards:
+            if forward is not None:
+                del linear.forward
+        try:
+            return super()._call_projections(x, token_mask, return_stats)
+        finally:
+            for linear, forward in forwards:
+                if forward is not None:
+                    linear.forward = forward
+
     def _of_all(self, stats: Stats) -> Stats:
         counts = stats.counts.new_zeros(self.n_neurons)
         counts[self.own] = stats.counts
@@ -60,7 +72,8 @@ class ParallelFFN(SparseFFNBase):
         counts = self._buffers["neuron_counts"]
         for linear, parameters in zip(linears, whole, strict=True):
             linear._parameters.update({name: _local(p) for name, p in parameters.items()})
-        linears[-1]._parameters["bias"] = None
+        if "bias" in whole[-1]:
+            linears[-1]._parameters["bias"] = None
         self._buffers["neuron_counts"] = self._of_own(self.neuron_counts)
         try:
             yield
@@ -97,9 +110,33 @@ class ParallelFFN(SparseFFNBase):
         counts = self._of_own(self.neuron_counts if counts is None else counts)
         return super().plan_from_counts(counts, tokens, training=training)
 
+    def _place_plan(self) -> None:
+        with self._as_own_neurons():
+            super()._place_plan()
+
     def _look_at(self, x: Tensor) -> None:
         with self._as_own_neurons():
             super()._look_at(x)
+
+    # -- frozen state: of the process's own weights ----------------------------------------------------------
+
+    @torch.no_grad()  # in which parts of parameters are the same tensors every time
+    def freeze(self) -> None:
+        with self._as_own_neurons():
+            super().freeze()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        with self._as_own_neurons():
+            super().refresh()
+
+    def why_called(self) -> str | None:
+        with self._as_own_neurons():
+            return super().why_called()
+
+    @staticmethod
+    def _why_called(linear: nn.Module, name: str) -> str | None:
+        return why_called(linear, name, _stock_forward(linear))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, neurons {self.own.start} to {self.own.stop - 1} here"
@@ -120,6 +157,14 @@ def parallelize_(ffn: SparseFFNBase, mesh: DeviceMesh) -> None:
     parallel: Any = ffn
     parallel.__class__ = _parallel(parallel.__class__)
     parallel.mesh, parallel.own = mesh, slice(start, min(start + each, F))
+    parallel.plan = None  # one of the whole layer would not fit
+    parallel._place_plan()
+
+
+def _stock_forward(linear: nn.Module) -> Any:
+    """What a stock style has put in the place of a projection's forward, or None."""
+    forward = linear.__dict__.get("forward")
+    return forward if getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel" else None
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -167,11 +212,7 @@ def register_style() -> None:
 
 def _local(parameter: Tensor | None) -> Any:
     """This process's part of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and parameter.requires_grad):
-        return parameter.to_local()
-    return parameter._local_tensor  # to_local makes a new view each time, and copies (weights.py) are kept by tensor
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _summed(partial: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -12,12 +12,14 @@ Bytes, M 16384, N 5632, bf16: forward 3 values of 2 bytes an element, 0.55 GB; b
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import can_overlap, ceil_div, launch
+from twell.kernels.launch import ANY, LONG, LONG_MULTIPLE, MULTIPLE, Kernel, can_overlap, ceil_div
 from twell.kernels.tiles import relu, start_after
 
 _ROWS = 32  # tokens of a part
@@ -141,6 +143,65 @@ def _backward_kernel(
     tl.store(m_dh + at, h.to(dtype), mask=inside)
 
 
+@functools.cache
+def _kernel(
+    dtype: torch.dtype,
+    gated: bool,
+    squared: bool,
+    interleaved: bool,
+    wants_h: bool,
+    wants_statistics: bool,
+    has_mask: bool,
+    aligned: bool,
+    overlaps: bool,
+) -> Kernel:
+    return Kernel(
+        _forward_kernel,
+        (dtype, dtype, torch.bool, dtype, torch.int32, torch.float32, ANY, MULTIPLE if aligned else ANY),
+        {
+            "GATED": gated,
+            "SQUARED": squared,
+            "INTERLEAVED": interleaved,
+            "WANTS_H": wants_h,
+            "WANTS_STATISTICS": wants_statistics,
+            "HAS_MASK": has_mask,
+            "ROWS": _ROWS,
+            "COLUMNS": _COLUMNS,
+            "STEP": _STEP,
+            "OVERLAPS": overlaps,
+        },
+        warps=4,
+    )
+
+
+@functools.cache
+def _gradient_kernel(
+    dtype: torch.dtype,
+    gated: bool,
+    squared: bool,
+    interleaved: bool,
+    has_l1: bool,
+    has_mask: bool,
+    aligned: bool,
+    overlaps: bool,
+) -> Kernel:
+    n, N = (LONG_MULTIPLE, MULTIPLE) if aligned else (LONG, ANY)
+    return Kernel(
+        _backward_kernel,
+        (dtype, dtype, dtype, torch.float32, torch.bool, dtype, dtype, n, N),
+        {
+            "GATED": gated,
+            "SQUARED": squared,
+            "INTERLEAVED": interleaved,
+            "HAS_L1": has_l1,
+            "HAS_MASK": has_mask,
+            "BLOCK": _BLOCK,
+            "OVERLAPS": overlaps,
+        },
+        warps=4,
+    )
+
+
 def activate(
     z: Tensor,
     u: Tensor | None,
@@ -151,36 +212,22 @@ def activate(
     wants_h: bool = True,
     wants_statistics: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(h [M, N], sum |h| as float32 [], counts int32 [N]); what is not wanted is empty. z, u: contiguous.
+    """(h [M, N], parts of sum |h| as float32 [n], parts of counts int32 [parts, N]: see ``statistics.summed``).
 
-    ``interleaved``: z is [M, 2 N] and holds u, too. ``token_mask`` bool [M]: tokens for the statistics.
-    """
+    What is not wanted is empty. z, u: contiguous. ``interleaved``: z is [M, 2 N] and holds u, too. ``token_mask`` bool
+    [M]: tokens for the statistics."""
     M, N = z.shape[0], z.shape[1] // 2 if interleaved else z.shape[1]
     parts, programs = ceil_div(M, _ROWS), ceil_div(M, _ROWS) * ceil_div(N, _COLUMNS)
     h = z.new_empty((M, N) if wants_h else (0, N))
-    count = torch.empty(parts if wants_statistics else 0, N, dtype=torch.int32, device=z.device)
-    l1 = torch.empty(programs if wants_statistics else 0, dtype=torch.float32, device=z.device)
+    count = z.new_empty(parts if wants_statistics else 0, N, dtype=torch.int32)
+    l1 = z.new_empty(programs if wants_statistics else 0, dtype=torch.float32)
     if programs:
-        launch(
-            _forward_kernel,
-            programs,
-            (z, z if u is None else u, z if token_mask is None else token_mask, h, count, l1, M, N),
-            {
-                "GATED": interleaved or u is not None,
-                "SQUARED": squared,
-                "INTERLEAVED": interleaved,
-                "WANTS_H": wants_h,
-                "WANTS_STATISTICS": wants_statistics,
-                "HAS_MASK": token_mask is not None,
-                "ROWS": _ROWS,
-                "COLUMNS": _COLUMNS,
-                "STEP": _STEP,
-                "OVERLAPS": can_overlap(),
-            },
-            warps=4,
-            stages=1,
+        gated, has_mask = interleaved or u is not None, token_mask is not None
+        kernel = _kernel(
+            z.dtype, gated, squared, interleaved, wants_h, wants_statistics, has_mask, N % 16 == 0, can_overlap()
         )
-    return h, l1.sum(), count.sum(0, dtype=torch.int32)
+        kernel(programs, z, 0 if u is None else u, 0 if token_mask is None else token_mask, h, count, l1, M, N)
+    return h, l1, count
 
 
 def activation_gradients_(
@@ -193,34 +240,14 @@ def activation_gradients_(
     squared: bool,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dz, du, h). ``dh`` [M, N] holds dy Wd^T, and is where h goes. Interleaved: dz holds du, too."""
+    """(dz, du, h). ``dh`` [M, N] holds dy Wd^T, and is where h goes. Interleaved: dz holds du, too. ``dl1``:
+    float32."""
     dz = torch.empty_like(z)
     du = dz if u is None else torch.empty_like(u)
     if dh.numel():
-        launch(
-            _backward_kernel,
-            ceil_div(dh.numel(), _BLOCK),
-            (
-                z,
-                z if u is None else u,
-                dh,
-                dh if dl1 is None else dl1,
-                dh if token_mask is None else token_mask,
-                dz,
-                du,
-                dh.numel(),
-                dh.shape[1],
-            ),
-            {
-                "GATED": interleaved or u is not None,
-                "SQUARED": squared,
-                "INTERLEAVED": interleaved,
-                "HAS_L1": dl1 is not None,
-                "HAS_MASK": token_mask is not None,
-                "BLOCK": _BLOCK,
-                "OVERLAPS": can_overlap(),
-            },
-            warps=4,
-            stages=1,
-        )
+        gated, has_l1, has_mask = interleaved or u is not None, dl1 is not None, token_mask is not None
+        n, N = dh.numel(), dh.shape[1]
+        kernel = _gradient_kernel(z.dtype, gated, squared, interleaved, has_l1, has_mask, N % 16 == 0, can_overlap())
+        optional = (0 if t is None else t for t in (dl1, token_mask))
+        kernel(ceil_div(n, _BLOCK), z, 0 if u is None else u, dh, *optional, dz, du, n, N)
     return dz, du, dh

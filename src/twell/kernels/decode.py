@@ -26,7 +26,7 @@ Bytes, D 2048, F 5632, bf16: Wg 23 MB, then 8 KB for each of U neurons (29 at M 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels import screen
-from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
+from twell.kernels.launch import ANY, MULTIPLE, Kernel, Workspace, can_overlap, ceil_div, padded, power_of_2
 from twell.kernels.screen import Screen
 from twell.kernels.tiles import popcount, popcount64, prefetch, relu, start_after, take
 from twell.plan import MAX_FEW_TOKENS
@@ -117,14 +117,12 @@ def tiles_for(
     element_size: int = 2,
     capability: int = 90,
     processors: int = 132,
-    aligned: bool = True,
 ) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
-    """Measured on an H200 at D 2048, F 5632 and at D 4096, F 14336; right anywhere. ``aligned``: x and weights, to 16
-    bytes."""
+    """Measured on an H200 at D 2048, F 5632 and at D 4096, F 14336; right anywhere."""
     shared = 1024 * _SHARED_KIB.get(capability, 99)
     BM = max(16, power_of_2(tokens))
     sums: SumTile | HopperSumTile
-    if why_not_hopper(capability) is None and element_size == 2 and aligned and D % 16 == 0:
+    if why_not_hopper(capability) is None and element_size == 2:
         sums = next(tile for most, tile in _SUMS_ON_HOPPER.items() if tokens <= most or most == MAX_FEW_TOKENS)
         hopper_tile = _hopper_tile(tokens, D, F, processors)
         if hopper_tile is not None:
@@ -429,7 +427,6 @@ def _sum_kernel(
 def forward(
     x: Tensor,
     w: Weights,
-    down: Tensor,
     activation: str,
     tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile],
     screened: Screen | None = None,
@@ -438,52 +435,57 @@ def forward(
 ) -> Tensor:
     """y [M, D] for x [M, D], M from 1 to 64.
 
-    ``down``: Wd as [F, D], contiguous; ``screened``: the gate's, for M 1. ``settled``: the gate was written before the
-    kernel before this was launched, so that it may be read while that runs.
-    """
-    M = len(x)
+    ``w``: all weights as rows [F, D] (``split.by_rows``); ``screened``: the gate's, for M 1. ``settled``: the gate was
+    written before the kernel before this was launched, so that it may be read while that runs."""
+    M = x.shape[0]
     if not 0 < M <= MAX_FEW_TOKENS:
         raise ValueError(f"decode.forward takes 1 to {MAX_FEW_TOKENS} tokens, got {M}")
     if screened is not None and M > 1:
         raise ValueError(f"a screened gate is for one token, got {M}")
-    x = x if x.stride(1) == 1 else x.contiguous()
-    settled &= w.gate.is_contiguous()  # else a copy is made now
-    w = w._replace(gate=w.gate.contiguous(), up=None if w.up is None else w.up.contiguous())
+    if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    flags = (w.up is not None, activation == "relu2", w.gate_bias is not None, w.up_bias is not None)
     if screened is not None:
-        return _one_token(x, w, down, activation, screened)
-    return _several_tokens(x, w, down, activation, *tiles, settled)
+        return _one_token(x, w, screened, flags)
+    return _several_tokens(x, w, *tiles, settled, flags)
 
 
-def _one_token(x: Tensor, w: Weights, down: Tensor, activation: str, screened: Screen) -> Tensor:
+def _one_token(x: Tensor, w: Weights, screened: Screen, flags: tuple[bool, ...]) -> Tensor:
     D, F = x.shape[1], len(w.gate)
     h = x.new_empty(F)
-    words = torch.empty(ceil_div(F, 32), dtype=torch.int32, device=x.device)
-    launch(
+    words = h.new_empty(ceil_div(F, 32), dtype=torch.int32)
+    first, second = _kernels_of_one(x.dtype, D, F, w.down_bias is not None, flags, can_overlap())
+    first(ceil_div(F, screen.BN), x, *screened, *_tensors(w), h, words, D, F)
+    y = x.new_empty(1, D)
+    second(ceil_div(D, _ONE["BD"]), h, words, w.down, 0 if w.down_bias is None else w.down_bias, y, D, F)
+    return y
+
+
+@functools.cache
+def _kernels_of_one(
+    dtype: torch.dtype, D: int, F: int, has_down_bias: bool, flags: tuple[bool, ...], overlaps: bool
+) -> tuple[Kernel, Kernel]:
+    BW = power_of_2(ceil_div(F, 32))
+    first = Kernel(
         screen.screened_neurons_kernel,
-        ceil_div(F, screen.BN),
-        (x, *screened, *_tensors(x, w, down), h, words.view(_BITS[screen.BN]), D, F),
+        (dtype, torch.uint8, torch.float32, torch.float32, *[dtype] * 6, _BITS[screen.BN], MULTIPLE, MULTIPLE),
         {
-            "OVERLAPS": can_overlap(),
+            "OVERLAPS": overlaps,
             "BN": screen.BN,
             "BK": min(screen.BK, power_of_2(D)),
             "SLOTS": screen.SLOTS,
-            **_constants(x, w, down, activation),
+            **_constants(flags, overlaps),
         },
         warps=screen.WARPS,
-        stages=1,
         registers=screen.REGISTERS,
     )
-    y = x.new_empty(1, D)
-    BW = power_of_2(len(words))
-    launch(
+    second = Kernel(
         _sum_kernel,
-        ceil_div(D, _ONE["BD"]),
-        (h, words, down, x if w.down_bias is None else w.down_bias, y, D, F),
-        {"OVERLAPS": can_overlap(), "BW": BW, **_ONE, "HAS_DOWN_BIAS": w.down_bias is not None},
+        (dtype, torch.int32, dtype, dtype, dtype, MULTIPLE, MULTIPLE),
+        {"OVERLAPS": overlaps, "BW": BW, **_ONE, "HAS_DOWN_BIAS": has_down_bias},
         warps=_warps_for_words(BW),
-        stages=1,
     )
-    return y
+    return first, second
 
 
 def _warps_for_words(n: int) -> int:
@@ -491,125 +493,165 @@ def _warps_for_words(n: int) -> int:
     return min(16, 4 * max(1, n // 256))
 
 
-def _several_tokens(
-    x: Tensor,
-    w: Weights,
-    down: Tensor,
-    activation: str,
+class _Recipe(NamedTuple):
+    """All that does not change from call to call."""
+
+    first: Kernel
+    programs: int
+    BM: int
+    words: int  # of 64 bits
+    space: int
+    second: Kernel
+    blocks: int
+    numbers: tuple[int, ...]  # n_words, and last_bits for _sums_kernel
+
+
+@functools.cache
+def _recipe(
+    dtype: torch.dtype,
+    M: int,
+    D: int,
+    F: int,
     neurons: NeuronTile | HopperTile,
     sums: SumTile | HopperSumTile,
     settled: bool,
-) -> Tensor:
-    (M, D), F = x.shape, len(w.gate)
-    if isinstance(neurons, HopperTile) and x.stride(0) % 16:
-        x = x.contiguous()  # Triton knows of multiples of 16 alone, and copies are of 16 bytes
+    has_down_bias: bool,
+    flags: tuple[bool, ...],
+    overlaps: bool,
+) -> _Recipe:
     BM, BN, TN = max(16, power_of_2(M)), neurons.BN, neurons.TN or neurons.BN
     n_tiles = ceil_div(F, TN)
     n_words = ceil_div(n_tiles * BN, 64)
     programs = max(n_tiles, neurons.programs)
-    h = x.new_empty(F, BM)
-    words = torch.empty(ceil_div(programs * BN, 64), dtype=torch.int64, device=x.device)
-    overlaps = can_overlap()
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"  # which says nothing of 16 bits
-    arguments = (x, *_tensors(x, w, down), h, words.view(_BITS[BN]), M, D, F, x.stride(0))
-    constants = _constants(x, w, down, activation)
-    if isinstance(neurons, HopperTile):
-        from twell.kernels import hopper  # needs Gluon, of which there is none in the interpreter
-
-        launch(
-            hopper.neurons_kernel,
-            programs,
-            arguments,
-            {
-                "OVERLAPS": overlaps,
-                "EARLY": settled,
-                "HM": BM,
-                "BM": max(8, power_of_2(M)),
-                "TN": TN,
-                "SUBS": ceil_div(TN, 16),
-                "CHAINS": HOPPER_CHAINS,
-                "DEPTH": neurons.depth,
-                **constants,
-            },
-            warps=HOPPER_CHAINS,
-            stages=1,
-        )
-    else:
-        launch(
-            _neurons_kernel,
-            programs,
-            arguments,
-            {
-                "PRECISION": precision,
-                "OVERLAPS": overlaps,
-                "BM": BM,
-                "TN": TN,
-                "BN": BN,
-                "BK": min(neurons.BK, power_of_2(D)),
-                "SLOTS": neurons.slots,
-                "CHAINS": _CHAINS,
-                "DEPTH": min(_CHAIN_DEPTH, max(16, power_of_2(D) // _CHAINS)),
-                "CHAIN_STAGES": _CHAIN_STAGES,
-                **constants,
-            },
-            warps=neurons.warps,
-            stages=neurons.stages,
-        )
-    y = x.new_empty(M, D)
-    if isinstance(sums, HopperSumTile):
-        from twell.kernels import hopper
-
-        launch(
-            hopper.sums_kernel,
-            ceil_div(D, sums.BD),
-            (h, words, down, x if w.down_bias is None else w.down_bias, y, M, D, n_words),
-            {
-                "STRIDE": TN,
-                "OVERLAPS": overlaps,
-                "BM": BM,
-                "BW": _WORDS,
-                "BS": sums.BS,
-                "BD": sums.BD,
-                "CHAINS": sums.chains,
-                "HAS_DOWN_BIAS": w.down_bias is not None,
-            },
-            warps=sums.chains,
-            stages=1,
-        )
-        return y
-    last_bits = n_tiles * BN - 64 * (n_words - 1)
-    launch(
-        _sums_kernel,
-        ceil_div(D, sums.BD),
-        (h, words, down, x if w.down_bias is None else w.down_bias, y, M, D, n_words, last_bits),
-        {
-            "STRIDE": TN if BN == 64 else 64,
-            "PRECISION": precision,
-            "OVERLAPS": overlaps,
-            "BM": BM,
-            "BW": sums.BW,
-            "BS": sums.BS,
-            "BD": sums.BD,
-            "HAS_DOWN_BIAS": w.down_bias is not None,
-            "STAGES": sums.stages,
-        },
-        warps=sums.warps,
-        stages=sums.stages,
+    words = ceil_div(programs * BN, 64)
+    last_bits = () if isinstance(sums, HopperSumTile) else (n_tiles * BN - 64 * (n_words - 1),)
+    return _Recipe(
+        first=_first_kernel(dtype, D, power_of_2(M), neurons, settled, flags, overlaps),
+        programs=programs,
+        BM=BM,
+        words=words,
+        space=padded(F * BM * dtype.itemsize) + padded(8 * words),
+        second=_second_kernel(dtype, BM, TN if BN == 64 else 64, sums, has_down_bias, overlaps),
+        blocks=ceil_div(D, sums.BD),
+        numbers=(n_words, *last_bits),
     )
+
+
+def _several_tokens(
+    x: Tensor,
+    w: Weights,
+    neurons: NeuronTile | HopperTile,
+    sums: SumTile | HopperSumTile,
+    settled: bool,
+    flags: tuple[bool, ...],
+) -> Tensor:
+    (M, D), F = x.shape, w.gate.shape[0]
+    recipe = _recipe(x.dtype, M, D, F, neurons, sums, settled, w.down_bias is not None, flags, can_overlap())
+    space = Workspace(x, recipe.space)
+    h = space.take(F, recipe.BM, dtype=x.dtype)
+    words = space.take(recipe.words, dtype=torch.int64)
+    recipe.first(recipe.programs, x, *_tensors(w), h, words, M, D, F, x.stride(0))
+    y = x.new_empty(M, D)
+    bias = 0 if w.down_bias is None else w.down_bias
+    recipe.second(recipe.blocks, h, words, w.down, bias, y, M, D, *recipe.numbers)
     return y
 
 
-def _tensors(x: Tensor, w: Weights, down: Tensor) -> tuple[Tensor, ...]:
-    """What all first kernels take, x in place of what there is not."""
-    return tuple(x if t is None else t for t in (w.gate, w.gate_bias, w.up, w.up_bias, down))
+@functools.cache
+def _first_kernel(
+    dtype: torch.dtype,
+    D: int,
+    tokens: int,
+    tile: NeuronTile | HopperTile,
+    settled: bool,
+    flags: tuple[bool, ...],
+    overlaps: bool,
+) -> Kernel:
+    """``tokens``: a power of 2."""
+    arguments: tuple[Any, ...] = (*[dtype] * 7, _BITS[tile.BN], ANY, MULTIPLE, MULTIPLE, MULTIPLE)
+    constants: dict[str, Any]
+    if isinstance(tile, HopperTile):
+        from twell.kernels import hopper  # needs Gluon, of which there is none in the interpreter
+
+        constants = {
+            "OVERLAPS": overlaps,
+            "EARLY": settled,
+            "HM": max(16, tokens),
+            "BM": max(8, tokens),
+            "TN": tile.TN,
+            "SUBS": ceil_div(tile.TN, 16),
+            "CHAINS": HOPPER_CHAINS,
+            "DEPTH": tile.depth,
+            **_constants(flags, overlaps),
+        }
+        return Kernel(hopper.neurons_kernel, arguments, constants, warps=HOPPER_CHAINS)
+    constants = {
+        "PRECISION": _precision(dtype),
+        "OVERLAPS": overlaps,
+        "BM": max(16, tokens),
+        "TN": tile.TN or tile.BN,
+        "BN": tile.BN,
+        "BK": min(tile.BK, power_of_2(D)),
+        "SLOTS": tile.slots,
+        "CHAINS": _CHAINS,
+        "DEPTH": min(_CHAIN_DEPTH, max(16, power_of_2(D) // _CHAINS)),
+        "CHAIN_STAGES": _CHAIN_STAGES,
+        **_constants(flags, overlaps),
+    }
+    return Kernel(_neurons_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
 
 
-def _constants(x: Tensor, w: Weights, down: Tensor, activation: str) -> dict[str, bool]:
-    aligned = all(t.data_ptr() % 16 == 0 for t in (w.gate, down)) and x.shape[1] * x.element_size() % 16 == 0
+@functools.cache
+def _second_kernel(
+    dtype: torch.dtype, BM: int, stride: int, tile: SumTile | HopperSumTile, has_bias: bool, overlaps: bool
+) -> Kernel:
+    pointers: tuple[Any, ...] = (dtype, torch.int64, dtype, dtype, dtype)
+    constants: dict[str, Any]
+    if isinstance(tile, HopperSumTile):
+        from twell.kernels import hopper
+
+        constants = {
+            "STRIDE": stride,
+            "OVERLAPS": overlaps,
+            "BM": BM,
+            "BW": _WORDS,
+            "BS": tile.BS,
+            "BD": tile.BD,
+            "CHAINS": tile.chains,
+            "HAS_DOWN_BIAS": has_bias,
+        }
+        return Kernel(hopper.sums_kernel, (*pointers, ANY, MULTIPLE, ANY), constants, warps=tile.chains)
+    constants = {
+        "STRIDE": stride,
+        "PRECISION": _precision(dtype),
+        "OVERLAPS": overlaps,
+        "BM": BM,
+        "BW": tile.BW,
+        "BS": tile.BS,
+        "BD": tile.BD,
+        "HAS_DOWN_BIAS": has_bias,
+        "STAGES": tile.stages,
+    }
+    arguments = (*pointers, ANY, MULTIPLE, ANY, ANY)
+    return Kernel(_sums_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "ieee" if dtype == torch.float32 else "tf32"  # which says nothing of 16 bits
+
+
+def _tensors(w: Weights) -> tuple[Any, ...]:
+    """What all first kernels take."""
+    gate, up, down, b_gate, b_up, _ = w
+    return gate, 0 if b_gate is None else b_gate, 0 if up is None else up, 0 if b_up is None else b_up, down
+
+
+def _constants(flags: tuple[bool, ...], overlaps: bool) -> dict[str, bool]:
+    gated, squared, has_gate_bias, has_up_bias = flags
     return {
-        "PREFETCHES": can_overlap() and aligned,
-        "GATED": w.up is not None,
-        "SQUARED": activation == "relu2",
-        "HAS_GATE_BIAS": w.gate_bias is not None,
-        "HAS_UP_BIAS": w.up_bias is not None,
+        "PREFETCHES": overlaps,
+        "GATED": gated,
+        "SQUARED": squared,
+        "HAS_GATE_BIAS": has_gate_bias,
+        "HAS_UP_BIAS": has_up_bias,
     }

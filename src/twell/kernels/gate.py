@@ -16,6 +16,7 @@ tensor cores (0.48 ms at 790 TFLOP/s), with the stores (0.05 ms) behind them.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -23,12 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import can_overlap, ceil_div, launch
-from twell.kernels.lists import new_marks
+from twell.kernels.launch import ANY, MULTIPLE, Descriptor, Kernel, Matrix, Workspace, can_overlap, ceil_div
 from twell.kernels.tiles import (
-    GROUP,
     GateTile,
-    bitmap_words,
     pack_bits,
     pack_pairs,
     relu,
@@ -36,6 +34,7 @@ from twell.kernels.tiles import (
     start_after,
     tile_of,
 )
+from twell.saved import GROUP, bitmap_words, n_marks
 
 GROUP_M = 8
 
@@ -185,6 +184,55 @@ def _gate_kernel(
                         PRECISION)  # fmt: skip
 
 
+@functools.cache
+def _kernel(
+    dtype: torch.dtype,
+    tile: GateTile,
+    use_tma: bool,
+    hot: bool,
+    saves: bool,
+    gated: bool,
+    squared: bool,
+    has_bias: bool,
+    whole: bool,
+    zeros: bool,
+    aligned: bool,
+    overlaps: bool,
+) -> Kernel:
+    """``whole``: tiles have no columns beyond the last; ``aligned``: N, width and words are multiples of 16."""
+    blocks: tuple[Any, ...] = (dtype, dtype, dtype)
+    can_halve = tile.BN >= 2 * GROUP
+    if use_tma:
+        half = (tile.BN // 2 if can_halve else tile.BN, tile.BK)
+        shapes = (tile.BM, tile.BK), (tile.BN, tile.BK), half
+        blocks = tuple(Descriptor(dtype, shape) for shape in shapes)
+    n = MULTIPLE if aligned else ANY
+    n_words = ANY if hot else n
+    return Kernel(
+        _gate_kernel,
+        (*blocks, dtype, dtype, torch.int32, torch.int32, dtype, ANY, MULTIPLE, n, n, n_words, MULTIPLE),
+        {
+            "HOT": hot,
+            "SAVES": saves,
+            "GATED": gated,
+            "SQUARED": squared,
+            "HAS_BIAS": has_bias,
+            "WHOLE": whole,
+            "ZEROS": zeros or has_bias or not whole,  # all of it at once takes too many registers
+            "BM": tile.BM,
+            "BN": tile.BN,
+            "BK": tile.BK,
+            "GROUP_M": GROUP_M,
+            "USE_TMA": use_tma,
+            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+            "HALVES": can_halve,
+            "OVERLAPS": hot and overlaps,  # the cold gate loses: what waits takes room beside it
+        },
+        warps=tile.warps,
+        stages=tile.stages,
+    )
+
+
 def gate_and_bitmap(
     x: Tensor,
     rows: Tensor,
@@ -194,18 +242,21 @@ def gate_and_bitmap(
     programs: int,
     use_tma: bool,
     zeros: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+    space: Workspace | None = None,
+    marks: Any = None,
+) -> tuple[Any, Any, Any]:
     """r [M, C] and its bitmap, int32 [M, words], for x [M, D] (unit stride along D) and gate rows [C, D].
 
-    Without ``zeros`` r may be written only where it is not 0; the rest may hold anything: a tenth of the stores.
-    And the marks that ``list_active`` wants: their zeros cost no launch of their own here.
-    """
+    Without ``zeros`` r may be written only where it is not 0; the rest may hold anything: a tenth of the stores. And
+    the marks that ``list_active`` wants: their zeros cost no launch of their own here. In ``space`` and ``marks``, if
+    given."""
     M, C = x.shape[0], rows.shape[0]
-    gate = x.new_empty(M, C)
-    bitmap = torch.empty(M, bitmap_words(C), dtype=torch.int32, device=x.device)
-    marks = new_marks(M, x.device)
-    options = {"HOT": False, "SAVES": False, "GATED": False, "SQUARED": False}
-    _launch(x, rows, bias, (gate, bitmap, marks, gate), tile, programs, use_tma, options, zeros)
+    new = x.new_empty if space is None else space.take
+    gate = new(M, C, dtype=x.dtype)
+    bitmap = new(M, bitmap_words(C), dtype=torch.int32)
+    marks = new(n_marks(M), dtype=torch.int32) if marks is None else marks
+    outputs = gate, bitmap, marks, 0
+    _launch(x, rows, bias, outputs, bitmap.shape[1], tile, programs, use_tma, (False, False, False, False), zeros)
     return gate, bitmap, marks
 
 
@@ -226,8 +277,8 @@ def hot_activations(
     What h is made of, x rows^T + bias, goes into ``sums`` [M, 2 H] for a backward that wants it.
     """
     h = x.new_empty(x.shape[0], rows.shape[0] // 2 if gated else rows.shape[0])
-    options = {"HOT": True, "SAVES": sums is not None, "GATED": gated, "SQUARED": squared}
-    _launch(x, rows, bias, (h, h, h, h if sums is None else sums), tile, programs, use_tma, options, True)
+    outputs = h, 0, 0, 0 if sums is None else sums
+    _launch(x, rows, bias, outputs, 0, tile, programs, use_tma, (True, sums is not None, gated, squared), True)
     return h
 
 
@@ -235,46 +286,26 @@ def _launch(
     x: Tensor,
     rows: Tensor,
     bias: Tensor | None,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    outputs: tuple[Any, ...],
+    words: int,
     tile: GateTile,
     programs: int,
     use_tma: bool,
-    options: dict[str, bool],
+    options: tuple[bool, bool, bool, bool],
     zeros: bool,
 ) -> None:
-    (M, D), N = x.shape, rows.shape[0]
-    values, bitmap, *_ = outputs
+    """``outputs``: values, bitmap, marks, sums; ``options``: HOT, SAVES, GATED, SQUARED."""
+    (M, D), N, width = x.shape, rows.shape[0], outputs[0].shape[1]
     if M == 0 or N == 0:
         return
-    i_x: Any = x
-    i_rows: Any = rows
-    i_half_rows: Any = rows
-    can_halve = tile.BN >= 2 * GROUP
-    if use_tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        i_x = TensorDescriptor(x, [M, D], [x.stride(0), 1], [tile.BM, tile.BK])
-        i_rows = TensorDescriptor(rows, [N, D], [D, 1], [tile.BN, tile.BK])
-        i_half_rows = TensorDescriptor(rows, [N, D], [D, 1], [tile.BN // 2, tile.BK]) if can_halve else i_rows
-    some_bias = x if bias is None else bias
-    launch(
-        _gate_kernel,
-        min(programs, ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * (2 if can_halve else 1)),
-        (i_x, i_rows, i_half_rows, some_bias, *outputs, M, D, N, values.shape[1], bitmap.shape[1], x.stride(0)),
-        options
-        | {
-            "HAS_BIAS": bias is not None,
-            "WHOLE": N % tile.BN == 0,
-            "ZEROS": zeros or bias is not None or N % tile.BN != 0,  # all of it at once takes too many registers
-            "BM": tile.BM,
-            "BN": tile.BN,
-            "BK": tile.BK,
-            "GROUP_M": GROUP_M,
-            "USE_TMA": use_tma,
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-            "HALVES": can_halve,
-            "OVERLAPS": options["HOT"] and can_overlap(),  # the cold gate loses: what waits takes room beside it
-        },
-        warps=tile.warps,
-        stages=tile.stages,
+    aligned = (N | width | words) % 16 == 0
+    kernel = _kernel(
+        x.dtype, tile, use_tma, *options, bias is not None, N % tile.BN == 0, zeros, aligned, can_overlap()
     )
+    if use_tma:
+        matrix = Matrix(rows)
+        matrices: tuple[Any, ...] = (Matrix(x), matrix, matrix)
+    else:
+        matrices = (x, rows, rows)
+    tiles = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * (2 if tile.BN >= 2 * GROUP else 1)
+    kernel(min(programs, tiles), *matrices, 0 if bias is None else bias, *outputs, M, D, N, width, words, x.stride(0))

@@ -17,19 +17,18 @@ could read the values itself; it then waits for each of them: 0.49 instead of 0.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import can_overlap, launch, power_of_2
+from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, power_of_2
 from twell.kernels.tiles import neuron_of_bit, popcount, start_after
-from twell.plan import Plan
+from twell.saved import LONG, index_dtype, list_size, n_early, n_long
 
-LONG = 256  # neurons
-N_LONG = 256  # tokens, or a sixteenth of them
 _CHUNK = 64  # entries that get their values at once
 
 
@@ -51,29 +50,31 @@ class Lists(NamedTuple):
     cap: int
 
 
-def index_dtype(n_neurons: int) -> torch.dtype:
-    """Of neurons in lists."""
-    return torch.int16 if n_neurons <= 1 << 15 else torch.int32
+@triton.jit
+def rooms(M):
+    """(long tokens, early tokens) that there is room for: ``n_long`` and ``n_early`` of saved.py."""
+    return tl.maximum(M // 16, 256), M // 8
 
 
 @triton.jit
-def token_of_program(program, i_marks, M, cap, n_early, long_start, LONG: tl.constexpr, N_LONG: tl.constexpr):
-    """(token, n, start of its entries) of one of N_LONG + n_early + M programs; n is -1 if there is nothing to do."""
-    token = program - N_LONG - n_early
+def token_of_program(program, i_marks, M, cap, LONG: tl.constexpr):
+    """(token, n, start of its entries) of one of ``n_programs`` programs; n is -1 if there is nothing to do."""
+    n_long, n_early = rooms(M)
+    token = program - n_long - n_early
     if token >= 0:
         n = tl.load(i_marks + 4 + token)
         start = token.to(tl.int64) * cap
     else:
         n = tl.full((), -1, tl.int32)
         start = tl.full((), 0, tl.int64)
-        if program < N_LONG:
-            n_long = tl.load(i_marks + 1)
-            if (n_long <= N_LONG) & (program < n_long):
+        if program < n_long:
+            listed = tl.load(i_marks + 1)
+            if (listed <= n_long) & (program < listed):
                 token = tl.load(i_marks + 4 + M + (M - 1 - program))
                 n = -1 - tl.load(i_marks + 4 + token)
-                start = program.to(tl.int64) * LONG + long_start
-        elif program - N_LONG < tl.load(i_marks + 2):
-            token = tl.load(i_marks + 4 + 2 * M + (program - N_LONG))
+                start = program.to(tl.int64) * LONG + (tl.zeros((), tl.int64) + M) * cap
+        elif program - n_long < tl.load(i_marks + 2):
+            token = tl.load(i_marks + 4 + 2 * M + (program - n_long))
             n = -1 - tl.load(i_marks + 4 + token)
             start = token.to(tl.int64) * cap
     return token, n, start
@@ -84,43 +85,27 @@ def n_programs(tokens: int) -> int:
     return n_long(tokens) + n_early(tokens) + tokens
 
 
-def n_long(tokens: int) -> int:
-    """Room for long tokens. A power of 2: kernels are compiled for it."""
-    return max(N_LONG, power_of_2(tokens) // 16)
-
-
-def n_early(tokens: int) -> int:
-    """Room for early tokens."""
-    return tokens // 8
-
-
-def new_marks(tokens: int, device: torch.device) -> Tensor:
-    return torch.empty(4 + 2 * tokens + n_early(tokens), dtype=torch.int32, device=device)
-
-
 @triton.jit
 def _list_kernel(
     i_bitmap,  # [M, words]
     i_gate,  # [M, C]
-    i_order,  # [C] int32 or unused: rows of the weights
+    i_order,  # int32 [F]: rows of the weights, hot neurons first
     o_rows,  # [size]
     o_values,  # [size]
     m_marks,  # see Lists; starts with zeros
     M,
     C,
+    H,
     words,
     first,
     cap,
-    n_early,
-    long_start,  # M * cap: where the long tokens' entries are
     BW: tl.constexpr,  # power of 2 >= words
-    HAS_ORDER: tl.constexpr,
     LONG: tl.constexpr,
-    N_LONG: tl.constexpr,
     CHUNK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
+    n_long, n_early = rooms(M)
     token = tl.program_id(0)
     word = tl.arange(0, BW)
     bits = tl.load(i_bitmap + token.to(tl.int64) * words + word, mask=word < words, other=0).to(tl.uint32, bitcast=True)
@@ -140,8 +125,8 @@ def _list_kernel(
         else:
             slot = tl.atomic_add(m_marks + 1, 1, sem="relaxed")
             tl.store(m_marks + 4 + M + (M - 1 - slot), token)
-            has_room = slot < N_LONG
-            start = slot.to(tl.int64) * LONG + long_start
+            has_room = slot < n_long
+            start = slot.to(tl.int64) * LONG + (tl.zeros((), tl.int64) + M) * cap
     tl.store(m_marks + 4 + token, tl.where(is_light, n, -1 - n))
     if has_room:
         while tl.max(bits, axis=0) != 0:
@@ -154,34 +139,45 @@ def _list_kernel(
             e = chunk + tl.arange(0, CHUNK)
             neuron = tl.load(o_rows + start + e, mask=e < n, other=0)
             value = tl.load(i_gate + token.to(tl.int64) * C + neuron, mask=e < n, other=0.0)
-            if HAS_ORDER:
-                row = tl.load(i_order + neuron, mask=e < n, other=0)
-                tl.store(o_rows + start + e, row, mask=e < n)
+            row = tl.load(i_order + H + neuron, mask=e < n, other=0)
+            tl.store(o_rows + start + e, row, mask=e < n)
             tl.store(o_values + start + e, value, mask=e < n)
 
 
-def list_active(gate: Tensor, bitmap: Tensor, marks: Tensor, order: Tensor | None, plan: Plan) -> Lists:
-    """Lists of a gate [M, C] with its bitmap. ``marks``: see ``new_marks``, zeros first; ``order``: [C] rows."""
-    (M, C), words = gate.shape, bitmap.shape[1]
-    cap, first = plan.cap, min(plan.first, plan.cap)
-    size = M * cap + n_long(M) * LONG
-    rows = torch.empty(size, dtype=index_dtype(plan.n_neurons), device=bitmap.device)
-    values = gate.new_empty(size)
+@functools.cache
+def _kernel(dtype: torch.dtype, narrow: torch.dtype, BW: int, aligned: bool, overlaps: bool) -> Kernel:
+    return Kernel(
+        _list_kernel,
+        (
+            torch.int32,
+            dtype,
+            torch.int32,
+            narrow,
+            dtype,
+            torch.int32,
+            ANY,
+            ANY,
+            ANY,
+            MULTIPLE if aligned else ANY,
+            ANY,
+            ANY,
+        ),
+        {"BW": BW, "LONG": LONG, "CHUNK": _CHUNK, "OVERLAPS": overlaps},
+        warps=1,
+    )
+
+
+def list_active(
+    gate: Any, bitmap: Any, marks: Any, order: Tensor, *, cap: int, first: int, out: tuple[Any, Any] | None = None
+) -> Lists:
+    """Lists of a gate [M, C] with its bitmap. ``marks``: see ``Lists``, zeros first; ``order``: int32 [F], hot first;
+    ``out``: room for rows and values."""
+    (M, C), words, F = gate.shape, bitmap.shape[1], order.shape[0]
+    if out is None:
+        size = list_size(M, cap)
+        out = order.new_empty(size, dtype=index_dtype(F)), order.new_empty(size, dtype=gate.dtype)
+    rows, values = out
     if M:
-        some_order = marks if order is None else order
-        launch(
-            _list_kernel,
-            M,
-            (bitmap, gate, some_order, rows, values, marks, M, C, words, first, cap, n_early(M), M * cap),
-            {
-                "BW": power_of_2(words),
-                "HAS_ORDER": order is not None,
-                "LONG": LONG,
-                "N_LONG": n_long(M),
-                "CHUNK": _CHUNK,
-                "OVERLAPS": can_overlap(),
-            },
-            warps=1,
-            stages=1,
-        )
+        kernel = _kernel(gate.dtype, rows.dtype, power_of_2(words), words % 16 == 0, can_overlap())
+        kernel(M, bitmap, gate, order, rows, values, marks, M, C, F - C, words, min(first, cap), cap)
     return Lists(rows, values, marks, cap)

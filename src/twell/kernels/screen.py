@@ -11,7 +11,6 @@ The rows of q are asked for before the kernel waits for the one before it: weigh
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -21,13 +20,13 @@ from torch import Tensor
 
 from twell import int8
 from twell.kernels.tiles import INTERPRETED, let_next_kernel_start, prefetch, relu, take, wait_for_kernel_before
+from twell.plan import Plan
 
 BN, BK, WARPS = 8, 2048, 4  # neurons of a program: six programs a processor hold 85 kB of q on their way
 SLOTS = 2  # candidates of a tile taken at once
 REGISTERS = 80
 _CHUNK_ROWS = 1024
-# Candidates, of all neurons, above which reading the gate itself is faster: by decode.py's kernel, by hopper.py's.
-MOST_CANDIDATES, MOST_BESIDE_HOPPER = 0.06, 0.025
+_MOST_ACTIVE = 0.01  # of all neurons: from 2.5 % candidates on, reading the gate itself is faster (H200)
 
 
 class Screen(NamedTuple):
@@ -49,13 +48,6 @@ def screen_of(gate: Tensor) -> Screen | None:
     return Screen(rows.q.view(torch.uint8).bitwise_xor_(128), scale, reach)
 
 
-def screen_of_all(gate: Tensor) -> Screen:
-    """One that rules nothing out: for graphs that read a screen, when their gate has none any more."""
-    F, D = gate.shape
-    ones = torch.ones(F, dtype=torch.float32, device=gate.device)
-    return Screen(torch.full((F, D), 128, dtype=torch.uint8, device=gate.device), ones, ones * math.inf)
-
-
 def bounds(screen: Screen, x: Tensor, gate_bias: Tensor | None) -> Tensor:
     """fp32 [M, F], none below z of the tokens x [M, D]: what the kernel compares with 0."""
     x = x.float()
@@ -63,11 +55,9 @@ def bounds(screen: Screen, x: Tensor, gate_bias: Tensor | None) -> Tensor:
     return most if gate_bias is None else most + gate_bias
 
 
-def is_worth_it(screen: Screen, x: Tensor, gate_bias: Tensor | None, most_candidates: float) -> bool:
-    """Whether few neurons, of every eighth, are candidates for the tokens x [M, D]. Waits for the device."""
-    some = Screen(*(t[::8] for t in screen))
-    most = bounds(some, x, None if gate_bias is None else gate_bias[::8])
-    return bool((most > 0).float().mean() <= most_candidates)
+def is_worth_it(plan: Plan, dtype: torch.dtype) -> bool:
+    """Whether so few neurons fire, of 16-bit weights, that few are candidates: about 2.5 for each that fires."""
+    return dtype.itemsize == 2 and plan.mean_active is not None and plan.mean_active <= _MOST_ACTIVE * plan.n_neurons
 
 
 @triton.jit
@@ -135,7 +125,7 @@ def screened_neurons_kernel(
     for start in range(0, D, BK):
         at = start + k
         q = tl.load(rows + at[None, :], mask=there[:, None] & (at[None, :] < D), other=128)
-        wait_for_kernel_before(OVERLAPS)  # what is loaded above, it has not written: see gpu._screen
+        wait_for_kernel_before(OVERLAPS)  # what is loaded above, it has not written: the layer is frozen
         x = tl.load(i_x + at, mask=at < D, other=0.0).to(tl.float32)
         sums += tl.sum(_floats(q) * x[None, :], axis=1)
         squares += tl.sum(x * x, axis=0)

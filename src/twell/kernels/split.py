@@ -2,8 +2,8 @@
 
     y = tail of the light tokens  |  cold neurons of the heavy tokens densely,   +  bd  +  h_hot Wd_hot
 
-What a plan changes is time alone. Every step is on the device; nothing waits for it.
-"""
+What a plan changes is time alone. Every step is on the device; nothing waits for it. What kernels want in another order
+than the weights have it is gathered in the call (``lay_out``), or was when the layer was frozen."""
 
 from __future__ import annotations
 
@@ -14,172 +14,124 @@ from torch import Tensor
 
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
-from twell.kernels.lists import Lists, list_active
+from twell.kernels.launch import Workspace, padded
+from twell.kernels.lists import list_active
 from twell.kernels.tiles import RowTile, Tiles
-from twell.kernels.turn import turned
+from twell.kernels.turn import gathered, turned
 from twell.kernels.up_down import write_tail
-from twell.plan import Plan
-from twell.reference import Weights
+from twell.plan import PlanTensors, sizes_of
+from twell.reference import Weights, is_neuron_major
+from twell.saved import bitmap_words, index_dtype, list_size, n_marks
 
 _LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
 
-class Order(NamedTuple):
-    """Where hot and cold neurons are in the model's weights."""
+class Split(NamedTuple):
+    """A plan's numbers."""
 
-    hot: Tensor  # int64 [H]
-    cold: Tensor  # int64 [C]
-    rows: Tensor  # int32 [C], as ``cold``
-    places: Tensor  # int32 [F]: of a cold neuron among the cold ones; 0 for hot ones
+    order: Tensor  # see PlanTensors
+    places: Tensor
+    n_hot: int
+    cap: int
+    first: int
 
-
-def order_of(plan: Plan, device: torch.device) -> Order | None:
-    """None where no neuron is hot: then every place is its row."""
-    if len(plan.hot) == 0:
-        return None
-    order = plan.order()
-    hot, cold = order[: len(plan.hot)], order[len(plan.hot) :]
-    places = torch.zeros(plan.n_neurons, dtype=torch.int32)
-    places[cold] = torch.arange(len(cold), dtype=torch.int32)
-    return Order(*(t.to(device) for t in (hot, cold, cold.int(), places)))
+    @classmethod
+    def of(cls, plan: PlanTensors) -> Split:
+        return cls(plan.order, plan.places, *sizes_of(plan))
 
 
 class Layout(NamedTuple):
-    """An FFN's weights as the kernels want them, for one choice of hot neurons. H hot, C = F - H cold."""
+    """Rows of weights in a plan's order. H hot, C = F - H cold."""
 
-    order: Order | None
     hot: Tensor  # [2 H, D]: gate and up rows of the hot neurons, interleaved; plain FFN: [H, D]
     hot_bias: Tensor | None
     hot_down: Tensor  # [H, D] neuron-major
     cold: Tensor  # [C, D]: gate rows of the cold neurons
     cold_bias: Tensor | None
-    gate: Tensor  # [F, D] as the model has it
-    up: Tensor | None  # [F, D] likewise
-    down: Tensor  # [F, D] neuron-major
-
-    @property
-    def cold_rows(self) -> Tensor | None:
-        """int32 [C]; None where no neuron is hot."""
-        return None if self.order is None else self.order.rows
 
 
-def lay_out(w: Weights, order: Order | None, *, down: Tensor | None = None, for_backward: bool = False) -> Layout:
-    """Copies of what the kernels read in another order. A backward needs no gate rows of the cold neurons.
+def by_rows(w: Weights, down: Tensor | None = None) -> Weights:
+    """The weights with all rows where kernels find them: contiguous, aligned, Wd as [F, D]. Copies only what is not.
 
-    ``down``: ``neuron_major(w.down)``, where there is one already.
-    What is not copied is another tensor than the weight all the same: a layout must not keep a weight alive.
+    ``down``: a neuron-major copy of Wd, where there is one already.
     """
-    w = Weights._make(None if t is None else t.detach() for t in w)
-    gate, up = aligned(w.gate.contiguous()), None if w.up is None else w.up.contiguous()
-    down = neuron_major(w.down) if down is None else down
-    if order is None:
-        return Layout(None, gate[:0], None, down[:0], gate, w.gate_bias, gate, up, down)
-
-    def interleaved(of_gate: Tensor, of_up: Tensor | None) -> Tensor:
-        rows = of_gate[order.hot]
-        return rows if of_up is None else torch.stack([rows, of_up[order.hot]], 1).flatten(0, 1)
-
-    hot_bias = None
-    if w.gate_bias is not None or w.up_bias is not None:
-        zeros = gate.new_zeros(gate.shape[0])
-        up_bias = None if w.up is None else (zeros if w.up_bias is None else w.up_bias)
-        hot_bias = interleaved(zeros if w.gate_bias is None else w.gate_bias, up_bias)
-    return Layout(
-        order=order,
-        hot=interleaved(gate, up),
-        hot_bias=hot_bias,
-        hot_down=down[order.hot],
-        cold=gate[:0] if for_backward else gate[order.cold],
-        cold_bias=None if w.gate_bias is None else w.gate_bias[order.cold],
-        gate=gate,
-        up=up,
-        down=down,
-    )
+    gate, up, own_down, b_gate, b_up, b_down = w
+    if down is None:  # one that lies neuron by neuron is taken as it is: kernels go by its address
+        is_ready = is_neuron_major(own_down) and own_down.data_ptr() % 16 == 0
+        down = own_down if is_ready else turned(plain(own_down))
+    return Weights(plain(gate), plain(up), down, plain(b_gate), plain(b_up), plain(b_down))
 
 
-def neuron_major(down: Tensor) -> Tensor:
-    """Wd [D, F] as contiguous [F, D], copied unless it lies so."""
-    down = down.detach()
-    return down.t() if down.t().is_contiguous() else turned(down.contiguous())
-
-
-def aligned(t: Tensor) -> Tensor:
-    """``t`` [n, D], or a copy where the copy engine could not read it: rows lie apart, at multiples of 16 bytes."""
-    row = t.stride(0) * t.element_size()
-    if t.stride(1) == 1 and t.stride(0) >= t.shape[1] and row % 16 == 0 and t.data_ptr() % 16 == 0:
+def plain(t: Any) -> Any:
+    """``t``, or a copy of it where it is not contiguous or not at a multiple of 16 bytes."""
+    if t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0):
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def tail_tile(tiles: Tiles, x: Tensor, plan: Plan) -> RowTile:
+def aligned(t: Tensor) -> Tensor:
+    """``t`` [n, D], or a copy where the copy engine could not read it: rows lie apart, at multiples of 16 elements."""
+    if t.stride(1) == 1 and t.stride(0) >= t.shape[1] and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def lay_out(rows: Weights, split: Split, *, cold: bool = True) -> Layout:
+    """``rows``: see ``by_rows``. A backward needs no gate rows of the cold neurons."""
+    order, n_hot = split.order, split.n_hot
+    if n_hot == 0:
+        return Layout(rows.gate[:0], None, rows.gate[:0], rows.gate, rows.gate_bias)
+    buffer = gathered(rows.gate, rows.up, rows.down, order, n_hot, cold=cold)
+    n = (2 if rows.up is not None else 1) * n_hot
+    hot_bias, cold_bias = biases_of(rows, split)
+    return Layout(buffer[:n], hot_bias, buffer[n : n + n_hot], buffer[n + n_hot :], cold_bias)
+
+
+def biases_of(rows: Weights, split: Split) -> tuple[Tensor | None, Tensor | None]:
+    """Of the hot neurons, interleaved as their rows are, and of the cold ones."""
+    b_gate, b_up = rows.gate_bias, rows.up_bias
+    if b_gate is None and b_up is None:
+        return None, None
+    hot, cold = split.order[: split.n_hot], split.order[split.n_hot :]
+    zeros = rows.gate.new_zeros(len(hot))
+    hot_bias = zeros if b_gate is None else b_gate[hot]
+    if rows.up is not None:
+        hot_bias = torch.stack([hot_bias, zeros if b_up is None else b_up[hot]], 1).flatten()
+    return hot_bias, None if b_gate is None else b_gate[cold]
+
+
+def tail_tile(tiles: Tiles, x: Tensor, first: int) -> RowTile:
     """One row at a time, fetched ahead, suits long tails; its buffers must leave room for several programs."""
-    is_long = plan.first > _LONG_TAIL and x.shape[1] * x.element_size() <= 8192
+    is_long = first > _LONG_TAIL and x.shape[1] * x.element_size() <= 8192
     return tiles.long_tail if is_long else tiles.tail
 
 
-def write_cold_(
-    y: Tensor,
-    x: Tensor,
-    w: Weights,
-    layout: Layout,
-    gate: Tensor,
-    bitmap: Tensor,
-    lists: Lists,
-    plan: Plan,
-    tiles: Tiles,
-    programs: int,
-    *,
-    squared: bool,
-    saved_up: Tensor | None = None,
-    tail_l1: Tensor | None = None,
-    heavy_l1: Tensor | None = None,
-) -> None:
-    """Write what the cold neurons give and bd into y [M, D]: the tail, then heavy tokens. Overwrites ``gate``.
-
-    The rest, for training: see ``write_tail`` and ``write_heavy_``.
-    """
-    write_tail(
-        y,
-        x,
-        lists,
-        layout.up,
-        w.up_bias,
-        layout.down,
-        w.down_bias,
-        squared=squared,
-        has_hot=len(layout.hot_down) > 0,
-        tile=tail_tile(tiles, x, plan),
-        saved_up=saved_up,
-        l1=tail_l1,
-    )
-    write_heavy_(
-        y,
-        x,
-        gate,
-        bitmap,
-        lists,
-        layout.up,
-        w.up_bias,
-        layout.down,
-        w.down_bias,
-        layout.cold_rows,
-        squared=squared,
-        tile=tiles.heavy,
-        programs=programs,
-        l1=heavy_l1,
-    )
+def space_for(M: int, n_cold: int, dtype: torch.dtype, n_neurons: int, cap: int) -> int:
+    """Bytes of a cold gate, its bitmap and marks, and lists."""
+    each, size = dtype.itemsize, list_size(M, cap)
+    lists = padded(size * index_dtype(n_neurons).itemsize) + padded(size * each)
+    return padded(M * n_cold * each) + padded(M * bitmap_words(n_cold) * 4) + padded(n_marks(M) * 4) + lists
 
 
-def forward(x: Tensor, w: Weights, layout: Layout, activation: str, plan: Plan, tiles: Tiles, programs: int) -> Tensor:
+def forward(
+    x: Tensor, rows: Weights, layout: Layout, activation: str, split: Split, tiles: Tiles, programs: int
+) -> Tensor:
     """y [M, D] for x [M, D]."""
     x = aligned(x)
-    squared = activation == "relu2"
+    gated, squared, n_hot = rows.up is not None, activation == "relu2", split.n_hot
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
-    gate, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=w.up is None, **common)
-    lists = list_active(gate, bitmap, marks, layout.cold_rows, plan)
+    space = Workspace(x, space_for(len(x), len(layout.cold), x.dtype, len(split.order), split.cap))
+    gate, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, space=space, **common)
+    size = list_size(len(x), split.cap)
+    out = space.take(size, dtype=index_dtype(len(split.order))), space.take(size, dtype=x.dtype)
+    lists = list_active(gate, bitmap, marks, split.order, cap=split.cap, first=split.first, out=out)
     y = x.new_empty(x.shape)
-    write_cold_(y, x, w, layout, gate, bitmap, lists, plan, tiles, programs, squared=squared)
-    if len(layout.hot_down):  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
-        h = hot_activations(x, layout.hot, layout.hot_bias, gated=w.up is not None, squared=squared, **common)
+    tile = tail_tile(tiles, x, split.first)
+    write_tail(y, x, lists, rows, rows.down, squared=squared, has_hot=n_hot > 0, tile=tile)
+    write_heavy_(
+        y, x, gate, bitmap, marks, rows, rows.down, split.order, squared=squared, tile=tiles.heavy, programs=programs
+    )
+    if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
+        h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **common)
         y.addmm_(h, layout.hot_down)
     return y

@@ -9,16 +9,17 @@ Bytes, M 16384, D 2048, 10 pairs a token, bf16: 2.0 GB, mostly from L2.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
-from twell.kernels.lists import LONG, Lists, n_early, n_long, n_programs, token_of_program
-from twell.kernels.split import Layout
+from twell.kernels.launch import ANY, MULTIPLE, Kernel, Workspace, can_overlap, ceil_div, padded, power_of_2
+from twell.kernels.launch import LONG as LONG_NUMBER
+from twell.kernels.lists import LONG, Lists, n_programs, rooms, token_of_program
 from twell.kernels.tiles import RowTile, bit_of_neuron, start_after
 from twell.kernels.transpose import CHUNK, Columns, is_listed, place_of
 
@@ -29,14 +30,19 @@ _MOST_SHARES = 4096  # there may be: room for their sums is 100 MB at D 2048
 class Pairs(NamedTuple):
     """By neurons: see ``transpose.py``."""
 
-    tokens: Tensor  # int32 [size]
-    factors: Tensor  # [3, size]: dz, du, h
-    owners: Tensor  # int32 [shares]: the neurons ("keys") of pairs 0, split, 2 split, ...; split = split_at(size)
+    tokens: Any  # int32 [size]
+    factors: Any  # [3, size]: dz, du, h
+    owners: Any  # int32 [shares]: the neurons ("keys") of pairs 0, split, 2 split, ...; split = split_at(size)
 
 
 def split_at(size: int) -> int:
     """Pairs of a share. A power of 2: kernels are compiled for it."""
     return max(SPLIT, power_of_2(ceil_div(size, _MOST_SHARES)))
+
+
+def space_for(size: int, dtype: torch.dtype) -> int:
+    """Bytes of ``Pairs`` for lists of so many entries."""
+    return padded(4 * size) + padded(3 * size * dtype.itemsize) + padded(4 * ceil_div(size, split_at(size)))
 
 
 @triton.jit
@@ -51,7 +57,7 @@ def _tail_backward_kernel(
     i_gate,  # [F, D]
     i_up,  # [F, D] or unused
     i_down,  # [F, D], neuron-major
-    i_places,  # [F] int32 or unused: cold neurons among the cold ones
+    i_places,  # int32 [F]: of cold neurons among the cold ones
     i_bits,  # see Columns
     i_offsets,
     o_dx,  # [M, D]
@@ -61,8 +67,6 @@ def _tail_backward_kernel(
     M,
     D,
     cap,
-    n_early,
-    long_start,
     size,
     keys,
     P,
@@ -71,21 +75,19 @@ def _tail_backward_kernel(
     NEURONS: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
-    HAS_ORDER: tl.constexpr,
     HAS_L1: tl.constexpr,
     HAS_MASK: tl.constexpr,
     WANTS_DX: tl.constexpr,
     WANTS_PAIRS: tl.constexpr,
     LONG: tl.constexpr,
-    N_LONG: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    dtype = o_factors.dtype.element_ty
-    token, n, start = token_of_program(tl.program_id(0), i_marks, M, cap, n_early, long_start, LONG, N_LONG)
+    dtype = i_values.dtype.element_ty
+    token, n, start = token_of_program(tl.program_id(0), i_marks, M, cap, LONG)
     d = tl.arange(0, BD)
     in_d = (d < D) | WHOLE
     if n >= 0:
@@ -126,25 +128,68 @@ def _tail_backward_kernel(
                     part += du[:, None] * up.to(tl.float32)
                 acc += tl.sum(part, axis=0)
             if WANTS_PAIRS:
-                neuron = row
-                if HAS_ORDER:
-                    neuron = tl.load(i_places + row, mask=there, other=0)
+                neuron = tl.load(i_places + row, mask=there, other=0)
                 place = place_of(i_bits, i_offsets, token, neuron, there, keys, P, CHUNK).to(tl.int64)
                 tl.store(o_tokens + place, token + tl.zeros_like(e), mask=there)
                 tl.store(o_factors + place, dz.to(dtype), mask=there)
                 if GATED:
-                    tl.store(o_factors + size.to(tl.int64) + place, du.to(dtype), mask=there)
-                tl.store(o_factors + 2 * size.to(tl.int64) + place, h.to(dtype), mask=there)
+                    tl.store(o_factors + size + place, du.to(dtype), mask=there)
+                tl.store(o_factors + 2 * size + place, h.to(dtype), mask=there)
                 key = bit_of_neuron(neuron.to(tl.int32))
                 tl.store(o_owners + place // SPLIT, key, mask=there & (place % SPLIT == 0))
         if WANTS_DX:
             tl.store(o_dx + token.to(tl.int64) * D + d, acc.to(o_dx.dtype.element_ty), mask=in_d)
     elif WANTS_DX:
-        own = tl.program_id(0) - N_LONG - n_early
+        n_long, n_early = rooms(M)
+        own = tl.program_id(0) - n_long - n_early
         if own >= 0:
             active = -1 - tl.load(i_marks + 4 + own)
-            if is_listed(active, i_marks, cap, LONG, N_LONG) == 0:  # heavy: what it adds comes later
+            if is_listed(active, i_marks, M, cap, LONG) == 0:  # heavy: what it adds comes later
                 tl.store(o_dx + own.to(tl.int64) * D + d, tl.zeros((BD,), o_dx.dtype.element_ty), mask=in_d)
+
+
+@functools.cache
+def _kernel(
+    dtype: torch.dtype,
+    narrow: torch.dtype,
+    D: int,
+    tile: RowTile,
+    gated: bool,
+    squared: bool,
+    has_l1: bool,
+    has_mask: bool,
+    wants_dx: bool,
+    wants_pairs: bool,
+    split: int,
+    overlaps: bool,
+) -> Kernel:
+    wide = power_of_2(D)
+    of_lists = (narrow, dtype, dtype, torch.int32)
+    of_columns = (torch.int32, torch.int32, torch.int32)
+    pointers = (dtype, *of_lists, torch.float32, torch.bool, dtype, dtype, dtype, *of_columns)
+    outputs = (dtype, torch.int32, dtype, torch.int32)
+    return Kernel(
+        _tail_backward_kernel,
+        (*pointers, *outputs, ANY, MULTIPLE, ANY, LONG_NUMBER, ANY, ANY),
+        {
+            "BD": wide,
+            "WHOLE": wide == D,
+            "NEURONS": tile.neurons,
+            "GATED": gated,
+            "SQUARED": squared,
+            "HAS_L1": has_l1,
+            "HAS_MASK": has_mask,
+            "WANTS_DX": wants_dx,
+            "WANTS_PAIRS": wants_pairs,
+            "LONG": LONG,
+            "CHUNK": CHUNK,
+            "SPLIT": split,
+            "STAGES": tile.stages,
+            "OVERLAPS": overlaps,
+        },
+        warps=tile.warps_for(wide),
+        stages=tile.stages,
+    )
 
 
 def write_tail_gradients(
@@ -154,71 +199,37 @@ def write_tail_gradients(
     token_mask: Tensor | None,
     lists: Lists,
     saved_up: Tensor | None,
-    layout: Layout,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    places: Tensor,
     columns: Columns | None,
     *,
     squared: bool,
     tile: RowTile,
+    space: Workspace | None = None,
 ) -> Pairs | None:
-    """Write dx [M, D], zeros for heavy tokens; with ``columns`` return the pairs that the weight gradients want."""
-    M, D = dy.shape
-    size, up, order = lists.rows.shape[0], layout.up, layout.order
+    """Write dx [M, D], zeros for heavy tokens; with ``columns`` return the pairs that the weight gradients want.
+
+    ``gate``, ``up``, ``down``: [F, D]; ``places``: of ``PlanTensors``; ``dl1``: float32.
+    """
+    (M, D), (rows, values, marks, cap) = dy.shape, lists
+    size = rows.shape[0]
+    split = split_at(size)
     pairs = None
     if columns is not None:
-        tokens = torch.empty(size, dtype=torch.int32, device=dy.device)
-        pairs = Pairs(tokens, lists.values.new_empty(3, size), tokens.new_empty(ceil_div(size, split_at(size))))
+        new = dy.new_empty if space is None else space.take
+        owners = new(ceil_div(size, split), dtype=torch.int32)
+        pairs = Pairs(new(size, dtype=torch.int32), new(3, size, dtype=dy.dtype), owners)
     if M == 0 or (dx is None and pairs is None):
         return pairs
-    wide = power_of_2(D)
-    launch(
-        _tail_backward_kernel,
-        n_programs(M),
-        (
-            dy,
-            lists.rows,
-            lists.values,
-            dy if saved_up is None else saved_up,
-            lists.marks,
-            dy if dl1 is None else dl1,
-            dy if token_mask is None else token_mask,
-            layout.gate,
-            dy if up is None else up,
-            layout.down,
-            lists.marks if order is None else order.places,
-            lists.marks if columns is None else columns.bits,
-            lists.marks if columns is None else columns.offsets,
-            dy if dx is None else dx,
-            lists.marks if pairs is None else pairs.tokens,
-            dy if pairs is None else pairs.factors,
-            lists.marks if pairs is None else pairs.owners,
-            M,
-            D,
-            lists.cap,
-            n_early(M),
-            M * lists.cap,
-            size,
-            0 if columns is None else columns.bits.shape[1],
-            ceil_div(M, CHUNK),
-        ),
-        {
-            "BD": wide,
-            "WHOLE": wide == D,
-            "NEURONS": tile.neurons,
-            "GATED": up is not None,
-            "SQUARED": squared,
-            "HAS_ORDER": order is not None,
-            "HAS_L1": dl1 is not None,
-            "HAS_MASK": token_mask is not None,
-            "WANTS_DX": dx is not None,
-            "WANTS_PAIRS": pairs is not None,
-            "LONG": LONG,
-            "N_LONG": n_long(M),
-            "CHUNK": CHUNK,
-            "SPLIT": split_at(size),
-            "STAGES": tile.stages,
-            "OVERLAPS": can_overlap(),
-        },
-        warps=tile.warps_for(wide),
-        stages=tile.stages,
-    )
+    kernel = _kernel(
+        dy.dtype, rows.dtype, D, tile, up is not None, squared, dl1 is not None, token_mask is not None,
+        dx is not None, pairs is not None, split, can_overlap(),
+    )  # fmt: skip
+    given = (0 if t is None else t for t in (saved_up, marks, dl1, token_mask, gate, up, down, places))
+    bits, offsets, keys = (0, 0, 0) if columns is None else (*columns, columns.bits.shape[1])
+    outputs = (0, 0, 0) if pairs is None else pairs
+    numbers = M, D, cap, size, keys, ceil_div(M, CHUNK)
+    kernel(n_programs(M), dy, rows, values, *given, bits, offsets, 0 if dx is None else dx, *outputs, *numbers)
     return pairs

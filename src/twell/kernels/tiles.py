@@ -19,8 +19,6 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no PTX
-GROUP = 128  # neurons of four bitmap words
-WORDS_PER_GROUP = 4
 
 
 class GateTile(NamedTuple):
@@ -97,11 +95,6 @@ def device_facts(index: int) -> tuple[int, int]:
     """(compute capability, multiprocessors) of a CUDA device."""
     properties = torch.cuda.get_device_properties(index)
     return properties.major * 10 + properties.minor, properties.multi_processor_count
-
-
-def bitmap_words(n_neurons: int) -> int:
-    """32-bit words a row of the bitmap has."""
-    return -(-n_neurons // GROUP) * WORDS_PER_GROUP
 
 
 # ---------------------------------------------------------------------------------------------------------

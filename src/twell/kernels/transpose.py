@@ -14,31 +14,32 @@ Bytes, M 16384, C 5632: the bitmap in and out, 12 MB each, and a word of offsets
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import can_overlap, ceil_div, launch
-from twell.kernels.lists import LONG, Lists, n_long
+from twell.kernels.launch import ANY, Kernel, can_overlap, ceil_div
+from twell.kernels.lists import LONG, Lists, rooms
 from twell.kernels.tiles import bit_of_neuron, neuron_of_bit, popcount, start_after
-
-CHUNK = 256  # tokens
+from twell.saved import CHUNK
 
 
 class Columns(NamedTuple):
     """K = 32 * words keys, P = ceil(M / CHUNK) chunks."""
 
-    bits: Tensor  # int32 [ceil(M / 32), K]: bit t of row b: token 32 b + t
-    offsets: Tensor  # int32 [K P + 1]: the pairs before those of a key and chunk; the last: all
+    bits: Any  # int32 [ceil(M / 32), K]: bit t of row b: token 32 b + t
+    offsets: Any  # int32 [K P + 1]: the pairs before those of a key and chunk; the last: all
 
 
 @triton.jit
-def is_listed(n, i_marks, cap, LONG: tl.constexpr, N_LONG: tl.constexpr):
+def is_listed(n, i_marks, M, cap, LONG: tl.constexpr):
     """Whether tokens with n active neurons have a list, which all but heavy ones have."""
-    longest = tl.where(tl.load(i_marks + 1) <= N_LONG, max(cap, LONG), cap)
+    n_long, _ = rooms(M)
+    longest = tl.where(tl.load(i_marks + 1) <= n_long, tl.maximum(cap, LONG), cap)
     return n <= longest
 
 
@@ -57,7 +58,6 @@ def _transpose_kernel(
     cap,
     P,
     LONG: tl.constexpr,
-    N_LONG: tl.constexpr,
     CHUNK: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
     HAS_MASK: tl.constexpr,
@@ -77,7 +77,7 @@ def _transpose_kernel(
     for block in range(chunk * (CHUNK // 32), min((chunk + 1) * (CHUNK // 32), tl.cdiv(M, 32))):
         token = block * 32 + t
         n = tl.load(i_marks + 4 + token, mask=token < M, other=0)
-        listed = is_listed(tl.where(n < 0, -1 - n, n), i_marks, cap, LONG, N_LONG)
+        listed = is_listed(tl.where(n < 0, -1 - n, n), i_marks, M, cap, LONG)
         row = tl.load(i_bitmap + token.to(tl.int64) * words + word, mask=token < M, other=0).to(tl.uint32, bitcast=True)
         one = (row[:, None] >> bit[None, :].to(tl.uint32)) & 1
         column = tl.sum(one * place[:, None], axis=0)
@@ -111,49 +111,33 @@ def place_of(i_bits, i_offsets, token, neuron, there, keys, P, CHUNK: tl.constex
     return tl.load(i_offsets + key * P + chunk, mask=there, other=0) + tl.sum(popcount(bits), axis=1)
 
 
-def transpose(
-    bitmap: Tensor, lists: Lists, n_neurons: int, token_mask: Tensor | None = None, *, want_statistics: bool = False
-) -> tuple[Columns, Tensor | None]:
-    """The bitmap [M, words] of C neurons by neurons, less its heavy tokens.
+@functools.cache
+def _kernel(has_statistics: bool, has_mask: bool, overlaps: bool) -> Kernel:
+    pointers = (torch.int32, torch.int32, torch.int32, torch.int32, torch.bool, torch.int32, torch.int32)
+    constants = {"LONG": LONG, "CHUNK": CHUNK, "HAS_STATISTICS": has_statistics, "HAS_MASK": has_mask}
+    return Kernel(_transpose_kernel, (*pointers, ANY, ANY, ANY, ANY, ANY), constants | {"OVERLAPS": overlaps}, warps=1)
 
-    And for how many of the tokens in ``token_mask`` each neuron was active, int32 [C], heavy or not, if wanted.
-    """
+
+def transpose(
+    bitmap: Any,
+    lists: Lists,
+    n_neurons: int,
+    token_mask: Tensor | None,
+    columns: Columns,
+    counts: Tensor,
+    statistics: Any = None,
+) -> None:
+    """Write the bitmap [M, words] of C neurons by neurons, less its heavy tokens, into ``columns`` (offsets: a tensor).
+
+    And into ``statistics`` int32 [P, C] for how many of the tokens in ``token_mask`` each neuron was active, heavy or
+    not, chunk by chunk. ``counts`` int32 [keys, P] is room to work in."""
     M, words = bitmap.shape
-    P = ceil_div(M, CHUNK)
-    bits = torch.empty(ceil_div(M, 32), 32 * words, dtype=torch.int32, device=bitmap.device)
-    offsets = torch.empty(32 * words * P + 1, dtype=torch.int32, device=bitmap.device)
-    statistics = offsets.new_empty(P, n_neurons) if want_statistics else None
-    if M:
-        counts = torch.empty(32 * words, P, dtype=torch.int32, device=bitmap.device)
-        launch(
-            _transpose_kernel,
-            words * P,
-            (
-                bitmap,
-                lists.marks,
-                bits,
-                counts,
-                bitmap if token_mask is None else token_mask,
-                counts if statistics is None else statistics,
-                offsets,
-                M,
-                n_neurons,
-                words,
-                lists.cap,
-                P,
-            ),
-            {
-                "LONG": LONG,
-                "N_LONG": n_long(M),
-                "CHUNK": CHUNK,
-                "HAS_STATISTICS": want_statistics,
-                "HAS_MASK": token_mask is not None,
-                "OVERLAPS": can_overlap(),
-            },
-            warps=1,
-            stages=1,
-        )
-        torch.cumsum(counts.view(-1), 0, dtype=torch.int32, out=offsets[1:])
-    else:
+    bits, offsets = columns
+    if M == 0 or words == 0:
         offsets.zero_()
-    return Columns(bits, offsets), None if statistics is None else statistics.sum(0, dtype=torch.int32)
+        return
+    P = ceil_div(M, CHUNK)
+    mask, seen = 0 if token_mask is None else token_mask, 0 if statistics is None else statistics
+    kernel = _kernel(statistics is not None, token_mask is not None, can_overlap())
+    kernel(words * P, bitmap, lists.marks, bits, counts, mask, seen, offsets, M, n_neurons, words, lists.cap, P)
+    torch.cumsum(counts.view(-1), 0, dtype=torch.int32, out=offsets[1:])

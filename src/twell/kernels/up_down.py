@@ -14,13 +14,17 @@ Bytes: two rows of D a (token, neuron) pair; at 10 cold neurons a token, M 16384
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import can_overlap, launch, power_of_2
-from twell.kernels.lists import LONG, Lists, n_early, n_long, n_programs, token_of_program
+from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, power_of_2
+from twell.kernels.lists import LONG, Lists, n_programs, token_of_program
 from twell.kernels.tiles import RowTile, start_after
+from twell.reference import Weights
 
 
 @triton.jit
@@ -39,8 +43,6 @@ def _tail_kernel(
     M,
     D,
     cap,
-    n_early,
-    long_start,  # M * cap: where the long tokens' entries are
     x_stride,
     BD: tl.constexpr,  # power of 2 >= D
     WHOLE: tl.constexpr,  # BD == D
@@ -52,12 +54,11 @@ def _tail_kernel(
     HAS_UP_BIAS: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
     LONG: tl.constexpr,
-    N_LONG: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    token, n, start = token_of_program(tl.program_id(0), i_marks, M, cap, n_early, long_start, LONG, N_LONG)
+    token, n, start = token_of_program(tl.program_id(0), i_marks, M, cap, LONG)
     if n >= 0:
         d = tl.arange(0, BD)
         in_d = (d < D) | WHOLE
@@ -96,14 +97,50 @@ def _tail_kernel(
                 tl.store(y, (acc + tl.sum(x * 0.0, axis=0)).to(o_y.dtype.element_ty), mask=in_d)
 
 
+@functools.cache
+def _kernel(
+    dtype: torch.dtype,
+    narrow: torch.dtype,
+    D: int,
+    tile: RowTile,
+    gated: bool,
+    squared: bool,
+    spoil: bool,
+    saves: bool,
+    has_up_bias: bool,
+    has_down_bias: bool,
+    overlaps: bool,
+) -> Kernel:
+    wide = power_of_2(D)
+    pointers = (dtype, narrow, dtype, torch.int32, dtype, dtype, dtype, dtype, dtype, dtype, torch.float32)
+    return Kernel(
+        _tail_kernel,
+        (*pointers, ANY, MULTIPLE, ANY, MULTIPLE),
+        {
+            "BD": wide,
+            "WHOLE": wide == D,
+            "NEURONS": tile.neurons,
+            "GATED": gated,
+            "SQUARED": squared,
+            "SPOIL": spoil,
+            "SAVES": saves,
+            "HAS_UP_BIAS": has_up_bias,
+            "HAS_DOWN_BIAS": has_down_bias,
+            "LONG": LONG,
+            "STAGES": tile.stages,
+            "OVERLAPS": overlaps,
+        },
+        warps=tile.warps_for(wide),
+        stages=tile.stages,
+    )
+
+
 def write_tail(
     y: Tensor,
     x: Tensor,
     lists: Lists,
-    up: Tensor | None,
-    up_bias: Tensor | None,
+    w: Weights,
     down: Tensor,
-    down_bias: Tensor | None,
     *,
     squared: bool,
     has_hot: bool,
@@ -111,51 +148,19 @@ def write_tail(
     saved_up: Tensor | None = None,
     l1: Tensor | None = None,
 ) -> None:
-    """Write the rows of y [M, D] that belong to tokens that are not heavy.
+    """Write the rows of y [M, D] that belong to tokens that are not heavy. ``down``: Wd as [F, D].
 
     Where ``l1`` [M] is given, write their sums of abs(h) there, and u of every entry into ``saved_up``.
     """
     M, D = x.shape
     if M == 0:
         return
-    wide = power_of_2(D)
-    launch(
-        _tail_kernel,
-        n_programs(M),
-        (
-            x,
-            lists.rows,
-            lists.values,
-            lists.marks,
-            x if up is None else up,
-            x if up_bias is None else up_bias,
-            down,
-            x if down_bias is None else down_bias,
-            y,
-            x if saved_up is None else saved_up,
-            x if l1 is None else l1,
-            M,
-            D,
-            lists.cap,
-            n_early(M),
-            M * lists.cap,
-            x.stride(0),
-        ),
-        {
-            "BD": wide,
-            "WHOLE": wide == D,
-            "NEURONS": tile.neurons,
-            "GATED": up is not None,
-            "SQUARED": squared,
-            "SPOIL": up is not None and not has_hot,
-            "SAVES": l1 is not None,
-            "HAS_UP_BIAS": up_bias is not None,
-            "HAS_DOWN_BIAS": down_bias is not None,
-            "LONG": LONG,
-            "N_LONG": n_long(M),
-            "STAGES": tile.stages,
-            "OVERLAPS": can_overlap(),
-        },
-        warps=tile.warps_for(wide),
-        stages=tile.stages,
+    rows, values, marks, cap = lists
+    gated, b_up, b_down = w.up is not None, w.up_bias, w.down_bias
+    spoil, saves = gated and not has_hot, l1 is not None
+    kernel = _kernel(
+        x.dtype, rows.dtype, D, tile, gated, squared, spoil, saves, b_up is not None, b_down is not None, can_overlap()
     )
+    optional = (0 if t is None else t for t in (w.up, b_up))
+    outputs = (0 if t is None else t for t in (b_down, y, saved_up, l1))
+    kernel(n_programs(M), x, rows, values, marks, *optional, down, *outputs, M, D, cap, x.stride(0))

@@ -17,6 +17,7 @@ Bytes, M 16384, D 2048, 10 pairs a token, bf16: 1.3 GB, mostly from L2, and 69 M
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import can_overlap, ceil_div, launch, power_of_2
+from twell.kernels.launch import ANY, LONG, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.kernels.tail_backward import Pairs, split_at
 from twell.kernels.tiles import neuron_of_bit, start_after
 from twell.kernels.transpose import CHUNK, Columns
@@ -66,7 +67,7 @@ def _sum_pairs(
             x = tl.load(i_x + token[:, None] * x_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
         if WANTS_DOWN:
             dy = tl.load(i_dy + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
-            h = tl.load(i_factors + 2 * size.to(tl.int64) + e, mask=there, other=0.0).to(tl.float32)
+            h = tl.load(i_factors + 2 * size + e, mask=there, other=0.0).to(tl.float32)
             down += tl.sum(h[:, None] * dy, axis=0)
         if WANTS_GATE | WANTS_GATE_BIAS:
             dz = tl.load(i_factors + e, mask=there, other=0.0).to(tl.float32)
@@ -74,7 +75,7 @@ def _sum_pairs(
             if WANTS_GATE:
                 gate += tl.sum(dz[:, None] * x, axis=0)
         if WANTS_UP | WANTS_UP_BIAS:
-            du = tl.load(i_factors + size.to(tl.int64) + e, mask=there, other=0.0).to(tl.float32)
+            du = tl.load(i_factors + size + e, mask=there, other=0.0).to(tl.float32)
             up_bias += du
             if WANTS_UP:
                 up += tl.sum(du[:, None] * x, axis=0)
@@ -137,7 +138,7 @@ def _neuron_kernel(
     i_factors,
     i_offsets,  # see Columns
     i_shares,  # see _share_kernel
-    i_order,  # [C] int32 or unused
+    i_order,  # int32 [F]: rows of the weights, hot neurons first
     o_gate,  # [F, D] or unused; likewise the others
     o_up,  # [F, D]
     o_down,  # [F, D], neuron-major
@@ -145,11 +146,11 @@ def _neuron_kernel(
     o_up_bias,  # [F]
     D,
     C,
+    H,
     size,
     keys,
     P,
     x_stride,
-    HAS_ORDER: tl.constexpr,
     BD: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -182,9 +183,7 @@ def _neuron_kernel(
                 down += tl.load(sums + 2 * D + d, mask=d < D, other=0.0)
                 gate_bias += tl.load(sums + 3 * D)
                 up_bias += tl.load(sums + 3 * D + 1)
-        row = neuron
-        if HAS_ORDER:
-            row = tl.load(i_order + neuron)
+        row = tl.load(i_order + H + neuron)
         at = row.to(tl.int64) * D + d
         if WANTS_GATE:
             tl.store(o_gate + at, gate.to(o_gate.dtype.element_ty), mask=d < D)
@@ -199,47 +198,65 @@ def _neuron_kernel(
                 tl.store(o_up_bias + row, up_bias.to(o_up_bias.dtype.element_ty))
 
 
+@functools.cache
+def _kernels(dtype: torch.dtype, D: int, split: int, wants: tuple[bool, ...], overlaps: bool) -> tuple[Kernel, Kernel]:
+    """For shares and for neurons. ``wants``: which of ``NeuronGradients``."""
+    constants: dict[str, Any] = {
+        "BD": min(_BLOCK_D, power_of_2(D)),
+        "TOKENS": _SHARE_TOKENS,
+        "SPLIT": split,
+        "STAGES": 1,
+        "WANTS_GATE": wants[0],
+        "WANTS_UP": wants[1],
+        "WANTS_DOWN": wants[2],
+        "WANTS_GATE_BIAS": wants[3],
+        "WANTS_UP_BIAS": wants[4],
+        "OVERLAPS": overlaps,
+    }
+    of_pairs = (dtype, dtype, torch.int32, dtype)
+    shares = Kernel(
+        _share_kernel,
+        (*of_pairs, torch.int32, torch.int32, torch.float32, MULTIPLE, LONG, ANY, ANY, MULTIPLE, ANY),
+        constants,
+        warps=_WARPS,
+    )
+    neurons = Kernel(
+        _neuron_kernel,
+        (
+            *of_pairs,
+            torch.int32,
+            torch.float32,
+            torch.int32,
+            *[dtype] * 5,
+            MULTIPLE,
+            ANY,
+            ANY,
+            LONG,
+            ANY,
+            ANY,
+            MULTIPLE,
+        ),
+        constants | {"TOKENS": _TOKENS},
+        warps=_WARPS,
+    )
+    return shares, neurons
+
+
 def write_weight_gradients(
-    out: NeuronGradients, x: Tensor, dy: Tensor, pairs: Pairs, columns: Columns, order: Tensor | None, n_cold: int
+    out: NeuronGradients, x: Tensor, dy: Tensor, pairs: Pairs, columns: Columns, order: Tensor, n_cold: int
 ) -> None:
-    """Write the cold neurons' rows of ``out``; those without tokens become 0."""
+    """Write the cold neurons' rows of ``out``; those without tokens become 0. ``order``: int32 [F], hot neurons
+    first."""
     M, D = x.shape
     keys, P = columns.bits.shape[1], ceil_div(M, CHUNK)
     if keys == 0:
         return
-    size, n_shares = len(pairs.tokens), len(pairs.owners)
-    shares = torch.empty(n_shares, 3 * D + 16, dtype=torch.float32, device=x.device)
-    block = min(_BLOCK_D, power_of_2(D))
-    blocks = ceil_div(D, block)
-    constants: dict[str, Any] = {
-        "BD": block,
-        "TOKENS": _SHARE_TOKENS,
-        "SPLIT": split_at(size),
-        "STAGES": 1,
-        "WANTS_GATE": out.gate is not None,
-        "WANTS_UP": out.up is not None,
-        "WANTS_DOWN": out.down is not None,
-        "WANTS_GATE_BIAS": out.gate_bias is not None,
-        "WANTS_UP_BIAS": out.up_bias is not None,
-        "OVERLAPS": can_overlap(),
-    }
+    size, n_shares = pairs.tokens.shape[0], pairs.owners.shape[0]
+    shares = x.new_empty(n_shares, 3 * D + 16, dtype=torch.float32)
+    share_kernel, neuron_kernel = _kernels(x.dtype, D, split_at(size), tuple(o is not None for o in out), can_overlap())
+    blocks, offsets = ceil_div(D, _BLOCK_D), columns.offsets
     if n_shares:
-        launch(
-            _share_kernel,
-            n_shares * blocks,
-            (x, dy, *pairs, columns.offsets, shares, D, size, keys, P, x.stride(0), n_shares),
-            constants,
-            warps=_WARPS,
-            stages=1,
-        )
-    some_order = columns.offsets if order is None else order
-    inputs = (x, dy, pairs.tokens, pairs.factors, columns.offsets, shares, some_order)
-    outputs = tuple(x if o is None else o for o in out)
-    launch(
-        _neuron_kernel,
-        keys * blocks,
-        (*inputs, *outputs, D, n_cold, size, keys, P, x.stride(0)),
-        {"HAS_ORDER": order is not None} | constants | {"TOKENS": _TOKENS},
-        warps=_WARPS,
-        stages=1,
-    )
+        share_kernel(n_shares * blocks, x, dy, *pairs, offsets, shares, D, size, keys, P, x.stride(0), n_shares)
+    inputs = x, dy, pairs.tokens, pairs.factors, offsets, shares, order
+    outputs = (0 if o is None else o for o in out)
+    neuron_kernel(keys * blocks, *inputs, *outputs, D, n_cold, len(order) - n_cold, size, keys, P, x.stride(0))

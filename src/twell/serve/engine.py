@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import logging
 import queue
 import threading
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from twell.hf.text import context_of
+from twell.nn import sparse_ffns
 from twell.serve.requests import ApiError
 
 _LOG = logging.getLogger("ContinuousBatchingLogger")  # transformers'
@@ -294,6 +296,24 @@ def cache_tokens_for(model: Any) -> int:
 
 def choose_engine(model: Any, cache_tokens: int) -> tuple[Engine, str | None]:
     """Batched, if that answers as ``model.generate`` does; else one at a time, and why."""
+    with _not_planning(model):
+        return _choose_engine(model, cache_tokens)
+
+
+@contextlib.contextmanager
+def _not_planning(model: Any) -> Iterator[None]:
+    """What is tried here are random tokens: layers must not plan by them."""
+    planning = [ffn for _, ffn in sparse_ffns(model) if ffn._plans_itself]
+    for ffn in planning:
+        ffn._plans_itself = False
+    try:
+        yield
+    finally:
+        for ffn in planning:
+            ffn._plans_itself = True
+
+
+def _choose_engine(model: Any, cache_tokens: int) -> tuple[Engine, str | None]:
     with warnings.catch_warnings(action="ignore"):  # about a prompt that is not there yet
         dropped = model._get_logits_processor(greedy_config(model))
     if dropped:

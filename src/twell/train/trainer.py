@@ -158,17 +158,6 @@ def split_step(recipe: Recipe, processes: int) -> tuple[int, int]:
     return micro_batch, each // micro_batch
 
 
-def _compile_for_every_layer(layers: int) -> None:
-    """Let torch compile as often as a model has layers.
-
-    A layer that runs by the sparse kernels ends a compiled graph; the next begins behind it, and is compiled for that
-    place in the model. By torch's limit of 8 for a piece of code the ninth such layer would have the rest run eagerly.
-    """
-    config: Any = torch._dynamo.config
-    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    setattr(config, name, max(getattr(config, name), 8 * (layers + 1)))
-
-
 class SparseTrainer(Trainer):
     """See the module. What it logs is of whole steps: over all micro-batches and processes."""
 
@@ -188,8 +177,6 @@ class SparseTrainer(Trainer):
             raise ValueError("tensor parallel models need a loop of their own: this trainer knows DDP and FSDP2")
         self.clocks = [FiringClock(len(ffn.neuron_counts)) for ffn in self.ffns]
         self.planner = Planner(self.ffns, recipe.plan_every or 1)
-        if self.args.torch_compile:
-            _compile_for_every_layer(len(blocks))
         self.recent: list[Stats] = []  # per layer, over the steps since the last log; the log commits it to the FFNs
         self.eval_stats: list[Stats] = []  # per layer, over the last evaluation
         self._eval_sums = torch.zeros(2, dtype=torch.float64)  # cross-entropy and tokens, of this process

@@ -1,0 +1,176 @@
+"""Frozen state: what a layer derives from its weights and keeps, by the user's word that they stay as they are.
+
+``freeze_`` makes it, ``thaw_`` (and ``train()``) let go. It is what kernels read faster than the weights themselves:
+gate rows in the plan's order, Wd neuron by neuron, and an int8 copy of the gate that rules neurons out for one token (a
+proven bound: results are those of the weights). And a frozen gate may be read before the kernel before it has ended.
+
+Its tensors stay where they are, so that CUDA graphs go on reading them. A change of weights that can be seen (a version
+counter, an address) rewrites them in place at the next call. A write through ``.data`` cannot be seen: call
+``refresh_`` after it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from twell.plan import Plan
+from twell.reference import Weights
+
+if TYPE_CHECKING:
+    from twell.nn import SparseFFNBase
+
+
+class Frozen:
+    """One layer's. ``tensors`` is what operations take: see ``cpu.freeze`` and ``gpu.freeze`` for what they are."""
+
+    def __init__(self, w: Weights, plan: Plan | None, backend: str) -> None:
+        self.backend = backend
+        self._is_captured = False
+        self._tensors = self._make(w, plan)
+        _wait(w)
+        self._seen: tuple[Any, ...] | None = _seen(w, plan)
+
+    def tensors(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
+        """Up to date, as far as changes can be seen."""
+        if not torch.compiler.is_compiling():
+            if not self._is_of(w, plan):
+                self.rewrite(w, plan)
+            self._is_captured |= _is_capturing(w)
+        return self._tensors
+
+    def forget(self) -> None:
+        """Rewrite it at the next call: after ``to`` a weight may lie at its old address, with other values."""
+        self._seen = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self._tensors)
+
+    def rewrite(self, w: Weights, plan: Plan | None) -> None:
+        """From the weights as they are, in place. Where sizes have changed, anew, unless a CUDA graph reads the old
+        ones."""
+        if _is_capturing(w):
+            raise RuntimeError(
+                "a frozen layer's weights or plan have changed: call it, or refresh_, before it is captured"
+            )
+        new = self._make(w, plan)
+        fits = len(new) == len(self._tensors) and all(
+            (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+            for a, b in zip(self._tensors, new, strict=True)
+        )
+        if fits:
+            with torch.no_grad():
+                for old, value in zip(self._tensors, new, strict=True):
+                    old.copy_(value)
+        elif self._is_captured:
+            raise RuntimeError(
+                "a frozen layer was captured in a CUDA graph, and its plan, device or dtype has changed since: "
+                "call twell.thaw_, then freeze and capture it again"
+            )
+        else:
+            self._tensors = new
+        _wait(w)
+        self._seen = _seen(w, plan)
+
+    def _is_of(self, w: Weights, plan: Plan | None) -> bool:
+        """Whether no change is to be seen: the same tensors at the same addresses, with their version counters."""
+        if self._seen is None or plan is not self._seen[0]:
+            return False
+        for t, (tensor, address, version) in zip(w, self._seen[1], strict=True):
+            if t is not tensor or (t is not None and (t.data_ptr() != address or _version(t) != version)):
+                return False
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is of other tensors: it is written anew when first used."""
+        return {**self.__dict__, "_seen": None, "_is_captured": False}
+
+    def _make(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
+        from twell import cpu, ops
+
+        w = Weights._make(None if t is None else t.detach() for t in w)
+        chosen = ops.choose_backend(self.backend, w.gate.device)
+        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be written over
+            if chosen == "cpu":
+                return cpu.freeze(w)
+            if chosen == "triton":
+                from twell import gpu
+
+                return gpu.freeze(w, plan)
+        return ()
+
+
+def _is_capturing(w: Weights) -> bool:
+    return w.gate.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _wait(w: Weights) -> None:
+    """Kernels read what is frozen, the gate too, before the one before them has ended: it must be written by now."""
+    if w.gate.device.type == "cuda":
+        torch.cuda.current_stream(w.gate.device).synchronize()
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _seen(w: Weights, plan: Plan | None) -> tuple[Any, ...]:
+    """Holds the tensors themselves: torch.utils.swap_tensors refuses those with weak references."""
+    return plan, [(t, 0, 0) if t is None else (t, t.data_ptr(), _version(t)) for t in w]
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeReport:
+    """What ``freeze_`` did; prints as one line."""
+
+    layers: int
+    bytes: int
+    skipped: tuple[tuple[str, str], ...]  # name and reason
+
+    def __str__(self) -> str:
+        line = f"{self.layers} feed-forward layers frozen, {self.bytes / 1e6:,.1f} MB beside their weights"
+        return line + (f"; {len(self.skipped)} not: {self.skipped[0][1]}" if self.skipped else "")
+
+
+def freeze_(model: nn.Module) -> FreezeReport:
+    """Take the user's word that the weights of a model's sparse FFNs stay, and keep beside them what kernels read
+    faster.
+
+    Writes through ``.data`` need ``refresh_`` from now on; other changes are seen. Not for layers in training.
+    """
+    layers, skipped = _ffns(model), []
+    if any(ffn.training for _, ffn in layers):
+        raise ValueError("freeze_: the model is in training mode; call model.eval() first")
+    for name, ffn in layers:
+        reason = ffn.why_called()
+        if reason is None:
+            ffn.freeze()
+        else:
+            skipped.append((name, reason))
+    frozen = [ffn for _, ffn in layers if ffn.frozen is not None]
+    return FreezeReport(len(frozen), sum(ffn.frozen_bytes() for ffn in frozen), tuple(skipped))
+
+
+def thaw_(model: nn.Module) -> int:
+    """Let go of what ``freeze_`` made; returns how many layers were frozen."""
+    frozen = [ffn for _, ffn in _ffns(model) if ffn.frozen is not None]
+    for ffn in frozen:
+        ffn.frozen = None
+    return len(frozen)
+
+
+def refresh_(model: nn.Module) -> int:
+    """Write frozen state over in place, from the weights as they are now; returns how many layers have one."""
+    frozen = [ffn for _, ffn in _ffns(model) if ffn.frozen is not None]
+    for ffn in frozen:
+        ffn.refresh()
+    return len(frozen)
+
+
+def _ffns(model: nn.Module) -> list[tuple[str, SparseFFNBase]]:
+    from twell.nn import sparse_ffns
+
+    return list(sparse_ffns(model))
