@@ -42,13 +42,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised float memory holds NaN, so that reading it before writing shows."""
+    """Uninitialised float memory holds NaN, so that reading it before writing shows; likewise that of a workspace."""
 
     def poison(make):
         def poisoned(*args, **kwargs):
             t = make(*args, **kwargs)
-            real = t.is_floating_point() and t.device.type in ("cpu", "cuda")
-            return t.detach().fill_(float("nan")).requires_grad_(t.requires_grad) if real else t
+            if t.device.type not in ("cpu", "cuda"):
+                return t
+            if t.dtype == torch.uint8:
+                return t.fill_(255)  # NaN in any float dtype
+            return t.detach().fill_(float("nan")).requires_grad_(t.requires_grad) if t.is_floating_point() else t
 
         return poisoned
 

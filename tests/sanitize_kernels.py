@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from twell import gpu, reference
-from twell.kernels import decode, pack, screen
-from twell.kernels.gate import gate_and_bitmap
 from twell.plan import Plan, dense_plan
 from twell.reference import Weights
+
+
+def assert_right(y: Tensor, x: Tensor, w: Weights) -> None:
+    truth = reference.forward(x.double(), w.to(torch.float64), want_stats=False).y
+    assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (*x.shape, len(w.gate), x.dtype)
 
 
 def train(x: Tensor, w: Weights, plan: Plan | None) -> None:
@@ -20,12 +23,9 @@ def train(x: Tensor, w: Weights, plan: Plan | None) -> None:
     dy, dl1 = torch.randn_like(x), torch.tensor(0.1, device=x.device)
     mask = torch.arange(len(x), device=x.device) % 3 > 0
     needs = (True,) * 7
-    if plan is None:
-        out = gpu.dense_forward(x, w, "relu", mask, want_stats=True)
-        got = gpu.dense_backward(dy, dl1, x, w, out.gate, out.up, "relu", mask, needs)
-    else:
-        *_, saved = gpu.forward_to_train(x, w, "relu", plan.encode(), mask, True)
-        got = gpu.backward(dy, dl1, x, w, saved, "relu", plan.encode(), mask, needs)
+    tensors = None if plan is None else plan.on(x.device)
+    *_, saved = gpu.train(x, w, "relu", tensors, mask, want_stats=True, save=True)
+    got = gpu.backward(dy, dl1, x, w, saved, "relu", tensors, mask, needs)
     x, w, dy, dl1 = x.double(), w.to(torch.float64), dy.double(), dl1.double()
     out = reference.forward(x, w, "relu", mask)
     want = reference.backward(dy, dl1, x, w, out.gate, out.up, "relu", mask, needs)
@@ -46,29 +46,18 @@ def main() -> None:
                 plan = Plan(
                     n_neurons=F, hot=torch.randperm(F)[: min(n_hot, F - 16)], cap=cap, first=first, min_tokens=0
                 )
-                y = gpu.forward(x, w, "relu", plan.encode())
-                truth = reference.forward(x.double(), w.to(torch.float64), want_stats=False).y
-                assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (M, D, F, dtype, plan)
+                for layout in (w, w._replace(down=w.down.t().contiguous().t())):
+                    assert_right(gpu.forward(x, layout, "relu", plan.on(x.device)), x, w)
+                    assert_right(gpu.forward(x, layout, "relu", plan.on(x.device), gpu.freeze(layout, plan)), x, w)
                 train(x, w, plan)
             train(x, w, None)
-            tiles, programs = gpu.launch_facts(x)
-            r, bitmap, _ = gate_and_bitmap(x, w.gate, None, tile=tiles.gate, programs=programs, use_tma=tiles.use_tma)
-            pack.neuron_counts(bitmap, F)
-            if dtype == torch.bfloat16:
-                pack.twell_words(r)
-            gpu.forward(x, w, "relu", None)
+            assert_right(gpu.forward(x, w, "relu", None), x, w)
+            few_plan = dense_plan(F, few_tokens=64, mean_active=1.0)  # one token by the int8 copy of the gate
             for few in (1, 3, 16, 33, 64):
-                some = x[:few]
-                plan = dense_plan(F, few_tokens=64).encode()
-                y = gpu.forward(some, w, "relu", plan)
-                assert torch.equal(gpu.forward(some, w, "relu", plan), y)  # with the gate read early
-                truth = reference.forward(some.double(), w.to(torch.float64), want_stats=False).y
-                assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (len(some), D, F, dtype)
-            if dtype == torch.bfloat16:
-                copy, tiles_of_few = screen.screen_of(w.gate), decode.tiles_for(1, D, F, aligned=False)
-                y = decode.forward(x[:1], w, w.down.t().contiguous(), "relu", tiles_of_few, copy)
-                truth = reference.forward(x[:1].double(), w.to(torch.float64), want_stats=False).y
-                assert (y.double() - truth).norm() <= 2e-2 * truth.norm(), (D, F)
+                kept = gpu.freeze(w, few_plan)
+                assert_right(gpu.forward(x[:few], w, "relu", few_plan.on(x.device), kept), x[:few], w)
+                turned = w._replace(down=w.down.t().contiguous().t())
+                assert_right(gpu.forward(x[:few], turned, "relu", few_plan.on(x.device)), x[:few], w)
     torch.cuda.synchronize()
     print("every kernel ran, and its results are right")
 

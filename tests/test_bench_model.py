@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -18,6 +19,7 @@ from twell.bench import ffn, model, timing
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.plan import Plan
+from twell.train import recipes
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -69,11 +71,10 @@ def test_row_of_a_real_model(is_sparse_type: bool) -> None:
         assert row["memory"][side]["pass"] > 32 * 64 * 4
         assert row["memory"][side]["frozen"] == 0
     held = {side: row["memory"][side]["held"] for side in ("dense", "sparse")}
-    assert held["dense"] == pytest.approx(weights, rel=0.01)
     assert row["memory_ratio"] == pytest.approx(held["sparse"] / held["dense"], abs=1e-3)
-    assert held["sparse"] - held["dense"] <= 2 * 8 * (256 + 1) * (
-        not is_sparse_type
-    )  # counts, which that type has anyway
+    own = row["memory"]["sparse"]["weights"]
+    most = own + 2 * (2 * 8 * 256 + 500)  # counts, and where a plan has each neuron
+    assert own <= held["dense"] <= held["sparse"] < most
     assert row["frozen"] is False and "called_ms" not in row
     json.dumps(row)
 
@@ -211,9 +212,13 @@ def test_shapes_and_generate_of_a_model_of_random_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    small = {"hidden_size": 16, "intermediate_size": 64, "heads": 2, "vocab_size": 50}  # the interpreter takes its time
+    preset = dataclasses.replace(recipes.preset("tiny"), **small)
+    monkeypatch.setattr(recipes, "preset", lambda name: preset)
     monkeypatch.setattr(ffn, "PLAN_TOKENS", 64)
+    monkeypatch.setattr(timing, "host_us", lambda ways, **_: dict.fromkeys(ways, 1.0))
     monkeypatch.setattr(model, "PROMPT_TOKENS", 2)
-    monkeypatch.setattr(model.measure_generate, "__defaults__", (2,))
+    monkeypatch.setattr(model, "NEW_TOKENS", 2)
     out = tmp_path / "rows.jsonl"
     sizes = ("--shape", "1x1", "--shape", "2x3", "--preset", "tiny", "--depth", 1, "-w", "skew10", "--seconds", 0)
     code, said, errors = twell(monkeypatch, capsys, *sizes, "--generate", "--called", "--device", "cpu", "--out", out)

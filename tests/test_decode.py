@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels import assert_right, make_weights
+from test_kernels import assert_right, make_weights, timed_once
 from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
 from twell.bench import cases, tune, tune_few
 from twell.kernels import decode, screen, split
@@ -23,6 +23,7 @@ from twell.reference import Weights
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
+__all__ = ["timed_once"]  # a fixture
 f16, f32 = torch.float16, torch.float32
 WAYS = [{}, {"slots": 16, "BS": 2}, {"BN": 64, "TN": 20, "programs": 9, "BS": 2, "BW": 4}]
 ONE_TOKEN_WAYS = [*WAYS, {"screened": True}]
@@ -193,6 +194,7 @@ def test_neurons_are_divided_among_all_processors(F: int, most: int, processors:
     assert programs % processors == 0 and (programs - processors) * most < F  # not a round more than needed
 
 
+@pytest.mark.usefixtures("timed_once")
 def test_tune_tries_tiles_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     neurons, sums = decode.NeuronTile(32, 16, 4, 2), decode.SumTile(16, 4, 2, BW=4)
     impossible = decode.NeuronTile(24, 16, 4, 2)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+import triton.language as tl
+
 from twell import reference
 from twell.kernels import heavy_backward
 from twell.kernels.heavy_backward import HeavyTiles, add_heavy_gradients_
@@ -237,7 +239,7 @@ def test_all_tokens_heavy() -> None:
 
 
 @triton.jit
-def sort_kernel(i_marks, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: triton.language.constexpr):
+def sort_kernel(i_marks, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: tl.constexpr):
     heavy_backward._sort_heavy(i_marks, o_flags, o_tokens, n_first, n_heavy, M, BLOCK)
 
 
@@ -363,8 +365,16 @@ def test_rows_of_x_may_lie_apart() -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
-ARCHITECTURES = [(90, "bfloat16"), (80, "bfloat16")]
-MORE = [(86, "bfloat16"), (100, "bfloat16"), (120, "bfloat16"), (90, "float16"), (90, "float32"), (80, "float32")]
+ARCHITECTURES = [(90, "bfloat16")]
+MORE = [
+    (80, "bfloat16"),
+    (86, "bfloat16"),
+    (100, "bfloat16"),
+    (120, "bfloat16"),
+    (90, "float16"),
+    (90, "float32"),
+    (80, "float32"),
+]
 A_FEW_BYTES = 192  # numbers that all of the kernel uses, spilled outside of its innermost loops
 
 
@@ -382,13 +392,12 @@ def test_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "serialized" not in done.stdout + done.stderr  # ptxas says so where wgmma has too few registers
-    for line in done.stdout.splitlines():
-        row = json.loads(line)
-        assert row["shared"] <= SHARED_KIB[capability] * 1024, row
-        assert row["spilled"] <= A_FEW_BYTES, row
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["shared"] <= SHARED_KIB[capability] * 1024, row
+    assert row["spilled"] <= A_FEW_BYTES, row
 
 
-def compile_kernel(capability: int, dtype: torch.dtype, gated: bool) -> dict[str, Any]:
+def compile_kernel(capability: int, dtype: torch.dtype, *, gated: bool = True) -> dict[str, Any]:
     """Must run without TRITON_INTERPRET."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -422,7 +431,7 @@ def compile_kernel(capability: int, dtype: torch.dtype, gated: bool) -> dict[str
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     found = [re.search(pattern, said) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")]
     spilled, registers = (int(m[1]) for m in found if m)
-    return {"gated": gated, "shared": compiled.metadata.shared, "spilled": spilled, "registers": registers}
+    return {"shared": compiled.metadata.shared, "spilled": spilled, "registers": registers}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -498,5 +507,4 @@ def test_in_a_cuda_graph() -> None:
 
 
 if __name__ == "__main__":
-    for gated in (True, False):
-        print(json.dumps(compile_kernel(int(sys.argv[1]), getattr(torch, sys.argv[2]), gated)), flush=True)
+    print(json.dumps(compile_kernel(int(sys.argv[1]), getattr(torch, sys.argv[2]))))

@@ -46,7 +46,11 @@ def few_tokens_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow, and its times say nothing."""
-    monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
+    compare, once = timing.compare, {"seconds": 0, "min_repeats": 1, "warmups": 0}
+    monkeypatch.setattr(timing, "compare", lambda runs, **options: compare(runs, **options | once))
+    monkeypatch.setattr(timing, "ROUNDS", 1)
+    monkeypatch.setattr(timing, "ROUND_MS", 0.0)
+    monkeypatch.setattr(timing, "host_us", functools.partial(timing.host_us, repeats=1))
 
 
 def make_weights(D: int, F: int, dtype: torch.dtype, *, gated: bool = True, bias: bool = False) -> Weights:
@@ -343,6 +347,7 @@ def test_bench_times_the_parts() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("timed_once")
 def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
     other = tiles.GateTile(16, 128, 16, 4, 2)
     monkeypatch.setattr(tuning, "MAX_FEW_TOKENS", 0)

@@ -1,4 +1,4 @@
-"""The operations as PyTorch sees them: opcheck, gradients, compile, autocast, shapes, statistics, errors."""
+"""The operations as PyTorch sees them: opcheck, gradients, compile, autocast, shapes, plans, statistics, errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import twell
+from interpreted import shorten_lists
 from twell import cpu, ops, reference
+from twell.plan import Plan, dense_plan
+from twell.saved import Saved, saved_shapes
 
 f64 = torch.float64
 D, F = 8, 32
@@ -29,6 +32,9 @@ each_backend = pytest.mark.parametrize("backend", ["reference", "cpu"])
 each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 each_activation = pytest.mark.parametrize("activation", ["relu", "relu2"])
 with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+kernels = pytest.mark.skipif(
+    torch.cuda.is_available() or not ops._HAS_TRITON, reason="the interpreter runs where there is no GPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +59,10 @@ def case(
     grad: bool = False,
     seed: int = 0,
     width: tuple[int, int] = (D, F),
+    neuron_major: bool = True,
 ) -> tuple[Tensor, Weights]:
-    """x [*shape, D] and weights by argument name; about one neuron in twenty is active."""
+    """x [*shape, D] and weights by argument name; about one neuron in twenty is active. Wd lies neuron by neuron, so that
+    small cases run sparsely on a CPU, too."""
     D, F = width
     gen = torch.Generator().manual_seed(seed)
 
@@ -68,6 +76,8 @@ def case(
     carrier = w["w_gate" if gated else "w_up"]
     assert carrier is not None
     carrier[:, 0] = -1.6 * D**0.5 / 2
+    if neuron_major:
+        w["w_down"] = w["w_down"].t().contiguous().t()
     if not bias:
         w = {name: None if name.startswith("b_") else t for name, t in w.items()}
     w = {name: None if t is None else t.to(dtype).requires_grad_(grad) for name, t in w.items()}
@@ -88,12 +98,34 @@ def dense(x: Tensor, w: Weights, activation: str = "relu") -> tuple[Tensor, Tens
     return linear(h, w["w_down"], w["b_down"]), h
 
 
-def raw_arguments(x: Tensor, w: Weights, *options: Any) -> tuple:
-    return (x, *w.values(), *options)
+def weights_of(w: Weights) -> reference.Weights:
+    if "w_gate" in w:
+        return reference.Weights(**{name.removeprefix("w_"): w[name] for name in GATED[:3]}, **biases_of(w))
+    return reference.Weights(w["w_up"], None, w["w_down"], w["b_up"], None, w["b_down"])
 
 
-def op_of(w: Weights, suffix: str = "") -> Any:
-    return getattr(torch.ops.twell, ("gated_ffn" if "w_gate" in w else "ffn") + suffix).default
+def biases_of(w: Weights) -> dict[str, Tensor | None]:
+    return {f"{name}_bias": w[f"b_{name}"] for name in ("gate", "up", "down")}
+
+
+def infer_arguments(x: Tensor, w: Weights, backend: str, plan: Any = ops.NO_PLAN, frozen: Any = ()) -> tuple:
+    return (x, *weights_of(w), *plan, list(frozen), "relu2", backend)
+
+
+def train_arguments(
+    x: Tensor, w: Weights, mask: Tensor | None, backend: str, save: bool, plan: Any = ops.NO_PLAN
+) -> tuple:
+    return (x, *weights_of(w), mask, *plan, "relu2", backend, True, save)
+
+
+def backward_arguments(
+    x: Tensor, w: Weights, mask: Tensor | None, dl1: Tensor | None, backend: str, needs: list, plan: Any = ops.NO_PLAN
+) -> tuple:
+    _, _, _, *saved = train(*train_arguments(x, w, mask, backend, True, plan))
+    return (torch.randn_like(x), dl1, x, *weights_of(w), mask, *plan, saved, "relu2", backend, needs)
+
+
+infer, train, backward = (getattr(torch.ops.twell, name).default for name in ("ffn", "ffn_train", "ffn_backward"))
 
 
 def leaves(x: Tensor, w: Weights) -> dict[str, Tensor]:
@@ -134,55 +166,139 @@ def loss_of(x: Tensor, w: Weights, activation: str = "relu", mask: Tensor | None
 
 @each_backend
 @each_kind
-@pytest.mark.parametrize("save", [True, False], ids=["save", "no save"])
 @pytest.mark.parametrize("extras", [True, False], ids=["bias and mask", "bare"])
-def test_opcheck_forward(backend: str, gated: bool, save: bool, extras: bool) -> None:
-    x, w = case(6, gated=gated, bias=extras, grad=True)
+def test_opcheck_training(backend: str, gated: bool, extras: bool) -> None:
+    x, w = case(6, gated=gated, bias=extras, grad=True, neuron_major=extras)
     mask = torch.arange(6) != 2 if extras else None
-    opcheck(op_of(w), raw_arguments(x, w, mask, "relu2", backend, True, save))
+    opcheck(train, train_arguments(x, w, mask, backend, save=True))
 
 
 @each_backend
 @each_kind
-def test_opcheck_without_gradients_or_statistics(backend: str, gated: bool) -> None:
+def test_opcheck_without_gradients(backend: str, gated: bool) -> None:
     x, w = case(6, gated=gated, dtype=torch.float32)
-    opcheck(op_of(w), raw_arguments(x, w, None, "relu", backend, False, False))
+    opcheck(infer, infer_arguments(x, w, backend))
+    opcheck(train, train_arguments(x, w, None, backend, save=False))
 
 
 @each_backend
 @each_kind
-@pytest.mark.parametrize("save", [True, False], ids=["save", "no save"])
 @pytest.mark.parametrize("extras", [True, False], ids=["bias, mask and l1", "bare"])
 @pytest.mark.parametrize("needed", ["all", "some"])
-def test_opcheck_backward(backend: str, gated: bool, save: bool, extras: bool, needed: str) -> None:
-    x, w = case(6, gated=gated, bias=extras)
+def test_opcheck_backward(backend: str, gated: bool, extras: bool, needed: str) -> None:
+    x, w = case(6, gated=gated, bias=extras, neuron_major=extras)
     mask, dl1 = (torch.arange(6) != 2, torch.tensor(0.3, dtype=f64)) if extras else (None, None)
-    _, _, _, *saved = op_of(w)(*raw_arguments(x, w, mask, "relu", backend, True, save))
-    needs = [needed == "all" or i % 2 == 0 for i in range(1 + len(w))]
-    dy = torch.randn_like(x)
-    arguments = (dy, dl1, *raw_arguments(x, w, mask, *saved, "relu", backend, needs))
-    opcheck(op_of(w, "_backward"), arguments)
+    needs = [needed == "all" or i % 2 == 0 for i in range(7)]
+    opcheck(backward, backward_arguments(x, w, mask, dl1, backend, needs))
 
 
 @each_backend
-@each_kind
-def test_opcheck_backward_of_inputs_that_require_grad(backend: str, gated: bool) -> None:
+def test_opcheck_backward_of_inputs_that_require_grad(backend: str) -> None:
     """All but the test that differentiates: a backward has no gradient of its own."""
-    x, w = case(6, gated=gated, bias=True, grad=True)
-    saved = [torch.zeros(0, F, dtype=f64)] * (2 if gated else 1)
-    arguments = (torch.randn_like(x), None, *raw_arguments(x, w, None, *saved, "relu", backend, [True] * (1 + len(w))))
-    opcheck(
-        op_of(w, "_backward"), arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
-    )
+    x, w = case(6, bias=True, grad=True)
+    arguments = backward_arguments(x, w, None, None, backend, [True] * 7)
+    opcheck(backward, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
 @each_backend
-@each_kind
-def test_opcheck_of_noncontiguous_inputs(backend: str, gated: bool) -> None:
-    x, w = case(6, gated=gated)
-    x = x.t().contiguous().t().requires_grad_()
+def test_opcheck_of_noncontiguous_inputs(backend: str) -> None:
+    x, w = case(6, neuron_major=False)
+    x = x.t().contiguous().t()
     w = {n: None if t is None else t.t().contiguous().t().requires_grad_() for n, t in w.items()}
-    opcheck(op_of(w), raw_arguments(x, w, None, "relu", backend, True, True))
+    opcheck(train, train_arguments(x.requires_grad_(), w, None, backend, save=True))
+    opcheck(backward, backward_arguments(x.detach(), detached(w), None, None, backend, [True] * 7))
+
+
+def detached(w: Weights) -> Weights:
+    return {n: None if t is None else t.detach() for n, t in w.items()}
+
+
+@pytest.fixture
+def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_lists(monkeypatch.setattr)
+
+
+@pytest.fixture
+def numbered_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved has parts that nobody writes or reads: the same each time, for opcheck."""
+    make = torch.Tensor.new_empty
+
+    def filled(*args: Any, **options: Any) -> Tensor:
+        t = make(*args, **options)
+        return t if t.device.type == "meta" else t.fill_(-7)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+
+
+def plan_of(n_hot: int, cap: int = 4, **numbers: int) -> Plan:
+    hot = torch.randperm(WIDE[1], generator=torch.Generator().manual_seed(n_hot))[:n_hot]
+    return Plan(n_neurons=WIDE[1], hot=hot, cap=cap, first=2, **numbers)
+
+
+WIDE = 16, 64  # what the kernels take
+PLANS = {
+    "no plan": None,
+    "dense": dense_plan(WIDE[1]),
+    "parts": plan_of(8, min_tokens=0),
+    "no hot neurons": plan_of(0, min_tokens=0),
+    "too few tokens": plan_of(8, min_tokens=7),
+}
+
+
+def tensors_of(plan: Plan | None) -> Any:
+    return ops.NO_PLAN if plan is None else plan.on(torch.device("cpu"))
+
+
+@kernels
+@pytest.mark.usefixtures("short_lists", "numbered_empty")
+@pytest.mark.parametrize(("kind", "gated"), [("no plan", True), ("dense", False), ("parts", True)])
+def test_opcheck_of_the_kernels(kind: str, gated: bool) -> None:
+    x, w = case(6, gated=gated, bias=True, grad=True, dtype=torch.float32, width=WIDE)
+    mask, plan = torch.arange(6) != 2, tensors_of(PLANS[kind])
+    opcheck(train, train_arguments(x, w, mask, "triton", True, plan))
+    x, w = x.detach(), detached(w)
+    opcheck(infer, infer_arguments(x, w, "triton", plan))
+    opcheck(backward, backward_arguments(x, w, mask, torch.tensor(0.3), "triton", [True, False] * 3 + [True], plan))
+
+
+@kernels
+def test_opcheck_of_few_tokens_and_frozen_state() -> None:
+    from twell import gpu
+
+    x, w = case(1, bias=True, dtype=torch.float32, width=WIDE)
+    few = plan_of(8, few_tokens=2, min_tokens=1 << 20)
+    opcheck(infer, infer_arguments(x, w, "triton", tensors_of(few), gpu.freeze(weights_of(w), few)))
+    opcheck(infer, infer_arguments(x, w, "cpu", ops.NO_PLAN, cpu.freeze(weights_of(w))))
+
+
+@kernels
+@pytest.mark.usefixtures("short_lists")
+@each_kind
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("M", [0, 1, 6])
+def test_what_is_saved_has_the_shapes_it_is_said_to(M: int, kind: str, gated: bool) -> None:
+    """The rest of the shapes is in opcheck's hands."""
+    if (M, gated) == (6, False) and kind != "parts":
+        return  # as the others
+    x, w = case(M, gated=gated, dtype=torch.float32, width=WIDE)
+    plan = PLANS[kind]
+    numbers = (WIDE[1], 0, 0) if plan is None else (len(plan.hot), plan.cap, plan.min_tokens)
+    for save in (True, False):
+        _, _, _, *saved = train(*train_arguments(x, w, None, "triton", save, tensors_of(plan)))
+        told = saved_shapes(M, WIDE[1], numbers, gated=gated, save=save)
+        assert [(len(t), t.dtype) for t in saved] == [(n, dtype or x.dtype) for n, dtype in told]
+        assert len(saved) == len(Saved._fields)
+        in_parts = save and M > 0 and kind in ("parts", "no hot neurons")
+        assert (len(Saved(*saved).rows) > 2) == in_parts
+
+
+@each_backend
+def test_nothing_is_saved_that_nobody_asked_for(backend: str) -> None:
+    x, w = case(6, grad=True)
+    y, _, _, *saved = train(*train_arguments(x, w, None, backend, save=False))
+    assert all(t.numel() == 0 for t in saved)
+    with pytest.raises(RuntimeError, match="save=False"):
+        y.sum().backward()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -205,9 +321,9 @@ def smooth_case(gated: bool, bias: bool) -> tuple[Tensor, Weights]:
 @each_backend
 @each_kind
 @each_activation
-@with_and_without_bias
-def test_gradcheck(backend: str, gated: bool, activation: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w = smooth_case(gated, bias)
+def test_gradcheck(backend: str, gated: bool, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes single elements through ``.data``."""
+    x, w = smooth_case(gated, bias=True)
     given = leaves(x, w)
     mask = torch.tensor([True, True, False, True])
     if backend == "cpu":  # the sparse backward, not its fallback
@@ -215,9 +331,6 @@ def test_gradcheck(backend: str, gated: bool, activation: str, bias: bool, monke
 
     def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         named = dict(zip(given, tensors, strict=True))
-        named["w_down"] = named[
-            "w_down"
-        ].clone()  # gradcheck writes single elements through .data: no copy could follow
         named_weights = {name: named.get(name) for name in w}
         y, stats = call(
             named["x"], named_weights, activation=activation, token_mask=mask, backend=backend, return_stats=True
@@ -233,8 +346,8 @@ def test_gradcheck(backend: str, gated: bool, activation: str, bias: bool, monke
 @with_and_without_bias
 @pytest.mark.parametrize("M", [0, 1, 7, 40])
 def test_gradients_are_those_of_the_formula(M: int, backend: str, gated: bool, activation: str, bias: bool) -> None:
-    x, w = case(M, gated=gated, bias=bias, grad=True)
     for mask in (None, torch.arange(M) % 3 != 1):
+        x, w = case(M, gated=gated, bias=bias, grad=True, neuron_major=mask is None)
         got = gradients(loss_of(x, w, activation, mask, backend=backend), x, w)
         assert_same(got, gradients(loss_of_dense(x, w, activation, mask), x, w))
 
@@ -292,19 +405,6 @@ def test_without_autograd(backend: str, context: Callable[[], Any], M: int) -> N
     torch.testing.assert_close(stats.l1_sum, h.abs().sum().detach())
 
 
-@each_backend
-@each_kind
-def test_activations_not_saved_are_computed_again(backend: str, gated: bool) -> None:
-    x, w = case(40, gated=gated, bias=True, grad=True)
-
-    def run(save: bool) -> dict[str, Tensor]:
-        y, l1_sum, _, *saved = op_of(w)(*raw_arguments(x, w, None, "relu2", backend, True, save))
-        assert all(len(t) == (40 if save else 0) and not t.requires_grad for t in saved)
-        return gradients(wave(y) + l1_sum, x, w)
-
-    assert_same(run(save=False), run(save=True))
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_activations_are_saved_only_for_a_backward(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = []
@@ -348,15 +448,46 @@ def test_checkpointing_gives_equal_gradients(backend: str, gated: bool) -> None:
 def test_double_backward_raises(backend: str, gated: bool) -> None:
     x, w = case(5, gated=gated, grad=True)
     (dx,) = torch.autograd.grad(call(x, w, backend=backend).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="ffn_backward"):
+    with pytest.raises(NotImplementedError, match="no second derivative"):
         dx.sum().backward()
 
 
-@pytest.mark.xfail(strict=True, reason="torch drops the tangent of a custom op whose inputs need no gradient")
-def test_forward_mode_raises() -> None:
-    x, w = case(5)
-    with pytest.raises(RuntimeError):
-        torch.func.jvp(lambda t: call(t, w), (x,), (x,))
+@each_backend
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(backend: str) -> None:
+    x, w = case(9, bias=True, grad=True)
+    loss, given = loss_of(x, w, backend=backend), list(leaves(x, w).values())
+    first, second = (torch.autograd.grad(loss, given, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@each_backend
+@pytest.mark.parametrize("of", ["x", "w_gate", "b_down"])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("return_stats", [True, False])
+def test_forward_mode_raises(backend: str, of: str, grad: bool, return_stats: bool) -> None:
+    """Never a zero tangent."""
+    x, w = case(5, bias=True, grad=grad)
+    t = {"x": x, **w}[of].detach()
+
+    def function(t: Tensor) -> Any:
+        given = {"x": x, **w, of: t}
+        return call(given.pop("x"), given, backend=backend, return_stats=return_stats)
+
+    for transform in (lambda: torch.func.jvp(function, (t,), (t,)), lambda: torch.func.jacfwd(function)(t)):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            transform()
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            function(torch.autograd.forward_ad.make_dual(t, t))
+        assert function(t) is not None  # nothing else is refused there
+
+
+def test_the_inference_operation_refuses_gradients() -> None:
+    x, w = case(5, grad=True)
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        infer(*infer_arguments(x, w, "cpu"))
+    with torch.no_grad():
+        torch.testing.assert_close(infer(*infer_arguments(x, w, "cpu")), dense(x, w, "relu2")[0])
 
 
 @each_backend
@@ -372,8 +503,7 @@ def test_same_input_gives_the_same_bits(backend: str) -> None:
 
 
 @each_backend
-@each_kind
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("gated", "masked"), [(True, True), (False, True), (True, False)])
 def test_compiled_training(backend: str, gated: bool, masked: bool) -> None:
     x, w = case(2, 5, gated=gated, bias=True, grad=True)
     mask = torch.arange(10).view(2, 5) % 3 != 1 if masked else None
@@ -402,6 +532,20 @@ def test_compiled_once_for_any_number_of_tokens(backend: str) -> None:
     for M in (5, 12, 40):
         x, w = case(M, bias=True, grad=True)
         assert_same(gradients(compiled(x, w, backend=backend), x, w), gradients(loss_of_dense(x, w), x, w))
+    assert counter.frame_count == 1
+
+
+@kernels
+@pytest.mark.usefixtures("short_lists")
+def test_plans_and_numbers_of_tokens_compile_nothing_anew() -> None:
+    """Densely, in parts with and without hot neurons, with other numbers; a graph for any number of tokens."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(loss_of, fullgraph=True, backend=counter, dynamic=True)
+    for M, plan in ((5, dense_plan(WIDE[1])), (6, PLANS["parts"]), (9, plan_of(0, 6, min_tokens=9)), (8, plan_of(4))):
+        x, w = case(M, bias=True, grad=True, dtype=torch.float32, width=WIDE)
+        plan.on(x.device)  # as modules do
+        got = gradients(compiled(x, w, backend="triton", plan=plan), x, w)
+        assert_same(got, gradients(loss_of_dense(x, w), x, w), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
 
 
@@ -530,6 +674,53 @@ def test_meta_tensors_give_shapes() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Plans
+# ---------------------------------------------------------------------------------------------------------
+
+
+@kernels
+@pytest.mark.usefixtures("short_lists")
+@each_kind
+@pytest.mark.parametrize("kind", PLANS)
+def test_plans_change_no_result(kind: str, gated: bool) -> None:
+    x, w = case(6, gated=gated, bias=True, grad=True, dtype=torch.float32, width=WIDE)
+    plan = PLANS[kind]
+    with torch.no_grad():
+        y = call(x, w, backend="triton", plan=plan)
+    torch.testing.assert_close(y, dense(x, w)[0].detach(), rtol=1e-4, atol=1e-4)
+    if kind == "parts" or gated:  # the rest of a backward is in test_training_kernels.py
+        mask = torch.arange(6) != 2
+        got = gradients(loss_of(x, w, mask=mask, backend="triton", plan=plan), x, w)
+        assert_same(got, gradients(loss_of_dense(x, w, mask=mask), x, w), rtol=1e-4, atol=1e-4)
+
+
+@kernels
+@pytest.mark.usefixtures("short_lists")
+def test_calls_without_a_plan_are_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: which neurons fire often is not known."""
+    from twell.kernels.launch import Kernel
+
+    launched: list[str] = []
+    run = Kernel.__call__
+    spy = lambda self, *args: launched.append(self.function.__name__) or run(self, *args)  # noqa: E731
+    monkeypatch.setattr(Kernel, "__call__", spy)
+    x, w = case(6, dtype=torch.float32, width=WIDE)
+    seen = {}
+    for kind, plan in PLANS.items():
+        launched.clear()
+        call(x, w, backend="triton", plan=plan)
+        seen[kind] = "_list_kernel" in launched
+    assert seen == {"no plan": False, "dense": False, "parts": True, "no hot neurons": True, "too few tokens": False}
+
+
+def test_plans_that_do_not_fit_are_refused() -> None:
+    x, w = case(3)
+    for plan, got in ((dense_plan(F + 2), f"one for {F + 2}"), (torch.arange(F + 5), "Tensor")):
+        with pytest.raises(ValueError, match=f"gated_ffn: plan must be a twell.Plan for {F} neurons, got {got}"):
+            call(x, w, plan=plan)
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Statistics
 # ---------------------------------------------------------------------------------------------------------
 
@@ -617,7 +808,7 @@ def test_the_requested_backend_runs(backend: str, ran: str, monkeypatch: pytest.
         spy(cpu, name, "cpu")
         spy(reference, name, "reference")
     call(x, w, backend=backend).sum().backward()
-    assert seen == [ran, ran]
+    assert seen[:2] == [ran, ran]
 
 
 @each_kind
@@ -630,6 +821,7 @@ def test_the_requested_backend_runs(backend: str, ran: str, monkeypatch: pytest.
 )
 def test_backend_errors(gated: bool, backend: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(ops, "_chosen", {})
     with pytest.raises(ValueError, match=re.escape(message)):
         call(*case(3, gated=gated), backend=backend)
 

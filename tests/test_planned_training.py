@@ -72,7 +72,6 @@ IDS = torch.randint(64, (2, 4), generator=torch.Generator().manual_seed(3))  # [
 @pytest.fixture(autouse=True)
 def kernel_runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     shorten_lists(monkeypatch.setattr)
-    gather_in_torch(monkeypatch.setattr)
     return count_runs(monkeypatch.setattr)
 
 

@@ -276,6 +276,7 @@ def test_a_refused_run_leaves_no_folder_in_the_way(text: Path, tmp_path: Path) -
 
 def test_tensor_parallel_models_are_refused(tmp_path: Path) -> None:
     model = make_model(MINI, 300, 0)
-    model.model.layers[1].mlp.__class__ = _parallel(type(model.model.layers[1].mlp))
+    ffn = model.model.layers[1].mlp
+    ffn.__class__, ffn.own = _parallel(type(ffn)), slice(0, len(ffn.neuron_counts))
     with pytest.raises(ValueError, match="tensor parallel models need a loop of their own"):
         SparseTrainer(MINI, model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))

@@ -44,8 +44,10 @@ def why_called(linear: nn.Module, name: str, known_forward: Any = None) -> str |
 
     ``known_forward``: one in the place of the class's for which the layer stands in.
     """
-    if type(linear) is not nn.Linear:
-        return f"{name} is {type(linear).__name__}, not a plain nn.Linear"
+    kind = type(linear)
+    if kind is not nn.Linear:  # PEFT's is called Linear, too
+        called = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"
+        return f"{name} is {called}, not a plain nn.Linear"
     if linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks or linear._backward_pre_hooks:
         return f"{name} has hooks"
     own = linear.__dict__.get("forward")

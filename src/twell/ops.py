@@ -93,6 +93,10 @@ def choose_backend(requested: str, device: torch.device) -> str:
     return chosen
 
 
+def _by_kernels(x: Tensor, w: Weights, backend: str) -> bool:
+    return choose_backend(backend, x.device) == "triton" and _fits_triton(x, w)
+
+
 def _fits_triton(x: Tensor, w: Weights) -> bool:
     D, F = w.down.shape
     return x.dtype != torch.float64 and D % 16 == 0 and F % 16 == 0
@@ -221,7 +225,7 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("twell::ffn_backward")
 def _(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *weights, _, _, _, _, _, _, _, _, needs = rest
+    *weights, _, _, _, _, _, _, _, backend, needs = rest
     w = Weights(*weights)
     (M, D), F = x.shape, w.gate.shape[0]
     shapes = [(M, D), (F, D), (F, D), (D, F), (F,), (F,), (D,)]
@@ -229,7 +233,7 @@ def _(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ..
     out = [
         x.new_empty(s if need and t else (0,)) for s, need, t in zip(shapes, needs, there, strict=True)
     ]  # fmt: skip
-    if needs[3] and reference.is_neuron_major(w.down):
+    if needs[3] and _by_kernels(x, w, backend) and reference.is_neuron_major(w.down):
         out[3] = x.new_empty(F, D).t()
     return tuple(out)
 
@@ -267,7 +271,7 @@ class _Train(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 output = torch.ops.twell.ffn_train.default(*inputs)
-        ctx.activation, ctx.backend = inputs[12:14]
+        ctx.activation, ctx.backend, _, ctx.saves = inputs[12:]
         ctx.save_for_backward(*inputs[:10], *output[3:])  # the parameters themselves, never views of them
         ctx.numbers = inputs[10:12]  # shapes alone: what is saved may be copied, to the CPU for one
         ctx.mark_non_differentiable(*output[2:])
@@ -276,6 +280,8 @@ class _Train(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> Any:
+        if not ctx.saves:
+            raise RuntimeError("twell::ffn_train was called with save=False: there is nothing to differentiate by")
         everything = ctx.saved_tensors  # once: under checkpointing a second look would compute it all again
         inputs, saved = (*everything[:10], *ctx.numbers), everything[10:]
         needs = list(ctx.needs_input_grad[:7])
@@ -407,8 +413,13 @@ def _tensors_of(plan: Plan | None, x: Tensor) -> Sequence[Tensor | None]:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a call is compiled, or captured in a CUDA graph, and will be repeated without the host."""
-    return torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    """Whether a call is captured in a CUDA graph, which repeats it without the host.
+
+    What is compiled is not, as far as one can tell: without ``mode="reduce-overhead"`` it takes as much of the host.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def goes_straight(x: Tensor) -> bool:

@@ -62,8 +62,7 @@ _STEP = 16  # of cap and first: kernels are compiled anew where a number stops b
 _LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the one counted, since text changes
 _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
 # Fewer tokens leave parts of the GPU idle in every kernel, and in eager calls all of it while the host launches them:
-# 0.2 ms a forward, 1.5 ms a forward and backward. Forward, then training; the second ones for calls that are compiled
-# or captured.
+# 0.2 ms a forward, 1.5 ms a forward and backward. Forward, then training; the second ones for calls that are captured.
 _MIN_TOKENS, _MIN_TOKENS_CAPTURED = 4096, 2048
 _MIN_TOKENS_TRAINING, _MIN_TOKENS_TRAINING_CAPTURED = 8192, 4096
 MAX_FEW_TOKENS = 64  # that kernels/decode.py takes at once
@@ -109,7 +108,7 @@ _MOST_TOKENS = 1 << 22  # that a shape has to tell: more are run as so many are
 
 
 def _as_shape(*numbers: int, device: torch.device) -> Tensor:
-    t = torch.empty(1, dtype=torch.int8, device=device).expand(numbers)
+    t = torch.empty(0, dtype=torch.int8, device=device).expand(*numbers, 0)  # of no elements: it may be copied
     if not torch.compiler.is_compiling():  # symbols from the first time on: else layers would compile anew one by one
         torch._dynamo.maybe_mark_dynamic(t, list(range(len(numbers))))
     return t
@@ -117,13 +116,13 @@ def _as_shape(*numbers: int, device: torch.device) -> Tensor:
 
 def sizes_of(plan: PlanTensors) -> tuple[int, int, int]:
     """H, cap, first."""
-    n_hot, cap, first = plan.sizes.shape
+    n_hot, cap, first, _ = plan.sizes.shape
     return n_hot - _SHIFT_HOT, cap - _SHIFT_CAP, first - _SHIFT_FIRST
 
 
 def tokens_of(plan: PlanTensors) -> tuple[int, int]:
     """few_tokens, min_tokens."""
-    few, least = plan.tokens.shape
+    few, least, _ = plan.tokens.shape
     return few - _SHIFT_CAP, least - _SHIFT_FIRST
 
 
@@ -131,8 +130,9 @@ def tokens_of(plan: PlanTensors) -> tuple[int, int]:
 class Plan:
     """How one layer runs on a GPU. Changes time, never a result.
 
-    Eager calls and those that are compiled or captured in a CUDA graph have thresholds of their own: a graph replays
-    without the host, which otherwise takes longer than a small batch does on the GPU."""
+    Calls that are captured in a CUDA graph have thresholds of their own: a graph replays without the host, which
+    otherwise takes longer than a small batch does on the GPU.
+    """
 
     n_neurons: int
     hot: Tensor  # int64 [H], most frequent first; all F neurons where batches run densely
@@ -140,7 +140,7 @@ class Plan:
     first: int = 32  # the tail starts with tokens that have more than this
     min_tokens: int = _MIN_TOKENS  # a smaller batch runs densely
     few_tokens: int = 0  # but not one of at most so many tokens
-    min_tokens_captured: int | None = None  # compiled, or in a CUDA graph; None: the same
+    min_tokens_captured: int | None = None  # in a CUDA graph; None: the same
     few_tokens_captured: int | None = None
     predicted: float | None = None  # speedup over dense
     mean_active: float | None = None  # neurons that a token fires, where it was counted

@@ -237,7 +237,7 @@ def _as_called(runs: Mapping[str, Callable[[], Any]], seconds: float, device: to
 
 
 @torch.no_grad()
-def measure_generate(subject: Subject, ids: Tensor, new_tokens: int = NEW_TOKENS, *, seconds: float) -> dict[str, Any]:
+def measure_generate(subject: Subject, ids: Tensor, new_tokens: int, *, seconds: float) -> dict[str, Any]:
     """A JSON-ready row of greedy ``model.generate`` after the prompts ids [batch, length]: dense, sparse and frozen."""
     dense, sparse = subject.dense, subject.sparse
     device, config = dense.device, dense.config

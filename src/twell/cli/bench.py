@@ -176,7 +176,7 @@ def bench_model(
         raise ValueError("--paper is 64 x 2048 random tokens: leave out --batch, --length, --shape and --text")
     if shape and (batch or length):
         raise ValueError("--shape says both --batch and --length: leave them out")
-    if min([*(batch or []), *(length or []), depth or 1], default=1) < 1:
+    if min([*(batch or []), *(length or []), 1 if depth is None else depth]) < 1:
         raise ValueError("--batch, --length and --depth must be at least 1")
     torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = [64] if paper else batch or [4 if torch_device.type == "cpu" else 32]
@@ -264,7 +264,7 @@ def _real_model_rows(
             yield {**row, "case": "random" if text is None else "text"}
         if generate:
             prompt = ids[: bench.PROMPT_TOKENS].view(1, -1).to(device)
-            row = bench.measure_generate(subject, prompt, seconds=how["seconds"])
+            row = bench.measure_generate(subject, prompt, bench.NEW_TOKENS, seconds=how["seconds"])
             yield {**row, "case": "random" if text is None else "text"}
 
     return rows()
@@ -322,7 +322,7 @@ def _random_model_rows(
             shape = (1, bench.PROMPT_TOKENS)
             subject = subject_for([shape])
             ids = torch.randint(recipe.vocab_size, shape, device=device)
-            yield {**bench.measure_generate(subject, ids, seconds=how["seconds"]), **facts}
+            yield {**bench.measure_generate(subject, ids, bench.NEW_TOKENS, seconds=how["seconds"]), **facts}
 
     return rows()
 

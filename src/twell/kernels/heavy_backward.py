@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twell.kernels.heavy import BARRIER, leave_for_all, wait_for_all
 from twell.kernels.launch import ANY, INTERPRETED, MULTIPLE, Kernel, ceil_div
 from twell.kernels.tiles import device_facts, relu, tile_of
 from twell.kernels.weight_gradients import NeuronGradients
@@ -37,7 +38,6 @@ from twell.kernels.weight_gradients import NeuronGradients
 _CHUNK = 2048  # heavy tokens at once
 _ROUNDINGS = 4  # of a 16-bit gradient, at most, if nothing is kept of what they take
 _SORT = 1024  # tokens looked at together while sorting
-_BARRIER = tl.constexpr(3)  # place in marks: programs that have come to a barrier; 0 before and after every launch
 
 
 class HeavyTiles(NamedTuple):
@@ -75,16 +75,6 @@ def heavy_tiles(capability: int, dtype: torch.dtype) -> HeavyTiles:
     if dtype == torch.float32:
         tiles = tiles._replace(BM=64, BN=64, BD=64, BK=32, FEW_BK=32, stages=3)
     return tiles
-
-
-@triton.jit
-def _wait_for_all(counter, arrived):
-    """Until the programs have arrived that often, all together. What they wrote before, all can read afterwards."""
-    tl.debug_barrier()  # one thread speaks for the program
-    tl.atomic_add(counter, 1, sem="release", scope="gpu")
-    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < arrived:
-        pass
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -403,7 +393,7 @@ def _heavy_backward_kernel(
         rests = h + size
         _sort_heavy(m_marks, tokens + M, tokens, n_first, n_heavy, M, SORT)
         arrived = programs
-        _wait_for_all(m_marks + _BARRIER, arrived)
+        wait_for_all(m_marks + BARRIER, arrived)
         for first in range(0, n_heavy, chunk):
             n = min(chunk, n_heavy - first)
             is_last = first + n == n_heavy
@@ -421,7 +411,7 @@ def _heavy_backward_kernel(
                     HAS_MASK, BM, BN, BK, STAGES, PRECISION,
                 )  # fmt: skip
             arrived += programs
-            _wait_for_all(m_marks + _BARRIER, arrived)
+            wait_for_all(m_marks + BARRIER, arrived)
             turn = tl.program_id(0)  # tiles go round: who had none of the last goes first
             if WANTS_DX:
                 if n <= FEW:
@@ -442,9 +432,8 @@ def _heavy_backward_kernel(
                             C, width, WANTS_GATE_BIAS, WANTS_UP_BIAS, HAS_ORDER, BM, FEW_BD)  # fmt: skip
             if is_last == 0:
                 arrived += programs
-                _wait_for_all(m_marks + _BARRIER, arrived)
-        if tl.atomic_add(m_marks + _BARRIER, 1, sem="relaxed", scope="gpu") == arrived + programs - 1:
-            tl.atomic_xchg(m_marks + _BARRIER, 0, sem="relaxed", scope="gpu")  # nobody waits any more
+                wait_for_all(m_marks + BARRIER, arrived)
+        leave_for_all(m_marks + BARRIER, arrived)
 
 
 @functools.cache

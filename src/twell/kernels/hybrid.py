@@ -68,7 +68,9 @@ def forward(
     if cold_gate is None:
         zeros = not gated
         cold_gate = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=zeros, space=space, marks=marks, **common)
-    gate, bitmap, marks = cold_gate
+    else:  # the backward finds the marks among what is kept
+        kept.integers[sizes.marks_at : sizes.marks_at + 4] = 0
+    gate, bitmap, _ = cold_gate
     out = kept.rows, values
     lists = list_active(gate, bitmap, marks, split.order, cap=split.cap, first=split.first, out=out)
     y, l1, tile = x.new_empty(x.shape), space.take(M, dtype=torch.float32), tail_tile(tiles, x, split.first)
