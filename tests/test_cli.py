@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from command_line import Twell
 from twell import __version__, cpu, doctor
 from twell.analyze import Analysis
+from twell.bench import timing
 from twell.hf.convert import sparsify_
 from twell.trace import Trace
 from twell.train.data import SAMPLE, read_texts
@@ -67,11 +69,20 @@ def test_bench_prints_and_appends_json_rows(twell: Twell, tmp_path: Path) -> Non
     assert len(out.read_text().splitlines()) == 4
 
 
-def test_bench_prints_a_table(twell: Twell) -> None:
+def test_bench_prints_a_table(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
     result = twell("bench", "ffn", "-w", "skew10", "-m", "4", *SMALL, "--plain", "--dtype", "bfloat16")
     assert result.returncode == 0, result.stderr
     assert "plain FFN, D 64, F 256, bfloat16" in result.stdout
-    assert "skew10" in result.stdout and "dense ms" in result.stdout and "sparse ms" in result.stdout
+    for word in ("skew10", "dense", "sparse", "frozen", "speedup", "error"):
+        assert word in result.stdout
+    assert "called" not in result.stdout
+    command = ("bench", "ffn", "-w", "skew10", "-m", "4", *SMALL, "--called")
+    monkeypatch.setattr(timing, "ROUND_MS", 0.01)
+    result = twell(*command)
+    assert result.returncode == 0, result.stderr
+    head = next(line for line in result.stdout.splitlines() if "workload" in line)
+    assert head.split() == ["workload", "tokens", "active", "ms", "speedup", "called", "ms", "called", "host", "us"]
+    assert len(re.findall(r"\d\.\d\dx", result.stdout)) == 4  # sparse and frozen: the device's, and as called
 
 
 def test_bench_train_prints_a_table(twell: Twell) -> None:
@@ -111,7 +122,7 @@ def test_bad_input_is_one_clear_line(
     [
         (["--preset", "huge", "--device", "cpu"], "unknown preset 'huge'"),
         (["-w", "none", "--device", "cpu"], "unknown workload 'none'"),
-        (["--batch", "0", "--device", "cpu"], "--batch and --length must be at least 1"),
+        (["--batch", "0", "--device", "cpu"], "--batch, --length and --depth must be at least 1"),
         (["--preset", "tiny", "--device", "cpu"], "backend 'triton' is not available"),
     ],
 )

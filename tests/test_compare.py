@@ -181,6 +181,28 @@ def test_a_speedup_is_over_the_faster_dense() -> None:
     assert cmp.quantities(row)["speedup"] == point(1.8)
 
 
+def test_calls_are_quantities_of_their_own() -> None:
+    def row(sparse: float, host: float) -> Row:
+        calls = {"dense": spread(3.0), "compiled": spread(2.0), "sparse": spread(sparse), "frozen": spread(0.5, 0.2)}
+        steps = {name: spread(1 + time["p50"], 0.1) for name, time in calls.items()}
+        speedups = {
+            "speedup_called": 2 / sparse,
+            "speedup_called_frozen": 4.0,
+            "speedup_called_with_step": 3 / (1 + sparse),
+        }
+        return ffn(called_ms=calls, called_with_step_ms=steps, host_us={"sparse": host}, memory_ratio=1.01, **speedups)
+
+    found = cmp.quantities(row(1.0, 100.0))
+    widths = {
+        name: round(m.half_width, 3) for name, m in found.items() if m is not None and name.startswith("speedup_")
+    }
+    assert widths == {"speedup_called": 0.014, "speedup_called_frozen": 0.2, "speedup_called_with_step": 0.141}
+    comparison = cmp.compare({"a": [row(1.0, 100.0)], "b": [row(1.2, 130.0)]})
+    verdicts = {d.quantity: d.verdict for d in comparison.differences}
+    assert verdicts["called_ms.sparse"] == verdicts["speedup_called"] == verdicts["host_us.sparse"] == "worse"
+    assert verdicts["speedup"] == verdicts["speedup_called_frozen"] == verdicts["memory_ratio"] == "noise"
+
+
 def test_a_speedup_without_times_has_the_floor_alone() -> None:
     bare = {"bench": "ffn", "speedup": 2.0}
     assert verdicts(two(bare, bare | {"speedup": 1.97})) == {"speedup": "noise"}

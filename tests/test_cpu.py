@@ -30,7 +30,8 @@ each_m = pytest.mark.parametrize("M", [1, 2, 16, 64, 65, 257])
 
 SLOW_MATVEC = cpu._BlasHabits(slow_matvec=True)
 IN_PARTS = cpu._BlasHabits(rows_in_parts=range(1, 300))
-HABITS = [cpu._BlasHabits(), SLOW_MATVEC, cpu._BlasHabits(transposed_rows=range(1, 300)), IN_PARTS]
+TRANSPOSED = cpu._BlasHabits(transposed_rows=range(1, 300), transposed_bf16_rows=range(1, 300))
+HABITS = [cpu._BlasHabits(), SLOW_MATVEC, TRANSPOSED, IN_PARTS]
 
 ALWAYS_ON, WAKES_HOT, WAKES_ALL, FREE = 0, 1, 2, 3  # what the columns of x are for, in `case`
 
@@ -378,15 +379,18 @@ def test_an_unknown_cpu_takes_plain_products() -> None:
         assert cpu._blas_habits.__wrapped__() == cpu._BlasHabits()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("F", [32, 36])
-def test_every_way_of_a_linear_is_the_same(M: int, F: int, habits: cpu._BlasHabits) -> None:
+def test_every_way_of_a_linear_is_the_same(F: int, M: int, dtype: torch.dtype, habits: cpu._BlasHabits) -> None:
     """Also where F does not divide into parts, and where weights do not lie row by row."""
-    x, bias = torch.randn(M, 48), torch.randn(F)
-    for weight, b in itertools.product((torch.randn(F, 48), torch.randn(48, F).t()), (None, bias)):
+    x, bias = torch.randn(M, 48).to(dtype), torch.randn(F).to(dtype)
+    error = 1e-5 if dtype == torch.float32 else 2e-2
+    for layout, b in itertools.product((torch.clone, transposed, every_other_row), (None, bias)):
+        weight = layout(torch.randn(F, 48).to(dtype) / 7)
         y = cpu._linear(x, weight, b)
         assert y.is_contiguous()
-        torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b), rtol=error, atol=error)
 
 
 def test_slow_ways_are_not_for_weights_that_lie_by_column(habits: cpu._BlasHabits) -> None:

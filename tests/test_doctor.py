@@ -19,7 +19,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from twell import cli, doctor, ops, plan
+from interpreted import shorten_lists
+from twell import cli, doctor, nn, ops, plan
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
@@ -72,7 +73,8 @@ def test_plans_are_those_that_sparsify_chooses(relu_model: Path) -> None:
         assert without_prediction == f"Plan({shown.plan})"
     assert plans[0].plan.startswith(f"0 of {F} neurons hot, tokens heavy above ")
     assert plans[1].plan.startswith(f"256 of {F} neurons hot, ")
-    assert plans[2] == doctor.LayerPlan("model.layers.2.mlp", f"dense, {F} neurons", 1.0)
+    assert plans[2] == doctor.LayerPlan("model.layers.2.mlp", "sparse", f"dense, {F} neurons", 1.0, 0)
+    assert {p.runs for p in plans} == {"sparse"}
     assert plans[0].predicted is not None and plans[1].predicted is not None
     assert plans[0].predicted > plans[1].predicted > 1.05
 
@@ -119,12 +121,56 @@ def test_without_counts_the_command_that_makes_them_is_named(relu_model: Path) -
 
 def test_layers_without_a_plan_say_why(tmp_path: Path) -> None:
     silu = saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "silu")
-    assert {p.plan for p in doctor.plans(str(silu))} == {"skipped: silu: call relufy_ first"}
+    for p in doctor.plans(str(silu)):
+        assert p[1:] == ("left alone: silu: call relufy_ first", "", None, 0)
+
+
+def test_opts_layers_have_plans_too(tmp_path: Path) -> None:
     config = OPTConfig(
-        hidden_size=16, ffn_dim=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=50, word_embed_proj_dim=16
+        hidden_size=16, ffn_dim=F, num_hidden_layers=2, num_attention_heads=2, vocab_size=50, word_embed_proj_dim=16
     )
     opt = saved(OPTForCausalLM(config), tmp_path / "opt")
-    assert {p.plan for p in doctor.plans(str(opt))} == {"dense: it runs inside its decoder layer, without a plan"}
+    assert all(p.runs == "sparse" and "twell calibrate" in p.plan for p in doctor.plans(str(opt)))
+    keep_counts(opt, fired_by(0), fired_by(F))
+    assert [p.plan.partition(",")[0] for p in doctor.plans(str(opt))] == [f"0 of {F} neurons hot", "dense"]
+
+
+def test_layers_whose_projections_are_called_say_why(relu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        plans = doctor.plans(str(relu_model))
+    finally:
+        handle.remove()
+    assert {p[1:] for p in plans} == {("called: there are global hooks on modules", "", None, 0)}
+
+
+# -- what freezing adds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [16, 4096])
+def test_frozen_bytes_on_a_cpu_are_those_of_freezing(width: int) -> None:
+    layer = nn.GatedSparseFFN(width, F).eval()
+    nn.neuron_major_(layer.down_proj)
+    layer.freeze()
+    assert doctor.frozen_bytes(layer, None) == layer.frozen_bytes()
+
+
+@pytest.mark.parametrize(("hot", "few", "made_of"), [(32, 0, nn.GatedSparseFFN), (32, 4, nn.SparseFFN), (0, 4, None)])
+def test_frozen_bytes_on_a_gpu_are_those_of_freezing(
+    hot: int, few: int, made_of: type[nn.SparseFFNBase] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter runs where there is no GPU")
+    layer = (made_of or nn.GatedSparseFFN)(16, 64, backend="triton", dtype=torch.bfloat16).eval()
+    nn.neuron_major_(layer.down_proj)
+    chosen = plan.Plan(n_neurons=64, hot=torch.arange(hot), cap=16, few_tokens=few, mean_active=0.5)
+    layer.set_plan(chosen)
+    layer.freeze()
+    monkeypatch.setattr(doctor, "_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(ops, "why_unavailable", lambda *_: None)
+    assert doctor.frozen_bytes(layer, chosen) == layer.frozen_bytes() > 0
+    assert doctor.frozen_bytes(layer, None) is None
 
 
 @pytest.mark.parametrize("fired", [(fired_by(3), fired_by(3)), (fired_by(3, 256),) * 3])
@@ -207,8 +253,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter runs where there is no GPU")
-    monkeypatch.setattr("twell.kernels.lists.N_LONG", 4)
-    return {"device": torch.device("cpu"), "dtype": torch.float32, "tokens": 64, "width": 32, "hidden": 352}
+    shorten_lists(monkeypatch.setattr)
+    return {"device": torch.device("cpu"), "dtype": torch.float32, "tokens": 48, "width": 32, "hidden": 176}
 
 
 def test_the_kernels_pass(interpreted: dict[str, Any]) -> None:
@@ -238,7 +284,7 @@ def test_a_broken_part_of_the_kernels_is_found(
     monkeypatch.setattr(split, part, wrong)
     problem = doctor.kernel_problem(**interpreted)
     assert problem is not None and problem.startswith("Triton kernels: sparse output is wrong")
-    assert all(8 < tokens < 64 for tokens in changed)  # some light, some heavy
+    assert all(4 < tokens < 48 for tokens in changed)  # some light, some heavy
 
 
 @pytest.mark.parametrize(("module", "part"), [("decode", "forward"), ("hybrid", "backward")])
@@ -345,7 +391,9 @@ def test_command_with_a_model(
     found = json.loads(capsys.readouterr().out)
     expected = doctor.plans(str(relu_model))
     assert found["healthy"] is True and found["self-test"].startswith("sparse equals dense")
-    assert found["plans"] == [{"layer": p.layer, "plan": p.plan, "predicted": p.predicted} for p in expected]
+    assert found["plans"] == [p._asdict() for p in expected]
+    assert set(found["plans"][0]) == {"layer", "runs", "plan", "predicted", "frozen_bytes"}
+    assert "on a GPU a call runs densely" in found["without a plan"]
 
     monkeypatch.setattr(doctor, "_extras", lambda: "eval lacks lm-eval: pip install 'twell[eval]'")
     assert run(monkeypatch, str(relu_model)) == 0
@@ -361,7 +409,7 @@ def test_command_without_counts_or_model(
     relu_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, str(relu_model)) == 0
-    assert capsys.readouterr().out.count("twell calibrate") == 1
+    assert capsys.readouterr().out.count("plans by its first") == 1  # all layers on one line
     assert run(monkeypatch, "--json") == 0
     assert "plans" not in json.loads(capsys.readouterr().out)
     assert run(monkeypatch, "nowhere") == 2

@@ -22,6 +22,7 @@ from twell.generate import Parting, Settings
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
 from twell.hf.text import TextStream, decoder
+from twell.nn import SparseFFNBase
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import load_tokenizer, train_bpe
 
@@ -97,10 +98,11 @@ def test_tokens_are_those_of_generate(twell: Twell, folders: dict[str, str], nam
     assert (row["prompt"], row["new_tokens"], row["finish"]) == (PROMPTS[1], 12, "length")
     assert row["first_token_s"] > 0 and row["tokens_per_s"] > 0
     if name == "silu":
-        assert "nothing is sparse: 2 dense: silu" in result.stderr
+        assert "nothing is sparse: 2 dense: silu" in result.stderr and "frozen" not in result.stderr
         assert row["active_neurons"] == {}
     else:
         assert "all 2 feed-forward layers can run sparsely" in result.stderr
+        assert result.stderr.splitlines()[-1].startswith("2 feed-forward layers frozen, 0.0 MB beside their weights")
         assert len(row["active_neurons"]) == 2
         assert all(0 < mean < 64 for mean in row["active_neurons"].values())
 
@@ -306,6 +308,7 @@ def test_dense_and_sparse_agree(twell: Twell, folders: dict[str, str], name: str
     for side in ("dense", "sparse"):
         assert row["prefill_ms"][side]["p50"] > 0 and row["decode_tokens_per_s"][side] > 0
         assert row["memory"][side]["weights"] > 0 and row["memory"][side]["pass"] > 0
+        assert row["memory"][side]["frozen"] == 0  # so small are the layers
         p20, p50, p80 = row["decode_ms"][side].values()
         assert p20 <= p50 <= p80
     assert row["speedup"]["decode"] == pytest.approx(
@@ -314,6 +317,7 @@ def test_dense_and_sparse_agree(twell: Twell, folders: dict[str, str], name: str
     assert {"commit", "versions", "cpu"} <= set(row)
     if name == "relu":
         shown = twell(*command, "--static-cache").stdout
+        assert "frozen beside them, MB" in shown
         assert "greedy tokens agree, all 24" in shown and "decode, tokens/s" in shown and "static cache" in shown
 
 
@@ -379,6 +383,25 @@ def test_the_dense_twin_shares_all_weights(folders: dict[str, str]) -> None:
         own, shared = dict(model.named_parameters()), dict(dense.named_parameters())
         assert own.keys() == shared.keys() and all(own[key] is shared[key] for key in own)
         assert not sparsify_(model).changed and sparsify_(dense).changed
+
+
+def test_generating_is_by_frozen_layers_and_the_dense_twin_leaves_the_layout(
+    twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[bool, bool]] = set()
+    right = SparseFFNBase._ffn
+
+    def watched(self: SparseFFNBase, *args: Any) -> Any:
+        down = getattr(self, self.projections[-1]).weight
+        if "dense_block" in vars(self):  # it is in its place: sparsify_ has tried it
+            seen.add((self.frozen is not None, bool(down.t().is_contiguous())))
+        return right(self, *args)
+
+    monkeypatch.setattr(SparseFFNBase, "_ffn", watched)
+    command = [folders["relu"], "--prompt", PROMPTS[0], "--max-new-tokens", "3"]
+    assert twell(*command).returncode == 0
+    assert twell(*command, "--compare", "--repeats", "1").returncode == 0
+    assert seen == {(True, True)}
 
 
 @pytest.mark.gpu

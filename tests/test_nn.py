@@ -262,6 +262,21 @@ def test_statistics_are_returned_on_request(track_counts: bool) -> None:
     torch.testing.assert_close(layer(x), y)
 
 
+def test_layers_that_call_their_projections_count_whole_layers_alone() -> None:
+    """A projection that gives its share of the neurons, as tensor parallel ones do, has no statistics of the layer."""
+    layer, x = SparseFFN(D, F, dtype=f64), tokens()
+    expected, stats = layer(x, return_stats=True)
+    hook = layer.up_proj.register_forward_hook(lambda *_: None)
+    y, called = layer(x, return_stats=True)  # x [D]: one token
+    torch.testing.assert_close((y, *called), (expected, *stats))
+    hook.remove()
+    layer.up_proj.register_forward_hook(lambda module, args, out: out[..., : F // 2])
+    layer.down_proj.forward = lambda h: h @ layer.down_proj.weight[:, : F // 2].t()
+    assert layer(x).shape == (D,)
+    with pytest.raises(ValueError, match="up_proj gave 16 of 32 neurons"):
+        layer(x, return_stats=True)
+
+
 def test_counts_do_not_overflow_int32() -> None:
     layer = GatedSparseFFN(D, F)
     layer.neuron_counts.fill_(2**31 - 1)

@@ -40,6 +40,7 @@ import twell
 from twell import cpu, serve
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.text import TextStream
+from twell.nn import SparseFFNBase
 from twell.serve.engine import Job, Sampler
 from twell.serve.text import UntilStop
 from twell.train.data import SAMPLE, read_texts
@@ -617,6 +618,19 @@ def test_a_model_that_batching_gets_wrong_is_served_one_at_a_time() -> None:
         assert tokens_of(engine, prompts, 10) == expected
 
 
+def test_layers_do_not_plan_by_what_is_tried_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    looks: list[int] = []
+    monkeypatch.setattr(SparseFFNBase, "_look_at", lambda self, x: looks.append(x.shape[-2]))
+    model.model.layers[0].mlp.set_plan(None)
+    engine, _ = serve.choose_engine(model, 1024)
+    with engine:
+        assert not looks
+        tokens_of(engine, [[5, 6, 7]], 2)
+        assert looks  # real tokens
+    assert [layer.mlp._plans_itself for layer in model.model.layers] == [False, True]
+
+
 def test_a_generation_config_that_batching_would_leave_out(folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     plain = generated(model, [[5, 6, 7]], 30)
@@ -739,6 +753,7 @@ def test_the_command_from_start_to_ctrl_c(folder: Path, tmp_path: Path) -> None:
             said += line
         assert f"{folder}, float32, on cpu" in said
         assert "sparse:   all 2 feed-forward layers" in said
+        assert "frozen:   2 feed-forward layers frozen, 0.0 MB beside their weights\n" in said
         assert "requests: computed together, up to 20,000 tokens each" in said
         assert "warning" not in said
         url = re.search(r"address:  (http://127\.0\.0\.1:\d+)/v1", said)

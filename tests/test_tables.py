@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -168,3 +169,92 @@ def test_rows_that_compare_nothing_are_left_out(rows: Path) -> None:
     with path.open("a") as f:
         f.write(json.dumps(alone) + "\n" + json.dumps(alone | {"level": "largest", "speedup": 1.3}) + "\n")
     assert before == (tables.render("readme-models", rows, "r"), tables.render("train-step", rows, "r"))
+
+
+# -- as called --------------------------------------------------------------------------------------------
+
+
+def spread(ms: float) -> dict[str, float]:
+    return {"p20": ms, "p50": ms, "p80": ms}
+
+
+CALLED = {
+    "called_ms": {"dense": spread(0.5), "compiled": spread(0.4), "sparse": spread(0.25), "frozen": spread(0.2)},
+    "speedup_called": 1.6,
+    "speedup_called_frozen": 2.0,
+}
+
+
+def append(path: Path, *rows_: dict[str, object]) -> None:
+    with path.open("a") as f:
+        f.write("".join(json.dumps(row) + "\n" for row in rows_))
+
+
+def first_row(path: Path, **wanted: object) -> dict[str, Any]:
+    found = map(json.loads, path.read_text().splitlines())
+    return next(row for row in found if all(row.get(k) == v for k, v in wanted.items()))
+
+
+@pytest.mark.parametrize(("name", "file", "unit"), [("ffn", "ffn-h200", "ms"), ("ffn-few", "ffn-few-h200", "us")])
+def test_calls_stand_beside_the_devices_times(name: str, file: str, unit: str, rows: Path) -> None:
+    path = rows / f"{file}.jsonl"
+    n_old = len(tables.render(name, rows, "r").splitlines())
+    new = first_row(path, workload="skew29") | CALLED | {"M": 777, "frozen_ms": spread(0.3), "speedup_frozen": 1.75}
+    append(path, new)
+    head, _, *lines = tables.render(name, rows, "r").splitlines()
+    assert len(lines) + 2 == n_old + 1
+    assert head.endswith(f"| frozen {unit} | speedup | as called: dense {unit} | sparse {unit} | speedup | frozen |")
+    (line,) = (line for line in lines if "| 777 |" in line)
+    called, sparse = ("0.400", "0.250") if unit == "ms" else ("400.0", "250.0")
+    assert line.endswith(f"**1.75x** | {called} ±0 % | {sparse} ±0 % | **1.60x** | **2.00x** |")
+    assert lines[0].endswith("|  |  |  |  |  |  |")  # older rows were measured without
+
+
+def test_readme_says_what_calls_take(rows: Path) -> None:
+    path = rows / "ffn-h200.jsonl"
+    append(path, first_row(path, workload="skew29", M=4096) | CALLED | {"speedup": 1.8, "speedup_frozen": 1.9})
+    assert "| 29 of 5632 | 1.80x, called 1.60x | 1.96x |" in tables.render("readme-gpu", rows, "r")
+    path = rows / "ffn-few-h200.jsonl"
+    append(path, first_row(path, workload="skew29", M=1) | CALLED | {"speedup": 3.0, "speedup_frozen": 3.25})
+    assert "| 29 of 5632 | 3.25x, called 2.00x | 2.45x |" in tables.render("readme-few", rows, "r")  # both frozen
+
+
+def test_shapes_of_a_model_and_its_generate(rows: Path) -> None:
+    path = rows / "model-h200.jsonl"
+    before = tables.render("paper", rows, "r")
+    some = first_row(path, preset="1.5b", case="paper", compiled=False)
+    some |= {"preset": "16 layers of 1.5b", "case": None, "memory_ratio": 1.01, **CALLED}
+    del some["speedup_called_frozen"]
+    shapes = [
+        some | {"batch": 1, "length": 1, "speedup_called": 0.99, "tokens_per_ms": {"dense": 0.151, "sparse": 0.149}},
+        some | {"batch": 4, "length": 2048, "speedup_called": 1.2},
+    ]
+    calls = {name: CALLED["called_ms"][name] for name in ("dense", "sparse", "frozen")}  # type: ignore[index]
+    facts = {name: some[name] for name in ("preset", "workload", "compiled", "versions", "gpu", "device", "commit")}
+    generated = {"bench": "generate", "batch": 1, "length": 32, "new_tokens": 64, **facts, **CALLED, "called_ms": calls}
+    append(path, *shapes, generated)
+    text = tables.render("model", rows, "r")
+    assert "| as called: dense ms | sparse ms | speedup | frozen | memory of the model |" in text.splitlines()[0]
+    assert "| 0.15 -> 0.15 |" in text and "| **0.99x** |  | 1.010x |" in text
+    line = next(line for line in text.splitlines() if "model.generate" in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[3:9] == ["1 x 32 + 64 new", "", "", "", "", ""]
+    assert cells[9:] == ["0.500 ±0 %", "0.250 ±0 %", "**1.60x**", "**2.00x**", ""]
+    lines = tables.render("readme-models", rows, "r").splitlines()
+    assert lines[0] == "| 1.5B shape | speed | as called | memory | energy |"
+    shape = "| forward, 16 layers of 1.5b, eager, 1 x 1 to 4 x 2048 tokens, skew29 |  | 0.99x to 1.20x | 1.01x |  |"
+    place = lines.index(shape)
+    assert lines[place - 1].startswith("| forward of a model, eager, trace | 1.20x |  |")
+    assert lines[place + 1].startswith("| model.generate, 16 layers of 1.5b, skew29 |  | 1.60x, frozen 2.00x |")
+    assert tables.render("paper", rows, "r") == before
+
+
+def test_training_as_called(rows: Path) -> None:
+    path = rows / "train-h200.jsonl"
+    row = first_row(path, level="ffn", workload="skew29", kind="gated") | CALLED | {"M": 777}
+    del row["speedup_called_frozen"]
+    append(path, row | {"speedup_called_with_step": 1.5})
+    head, _, *lines = tables.render("train-ffn", rows, "r").splitlines()
+    assert head.endswith("| energy | as called: dense ms | sparse ms | speedup | with AdamW's step |")
+    line = next(line for line in lines if "| 777 |" in line)
+    assert line.endswith("| 0.400 ±0 % | 0.250 ±0 % | **1.60x** | **1.50x** |") and lines[0].endswith("|  |  |  |  |")

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,12 +79,14 @@ _DENSE_SHARE = 0.4  # above this share of active elements not even listing them 
 _MARGIN = 0.9  # sparse must promise to be 10 % cheaper than dense
 
 _BLOCK_BYTES = 24 << 20  # of a [m, F] buffer; malloc keeps freed buffers up to 32 MiB
-_PARTS = 8  # of a weight, see _linear_in_parts
+_PARTS = 8  # of a weight, see _linear_in_parts, and of a long sum, see _weighted_sum
+_LONG_SUM = 256  # rows
 _MIN_HOT_ROWS = 64  # with fewer tokens a hot neuron's rows are read once either way
 _MIN_INT8_GATE = 8 << 20  # elements of a gate below which its int8 copy does not pay
 _MAX_CANDIDATES = 1 / 16  # share of the neurons above which reading all of the gate is faster than their rows
 _FIRST_LOOK = 16  # a sixteenth of the neurons tells whether there are too many
 _MAX_COLUMNS = 1 / 28  # of the neurons, for one token: a dense product with Wd is faster than more columns of it
+_MAX_ROWS = 2 / 3  # of the neurons, for one token: the same where Wd holds a neuron as a row
 _SLICE = 512  # rows of Wd whose columns are gathered at once: they stay in the cache, and need no fresh pages
 _MIN_TRAIN_ROWS = 256  # below, the dense backward is as fast
 
@@ -185,6 +187,11 @@ def _one_token(x: Tensor, w: Weights, activation: str, frozen: _Frozen | None) -
             return _at_neurons(x, w, frozen, col, r, activation)
     h = activate(gate, activation)
     h = h if w.up is None else h * _linear(x, w.up, w.up_bias)
+    down_FD = _down_rows(w.down, frozen)
+    if down_FD is not None:
+        col = h.view(-1).nonzero().view(-1)  # NaN included
+        if len(col) <= _MAX_ROWS * len(down_FD):
+            return _weighted_sum(down_FD, col, h.view(-1).take(col), w.down_bias)
     return _linear(h, w.down, w.down_bias)
 
 
@@ -197,8 +204,9 @@ def _at_neurons(x: Tensor, w: Weights, frozen: _Frozen | None, col: Tensor, r: T
     down_FD, F = _down_rows(w.down, frozen), w.down.shape[1]
     if down_FD is None and len(col) > _MAX_COLUMNS * F:
         return _linear(x.new_zeros(1, F).index_copy_(1, col, h.unsqueeze(0)), w.down, w.down_bias)
-    down_FD = w.down.t() if down_FD is None else down_FD
-    y = (h @ down_FD.index_select(0, col)).unsqueeze(0)
+    if down_FD is not None:
+        return _weighted_sum(down_FD, col, h, w.down_bias)
+    y = (h @ w.down.detach().t().index_select(0, col)).unsqueeze(0)
     return y if w.down_bias is None else y.add_(w.down_bias)
 
 
@@ -478,9 +486,9 @@ def _is_finite_token(x: Tensor, active: Tensor) -> bool:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b, contiguous; in fp32 with few rows by the way that is fastest on this vendor's CPUs."""
+    """x W^T + b, contiguous; with few rows by the way that is fastest on this vendor's CPUs."""
+    habits, y, lies_by_row = _blas_habits(), None, weight.is_contiguous()
     if x.dtype in (torch.float32, torch.float64):
-        habits, y, lies_by_row = _blas_habits(), None, weight.is_contiguous()
         in_parts = len(x) in habits.rows_in_parts and not any(n % _PARTS for n in weight.shape)
         if in_parts and (lies_by_row or is_neuron_major(weight)) and torch.get_num_threads() > 1:
             y = _linear_in_parts(x, weight) if lies_by_row else _linear_in_parts_by_column(x, weight)
@@ -492,9 +500,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y = torch.sparse.sampled_addmm(column, weight, x.t(), beta=0.0).values().view(1, -1)
         elif len(x) in habits.transposed_rows:
             y = torch.mm(weight, x.t()).t().contiguous()
-        if y is not None:
-            return y if bias is None else y.add_(bias)
-    return nnf.linear(x, weight, bias)
+    elif len(x) in habits.transposed_bf16_rows and x.dtype == torch.bfloat16:
+        if lies_by_row and weight.shape[1] > weight.shape[0]:
+            y = torch.mm(weight, x.t()).t().contiguous()
+    if y is None:
+        return nnf.linear(x, weight, bias)
+    return y if bias is None else y.add_(bias)
 
 
 def _linear_in_parts(x: Tensor, weight: Tensor) -> Tensor:
@@ -516,11 +527,12 @@ def _linear_in_parts_by_column(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _BlasHabits(NamedTuple):
-    """Where MKL's plain x W^T is not the fastest fp32 product; W 5632 x 2048, ms."""
+    """Where the plain x W^T of MKL (fp32) and oneDNN (bf16) is not the fastest product; W 5632 x 2048, ms."""
 
     slow_matvec: bool = False  # one row: sampled_addmm over all of W is faster
-    transposed_rows: range = range(0)  # these many rows: (W x^T)^T is faster
-    rows_in_parts: range = range(0)  # these many rows: parts of W are faster, with several threads
+    transposed_rows: Container[int] = range(0)  # these many rows: (W x^T)^T is faster
+    transposed_bf16_rows: Container[int] = range(0)  # the same in bf16, for W wider than high
+    rows_in_parts: Container[int] = range(0)  # these many rows: parts of W are faster, with several threads
     int8_gate: bool = False  # one row: an int8 W is read faster, by _weight_int8pack_mm
 
 
@@ -532,12 +544,17 @@ def _blas_habits() -> _BlasHabits:
     except OSError:
         return _BlasHabits()
     if "AuthenticAMD" in cpuinfo:
-        # 1 thread, 1 row: 2.7 against 2.3. 2 threads, in parts: 1 row 2.9 against 1.6, 4 rows 6.5 against 2.6, 16 rows
-        # 8.2 against 4.1, 128 rows 25 against 17. 1 thread, transposed: 2 rows 5.7 against 3.7, 8 rows 7.6 against 9.6.
+        # 1 thread: 1 row 2.7 against 2.3; transposed 2 rows 5.7 against 3.7, but 8 rows 7.6 against 9.6.
+        # 2 threads, in parts: 1 row 2.9 against 1.6, 4 rows 6.5 against 2.6, 16 rows 8.2 against 4.1, 128 rows 25
+        # against 17; W by columns 1 row 2.3 against 1.2, 4 rows 6.3 against 2.9, 64 rows 11.4 against 9.7.
+        # bf16, W 2048 x 5632, transposed: 16 rows 2.0 against 1.3, 64 rows 4.5 against 3.8.
         # int8, 1 row: 0.6; with 1 thread 1.2.
-        int8_gate = hasattr(torch, "_weight_int8pack_mm") and torch.backends.cpu.get_cpu_capability() == "AVX512"
         return _BlasHabits(
-            slow_matvec=True, transposed_rows=range(2, 4), rows_in_parts=range(1, 129), int8_gate=int8_gate
+            slow_matvec=True,
+            transposed_rows=frozenset((2, 3, *range(32, 65))),
+            transposed_bf16_rows=range(8, 65),
+            rows_in_parts=range(1, 129),
+            int8_gate=hasattr(torch, "_weight_int8pack_mm") and torch.backends.cpu.get_cpu_capability() == "AVX512",
         )
     if "GenuineIntel" in cpuinfo:  # 2 threads: 16 rows 3.8 against 2.6; 16 threads: 1.9 against 0.6
         return _BlasHabits(transposed_rows=range(8, 33))
@@ -628,6 +645,15 @@ def _sampled_dots(a: Tensor, table_FD: Tensor, entries: _Entries) -> Tensor:
 def _weighted_rows(table: Tensor, index: Tensor, start: Tensor, weight: Tensor) -> Tensor:
     """Row i of the result: the sum over e in start[i]..start[i+1] of weight[e] * table[index[e]]."""
     return nnf.embedding_bag(index, table, start, mode="sum", per_sample_weights=weight, include_last_offset=True)
+
+
+def _weighted_sum(table: Tensor, index: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[1, D]: the sum of weight[e] * table[index[e]], plus the bias; a long one in parts, for the threads."""
+    n_parts = _PARTS if len(index) > _LONG_SUM else 1
+    start = torch.arange(n_parts + 1) * len(index) // n_parts
+    y = _weighted_rows(table, index, start, weight)
+    y = y if n_parts == 1 else y.sum(0, keepdim=True)
+    return y if bias is None else y.add_(bias)
 
 
 def _used(col: Tensor, F: int) -> tuple[Tensor, Tensor]:

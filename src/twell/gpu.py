@@ -136,6 +136,7 @@ def train(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Saved]:
     """(y, l1_sum, counts, what the backward needs)."""
+    token_mask = split.plain(token_mask)
     F, gated, numbers = len(w.gate), w.up is not None, (len(w.gate), 0, 0)
     if plan is not None:
         n_hot, cap, _ = sizes_of(plan)
@@ -170,6 +171,7 @@ def backward(
     token_mask: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Gradients:
+    dy, dl1, token_mask = (split.plain(t) for t in (dy, dl1, token_mask))
     if plan is not None:
         parts = Split.of(plan)
         if runs_in_parts(len(x), len(w.gate), parts.n_hot, parts.cap, tokens_of(plan)[1]):

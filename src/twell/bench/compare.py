@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _NAMES = ("bench", "level", "preset", "model", "case", "workload", "kind", "backend")
-_SIZES = ("layers", "batch", "length", "M", "D", "F")
+_SIZES = ("layers", "batch", "length", "new_tokens", "M", "D", "F")
 KEY = (*_NAMES, *_SIZES, "dtype", "graph", "graph_layers", "compiled")  # those that a row has
 FLOOR = 0.02  # medians closer than this are noise
 THRESHOLD = 0.05  # what fails a check

@@ -118,7 +118,7 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Gradients:
     """As ``reference.backward``. Gradients that are not needed come back empty. ``rows``: see ``split.by_rows``."""
-    x, dy = aligned(x), dy.contiguous()
+    x = aligned(x)
     gated, squared = rows.up is not None, activation == "relu2"
     needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needs
     (F, D), (M, n_cold) = rows.gate.shape, (len(x), len(rows.gate) - split.n_hot)
