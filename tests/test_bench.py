@@ -17,6 +17,7 @@ import torch
 
 from twell import nn, ops
 from twell.bench import cases, ffn, timing
+from twell.cli.common import print_speed_table
 from twell.plan import Plan
 
 
@@ -99,6 +100,29 @@ def test_a_row_holds_what_a_reader_needs(gated: bool) -> None:
         assert list(row["error"]) == ["dense", "sparse", "frozen"]
         assert row["kind"] == ("gated" if gated else "plain")
         assert {"commit", "versions", "cpu", "threads", "device", "time", "error", "mean_active"} <= set(row)
+
+
+def test_where_dense_is_compiled_sparse_is_called_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; by a backend that needs no compiler."""
+    compiled: list[dict[str, Any]] = []
+    original = torch.compile
+
+    def without_inductor(module: Any, **options: Any) -> Any:
+        compiled.append(options)
+        return original(module, **options, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", without_inductor)
+    monkeypatch.setattr(ffn, "_compiles", lambda device: True)
+    (row,) = ffn.run([ffn.Case(workload="skew10", M=4, D=64, F=256, called=True)], seconds=0.0)
+    assert list(row["called_ms"]) == ["dense", "compiled", "sparse", "frozen", "sparse_compiled"]
+    fastest = min(row["called_ms"][name]["p50"] for name in ("dense", "compiled"))
+    assert row["speedup_called"] == pytest.approx(fastest / row["called_ms"]["sparse"]["p50"], abs=1e-3)
+    assert row["speedup"] == pytest.approx(
+        min(row["dense_ms"]["p50"], row["compiled_ms"]["p50"]) / row["sparse_ms"]["p50"], abs=1e-3
+    )
+    assert row["speedup_called_eager"] > 0 and row["speedup_called_compiled"] > 0
+    assert compiled == [{"fullgraph": True, "dynamic": False}] * (1 + 4 + 4)  # one timed alone, four of both as called
+    print_speed_table([row])
 
 
 def test_on_a_cpu_calls_are_timed_where_asked_for() -> None:

@@ -292,6 +292,7 @@ def test_forward_at_any_shape_and_density(M, D, F, density, layer, hot, masked, 
         ("hot", 64, 0.02, 8),
         ("hot", 257, 0.05, 8),
         ("one token", 1, 0.1, 2),
+        ("one token, dense", 1, 0.5, 0),
         ("one token, dense", 1, 0.8, 0),
     ],
 )
@@ -393,6 +394,18 @@ def test_every_way_of_a_linear_is_the_same(F: int, M: int, dtype: torch.dtype, h
         torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b), rtol=error, atol=error)
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("n", [0, 1, cpu._LONG_SUM, cpu._LONG_SUM + 1, 1000])
+def test_weighted_sums_of_any_length(n: int, dtype: torch.dtype) -> None:
+    table, weight, bias = (random_like(torch.empty(s, dtype=dtype)) for s in ((1000, 24), (n,), (24,)))
+    index = torch.randperm(1000)[:n]
+    for b in (None, bias):
+        got = cpu._weighted_sum(table, index, weight, b)
+        truth = (weight.double() @ table.double()[index]).unsqueeze(0) + (0 if b is None else b.double())
+        dense = torch.nn.functional.linear(weight.unsqueeze(0), table[index].t(), b)
+        assert_no_worse_than_dense(got, dense, truth)
+
+
 def test_slow_ways_are_not_for_weights_that_lie_by_column(habits: cpu._BlasHabits) -> None:
     """sampled_addmm and W x^T take 20 to 100 times as long with them."""
     weight = transposed(torch.randn(32, 48))
@@ -490,14 +503,16 @@ def test_extreme_rows(
 @pytest.mark.parametrize("column", [ALWAYS_ON, WAKES_ALL, FREE])
 @pytest.mark.parametrize("M", [1, 2, 65, 257])
 @pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_nonfinite_rows_come_out_as_the_reference_says(
-    gated: bool, M: int, column: int, value: float, ways: list[str]
+    layout: str, gated: bool, M: int, column: int, value: float, ways: list[str]
 ) -> None:
     """Infinity times a common sign empties or fills the row; in a free column it does some of both."""
     row = M // 2
     for dtype, want_stats in itertools.product((f64, *NARROW), (True, False)):
         x, w = case(M, density=0.02, gated=gated, dtype=dtype)
         x[row, column] = value
+        w, _ = laid(w, layout)
         got, want = cpu.forward(x, w, want_stats=want_stats), reference.forward(x, w, want_stats=want_stats)
         assert torch.equal(nonfinite_pattern(got.y), nonfinite_pattern(want.y))
         assert got.y[torch.arange(M) != row].isfinite().all()

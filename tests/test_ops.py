@@ -61,8 +61,8 @@ def case(
     width: tuple[int, int] = (D, F),
     neuron_major: bool = True,
 ) -> tuple[Tensor, Weights]:
-    """x [*shape, D] and weights by argument name; about one neuron in twenty is active. Wd lies neuron by neuron, so that
-    small cases run sparsely on a CPU, too."""
+    """x [*shape, D] and weights by argument name; about one neuron in twenty is active. Wd lies neuron by neuron, so
+    that small cases run sparsely on a CPU, too."""
     D, F = width
     gen = torch.Generator().manual_seed(seed)
 

@@ -506,3 +506,20 @@ def test_costs_of_training_are_a_plan_s_own() -> None:
     plan = choose_plan(counts, 1000, training)
     assert len(plan.hot) == 512 and plan.predicted is not None and 2 < plan.predicted < 3
     assert choose_plan(torch.full((5632,), 100), 1000, training).is_dense
+
+
+@pytest.mark.parametrize("min_tokens", [0, 100])
+def test_nothing_need_be_aligned(min_tokens: int) -> None:
+    inputs = Inputs(Case(masked=True, F=64, cap=8, bias=True))
+    inputs.plan = dataclasses.replace(inputs.plan, min_tokens=min_tokens)
+    expected = inputs.run("relu")
+
+    def odd(t: Tensor) -> Tensor:
+        room = torch.cat([t.new_zeros(1), t.reshape(-1)])
+        return room[1:].view(t.shape)
+
+    inputs.x, inputs.dy, inputs.mask, inputs.dl1 = map(odd, (inputs.x, inputs.dy, inputs.mask, inputs.dl1))
+    inputs.w = Weights._make(map(odd, inputs.w))
+    (out, gradients), (same_out, same) = expected, inputs.run("relu")
+    for a, b in zip((*out, gradients.x, *gradients.weights), (*same_out, same.x, *same.weights), strict=True):
+        assert torch.equal(a, b)

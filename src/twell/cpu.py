@@ -500,9 +500,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             y = torch.sparse.sampled_addmm(column, weight, x.t(), beta=0.0).values().view(1, -1)
         elif len(x) in habits.transposed_rows:
             y = torch.mm(weight, x.t()).t().contiguous()
-    elif len(x) in habits.transposed_bf16_rows and x.dtype == torch.bfloat16:
-        if lies_by_row and weight.shape[1] > weight.shape[0]:
-            y = torch.mm(weight, x.t()).t().contiguous()
+    elif (
+        x.dtype == torch.bfloat16
+        and len(x) in habits.transposed_bf16_rows
+        and lies_by_row
+        and weight.shape[1] > weight.shape[0]
+    ):
+        y = torch.mm(weight, x.t()).t().contiguous()
     if y is None:
         return nnf.linear(x, weight, bias)
     return y if bias is None else y.add_(bias)

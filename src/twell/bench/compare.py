@@ -46,6 +46,8 @@ _SPEEDUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the times t
     "speedup_frozen": (_DENSE, ("frozen_ms",)),
     "speedup_called": (_CALLED, ("called_ms.sparse",)),
     "speedup_called_frozen": (_CALLED, ("called_ms.frozen",)),
+    "speedup_called_eager": (("called_ms.dense",), ("called_ms.sparse",)),
+    "speedup_called_compiled": (("called_ms.compiled",), ("called_ms.sparse_compiled",)),
     "speedup_called_with_step": (_STEPS, ("called_with_step_ms.sparse",)),
 }
 _RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "kept_ratio", "joules_ratio", "memory.ratio", "memory_ratio")

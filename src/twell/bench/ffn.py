@@ -130,12 +130,14 @@ def _as_called(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None
     """The fields of a row that tell what calls take in a plain loop, on as many layers as outgrow the L2 cache."""
     n_layers = called_layers(sum(w.nbytes for w in (inputs.w_gate, inputs.w_up, inputs.w_down)), x.device)
     layers = make_layers(case, inputs, plan, n_layers)
+    if _compiles(x.device):
+        layers["sparse_compiled"] = [_compiled(layer) for layer in layers["sparse"]]
     calls = {name: [functools.partial(layer, x) for layer in each] for name, each in layers.items()}
     checked = {name: each[0]() for name, each in calls.items()}
     _check_all(case, inputs, x, checked)
 
     def check_again() -> None:
-        for name in _SPARSE:
+        for name in calls.keys() - {"dense", "compiled"}:
             for call in calls[name]:  # of equal weights
                 _check_same(call(), checked[name], f"{name}, as called,")
 
@@ -150,6 +152,7 @@ def _as_called(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None
         "host_us": host,
         "speedup_called": speedup(times, "sparse"),
         "speedup_called_frozen": speedup(times, "frozen"),
+        **(_like_against_like(times) if "compiled" in times else {}),
         "frozen_bytes": frozen.frozen_bytes(),
     }
 
@@ -158,6 +161,12 @@ def speedup(times: Mapping[str, timing.Spread], of: str) -> float:
     """Over the faster dense one."""
     dense = min(times[name].p50 for name in ("dense", "compiled") if name in times)
     return round(dense / times[of].p50, 3)
+
+
+def _like_against_like(times: Mapping[str, timing.Spread]) -> dict[str, float]:
+    """Eager against eager, and compiled against compiled."""
+    pairs = {"eager": ("dense", "sparse"), "compiled": ("compiled", "sparse_compiled")}
+    return {f"speedup_called_{how}": round(times[a].p50 / times[b].p50, 3) for how, (a, b) in pairs.items()}
 
 
 def called_layers(weight_bytes: int, device: torch.device) -> int:
@@ -231,10 +240,19 @@ def make_layers(case: Case, inputs: cases.FFNInputs, plan: Plan | None, n: int) 
             if name == "frozen":
                 layer.freeze()
             made[name].append(layer)
-    if torch.device(case.device).type == "cuda":
-        compiled = [torch.compile(layer, fullgraph=True, dynamic=False) for layer in made["dense"]]
+    if _compiles(torch.device(case.device)):
+        compiled = [_compiled(layer) for layer in made["dense"]]
         made = {"dense": made["dense"], "compiled": compiled, **{name: made[name] for name in _SPARSE}}
     return made
+
+
+def _compiles(device: torch.device) -> bool:
+    """On a CPU it would be a question to a C++ compiler."""
+    return device.type == "cuda"
+
+
+def _compiled(layer: nn.Module) -> Any:
+    return torch.compile(layer, fullgraph=True, dynamic=False)  # layers share what is compiled once
 
 
 def sparse_layer(dense: DenseFFN, backend: str, plan: Plan | None) -> SparseFFNBase:
@@ -327,7 +345,8 @@ def parts_ms(parts: Any, w: reference.Weights, seconds: float) -> dict[str, floa
 
 
 def _check_all(case: Case, inputs: cases.FFNInputs, x: Tensor, outputs: Mapping[str, Tensor]) -> dict[str, float]:
-    errors = {name: check(x, inputs, case.gated, outputs["dense"], outputs[name]) for name in _SPARSE}
+    names = (*_SPARSE, *(name for name in ("sparse_compiled",) if name in outputs))
+    errors = {name: check(x, inputs, case.gated, outputs["dense"], outputs[name]) for name in names}
     return {"dense": errors["sparse"]["dense"], **{name: of["sparse"] for name, of in errors.items()}}
 
 

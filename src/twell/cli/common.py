@@ -162,18 +162,19 @@ def print_speed_table(rows: list[dict[str, Any]]) -> None:
 
     for row in rows:
         ways = [way for way in ("dense", "compiled", "sparse", "frozen") if f"{way}_ms" in row]
+        ways += ["sparse_compiled"] if "sparse_compiled" in row.get("called_ms", ()) else []
         for way in ways:
-            error, more = row["error"].get(way), "_frozen" if way == "frozen" else ""
-            is_sparse = way in ("sparse", "frozen")
+            error, more = row["error"].get(way), {"frozen": "_frozen", "sparse_compiled": "_compiled"}.get(way, "")
+            is_sparse, has_time = way not in ("dense", "compiled"), f"{way}_ms" in row
             cells = [f"{error:.1e}" if is_sparse and error is not None else ""]
             if is_called:
                 speedup = f"[bold]{row[f'speedup_called{more}']:.2f}x[/bold]" if is_sparse else ""
                 cells = [ms(row["called_ms"][way]), speedup, f"{row['host_us'][way]:.0f}"]
             table.add_row(
                 *((row["workload"], str(row["M"]), f"{row['mean_active']:.0f}") if way == ways[0] else ("", "", "")),
-                way,
-                ms(row[f"{way}_ms"]),
-                f"[bold]{row[f'speedup{more}']:.2f}x[/bold]" if is_sparse else "",
+                way.replace("sparse_compiled", "compiled sparse"),
+                ms(row[f"{way}_ms"]) if has_time else "",
+                f"[bold]{row[f'speedup{more}']:.2f}x[/bold]" if is_sparse and has_time else "",
                 *cells,
             )
     Console().print(table)
