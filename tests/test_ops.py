@@ -570,8 +570,15 @@ def error(got: Tensor, truth: Tensor) -> float:
 
 @each_backend
 @each_kind
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("how", ["eager", "compiled", "compiled inside"])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        ("eager", torch.bfloat16),
+        ("eager", torch.float16),
+        ("compiled", torch.bfloat16),
+        ("compiled inside", torch.float16),
+    ],
+)
 def test_autocast_is_as_dense_under_autocast(backend: str, gated: bool, dtype: torch.dtype, how: str) -> None:
     x, w = case(40, gated=gated, bias=True, grad=True, dtype=torch.float32)
 

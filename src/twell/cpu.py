@@ -88,7 +88,7 @@ _FIRST_LOOK = 16  # a sixteenth of the neurons tells whether there are too many
 _MAX_COLUMNS = 1 / 28  # of the neurons, for one token: a dense product with Wd is faster than more columns of it
 _MAX_ROWS = 2 / 3  # of the neurons, for one token: the same where Wd holds a neuron as a row
 _SLICE = 512  # rows of Wd whose columns are gathered at once: they stay in the cache, and need no fresh pages
-_MIN_TRAIN_ROWS = 256  # below, the dense backward is as fast
+_MIN_TRAIN_ROWS = 64  # below, the bookkeeping of a sparse backward weighs more
 
 
 class _Entries(NamedTuple):

@@ -67,7 +67,7 @@ class Frozen:
                     old.copy_(value)
         elif self._is_captured:
             raise RuntimeError(
-                "a frozen layer was captured in a CUDA graph, and its plan, device or dtype has changed since: "
+                "a frozen layer was captured in a CUDA graph, and its plan, device, dtype or screen has changed since: "
                 "call twell.thaw_, then freeze and capture it again"
             )
         else:
