@@ -10,17 +10,13 @@ counter, an address) rewrites them in place at the next call. A write through ``
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from twell.plan import Plan
 from twell.reference import Weights
-
-if TYPE_CHECKING:
-    from twell.nn import SparseFFNBase
 
 
 class Frozen:
@@ -120,57 +116,3 @@ def _version(t: Tensor) -> int:
 def _seen(w: Weights, plan: Plan | None) -> tuple[Any, ...]:
     """Holds the tensors themselves: torch.utils.swap_tensors refuses those with weak references."""
     return plan, [(t, 0, 0) if t is None else (t, t.data_ptr(), _version(t)) for t in w]
-
-
-@dataclasses.dataclass(frozen=True)
-class FreezeReport:
-    """What ``freeze_`` did; prints as one line."""
-
-    layers: int
-    bytes: int
-    skipped: tuple[tuple[str, str], ...]  # name and reason
-
-    def __str__(self) -> str:
-        line = f"{self.layers} feed-forward layers frozen, {self.bytes / 1e6:,.1f} MB beside their weights"
-        return line + (f"; {len(self.skipped)} not: {self.skipped[0][1]}" if self.skipped else "")
-
-
-def freeze_(model: nn.Module) -> FreezeReport:
-    """Take the user's word that the weights of a model's sparse FFNs stay, and keep beside them what kernels read
-    faster.
-
-    Writes through ``.data`` need ``refresh_`` from now on; other changes are seen. Not for layers in training.
-    """
-    layers, skipped = _ffns(model), []
-    if any(ffn.training for _, ffn in layers):
-        raise ValueError("freeze_: the model is in training mode; call model.eval() first")
-    for name, ffn in layers:
-        reason = ffn.why_called()
-        if reason is None:
-            ffn.freeze()
-        else:
-            skipped.append((name, reason))
-    frozen = [ffn for _, ffn in layers if ffn.frozen is not None]
-    return FreezeReport(len(frozen), sum(ffn.frozen_bytes() for ffn in frozen), tuple(skipped))
-
-
-def thaw_(model: nn.Module) -> int:
-    """Let go of what ``freeze_`` made; returns how many layers were frozen."""
-    frozen = [ffn for _, ffn in _ffns(model) if ffn.frozen is not None]
-    for ffn in frozen:
-        ffn.frozen = None
-    return len(frozen)
-
-
-def refresh_(model: nn.Module) -> int:
-    """Write frozen state over in place, from the weights as they are now; returns how many layers have one."""
-    frozen = [ffn for _, ffn in _ffns(model) if ffn.frozen is not None]
-    for ffn in frozen:
-        ffn.refresh()
-    return len(frozen)
-
-
-def _ffns(model: nn.Module) -> list[tuple[str, SparseFFNBase]]:
-    from twell.nn import sparse_ffns
-
-    return list(sparse_ffns(model))

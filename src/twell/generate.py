@@ -26,10 +26,9 @@ from transformers import GenerationConfig
 
 from twell.bench import timing
 from twell.bench.model import memory_of
-from twell.frozen import freeze_
 from twell.hf.convert import desparsify_, sparsify_
 from twell.hf.text import TextStream, context_of, decoder
-from twell.nn import FIRST_LOOK, LOOK_AT_LEAST, LOOK_TOKENS, sparse_ffns
+from twell.nn import FIRST_LOOK, LOOK_AT_LEAST, LOOK_TOKENS, freeze_, sparse_ffns
 from twell.trace import record
 
 DEFAULT_NEW_TOKENS = 128

@@ -6,6 +6,7 @@ its weight (an adapter, a hook, a subclass), the layer calls its projections one
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
@@ -424,6 +425,64 @@ class SparseFFN(SparseFFNBase):
     projections = ("up_proj", "down_proj")
     up_proj: nn.Linear
     down_proj: nn.Linear
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Freezing a model
+# ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeReport:
+    """What ``freeze_`` did; prints as one line."""
+
+    layers: int
+    bytes: int
+    skipped: tuple[tuple[str, str], ...]  # name and reason
+
+    def __str__(self) -> str:
+        line = f"{self.layers} feed-forward layers frozen, {self.bytes / 1e6:,.1f} MB beside their weights"
+        return line + (f"; {len(self.skipped)} not: {self.skipped[0][1]}" if self.skipped else "")
+
+
+def freeze_(model: nn.Module) -> FreezeReport:
+    """Take the user's word that the weights of a model's sparse FFNs stay, and keep beside them what kernels read
+    faster.
+
+    Writes through ``.data`` need ``refresh_`` from now on; other changes are seen. Not for layers in training.
+    """
+    layers, skipped = list(sparse_ffns(model)), []
+    if any(ffn.training for _, ffn in layers):
+        raise ValueError("freeze_: the model is in training mode; call model.eval() first")
+    for name, ffn in layers:
+        reason = ffn.why_called()
+        if reason is None:
+            ffn.freeze()
+        else:
+            skipped.append((name, reason))
+    frozen = [ffn for _, ffn in layers if ffn.frozen is not None]
+    return FreezeReport(len(frozen), sum(ffn.frozen_bytes() for ffn in frozen), tuple(skipped))
+
+
+def thaw_(model: nn.Module) -> int:
+    """Let go of what ``freeze_`` made; returns how many layers were frozen."""
+    frozen = [ffn for _, ffn in list(sparse_ffns(model)) if ffn.frozen is not None]
+    for ffn in frozen:
+        ffn.frozen = None
+    return len(frozen)
+
+
+def refresh_(model: nn.Module) -> int:
+    """Write frozen state over in place, from the weights as they are now; returns how many layers have one."""
+    frozen = [ffn for _, ffn in list(sparse_ffns(model)) if ffn.frozen is not None]
+    for ffn in frozen:
+        ffn.refresh()
+    return len(frozen)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Dense blocks
+# ---------------------------------------------------------------------------------------------------------
 
 
 def find_activation(mlp: nn.Module) -> tuple[str, str] | None:

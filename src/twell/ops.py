@@ -88,7 +88,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
         if reason is not None:
             raise ValueError(f"backend {requested!r} is not available: {reason}")
         chosen = requested
-    if not torch.compiler.is_compiling():
+    if device.type == "cuda" and not torch.compiler.is_compiling():  # on a CPU triton's interpreter comes and goes
         _chosen[requested, device] = chosen
     return chosen
 

@@ -20,9 +20,8 @@ from transformers import StaticCache
 from twell import ops
 from twell.bench import cases, energy, ffn, timing
 from twell.bench.model import check_logits
-from twell.frozen import freeze_
 from twell.hf.convert import sparsify_
-from twell.nn import SparseFFNBase
+from twell.nn import SparseFFNBase, freeze_
 
 
 @torch.no_grad()

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from twell.bench import cases, energy, ffn, timing, train
-from twell.frozen import freeze_, thaw_
 from twell.hf.convert import desparsify_, sparsify_
-from twell.nn import SparseFFNBase, sparse_ffns
+from twell.nn import SparseFFNBase, freeze_, sparse_ffns, thaw_
 from twell.plan import Plan
 from twell.reference import Weights
 

@@ -71,9 +71,8 @@ def serve(
 
 def _make_sparse(model: Any, dense: bool) -> str:
     """Convert the model and freeze it, or make it dense, and say what its layers are."""
-    from twell.frozen import freeze_
     from twell.hf.convert import desparsify_, sparsify_
-    from twell.nn import sparse_ffns
+    from twell.nn import freeze_, sparse_ffns
 
     if dense:
         return f"no layer of {len(desparsify_(model).rows)} (--dense)"
