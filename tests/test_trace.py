@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTC
 import twell
 from twell import trace as trace_module
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
-from twell.nn import SparseFFNBase
+from twell.nn import SparseFFNBase, sparse_ffns
 from twell.trace import MAX_WIDTH, Trace, record, record_text
 from twell.train.tokenizer import train_bpe
 
@@ -217,6 +217,45 @@ def test_ffns_that_are_not_relu_are_left_out_and_named() -> None:
     model.model.layers[1].mlp.act_fn = nn.SiLU()
     with pytest.raises(ValueError, match=r"layers\.0\.mlp \(silu: call relufy_ first\) and 1 more"):
         record(model, token_ids())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama sparsified", "nemotron sparsified", "opt sparsified"])
+def test_adapters_are_in_the_trace(name: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model, ids = dense_or_sparse(name), token_ids()
+    plain = record(model, ids)
+    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules=[MODELS[name][2]], init_lora_weights=False))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for path, p in adapted.named_parameters():
+            if "lora_" in path:
+                p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    trace = record(adapted, ids)
+    merged = record(adapted.merge_and_unload(), ids)
+    assert trace.hidden_sizes == [F] * LAYERS
+    for layer in range(LAYERS):
+        assert torch.equal(trace.pattern(layer), merged.pattern(layer))
+        assert not torch.equal(trace.pattern(layer), plain.pattern(layer))
+
+
+def test_an_ffn_that_its_block_runs() -> None:
+    """Its counts and mode stay, a hook on fc1 acts, and an activation that may not be ReLU any more is refused."""
+    model, ids = dense_or_sparse("opt sparsified").train(), token_ids()
+    ffns = [ffn for _, ffn in sparse_ffns(model)]
+    for ffn in ffns:
+        ffn.track_counts = True
+    plain = record(model, ids)
+    assert all(ffn.training and ffn.track_counts and not ffn.tokens_seen for ffn in ffns)
+    assert all(ffn.why_called() is None for ffn in ffns)
+    last = model.model.decoder.layers[-1]
+    with last.fc1.register_forward_hook(lambda module, args, z: -z):
+        negated = record(model, ids)
+    assert torch.equal(negated.pattern(0), plain.pattern(0))
+    assert torch.equal(negated.pattern(1), ~plain.pattern(1))
+    last.activation_fn = nn.SiLU()
+    with pytest.raises(ValueError, match=r"layers\.1 cannot be recorded: activation_fn is another one"):
+        record(model, ids)
 
 
 def test_an_ffn_that_not_every_token_passes_is_refused() -> None:

@@ -12,15 +12,17 @@ from twell.ops import Stats, ffn, gated_ffn
 from twell.plan import Plan
 from twell.transformers_hook import register_with_transformers as _register_with_transformers
 
-# What needs transformers is imported when it is first used.
-_FROM_HF = ("desparsify_", "relufy_", "sparsify_")
-
 
 def __getattr__(name: str) -> object:
-    if name in _FROM_HF:
+    """What needs transformers is imported when it is first used."""
+    if name in ("desparsify_", "sparsify_"):
         from twell.hf import convert
 
         return getattr(convert, name)
+    if name == "relufy_":
+        from twell.hf.relufy import relufy_
+
+        return relufy_
     raise AttributeError(f"module 'twell' has no attribute {name!r}")
 
 

@@ -218,7 +218,8 @@ def plans(model: str) -> list[LayerPlan]:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from twell.hf.convert import SPARSE, sparsify_
+        from twell.hf.classify import SPARSE
+        from twell.hf.convert import sparsify_
         from twell.hf.counts import find_counts
     except ImportError as error:
         raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from twell.nn import SparseFFNBase
+from twell.nn import SparseFFNBase, sparse_ffns
 
 MAX_WIDTH = int(np.iinfo(np.uint16).max)  # a count can be as large as F
 DEFAULT_LENGTH = 1024
@@ -225,8 +224,9 @@ def record(model: nn.Module, input_ids: Tensor, *, batch_size: int = 8, progress
     """Run ``model`` over ``input_ids`` [sequences, length] and record which neurons of each FFN are active.
 
     Takes sparse models, and dense ones whose FFNs ``sparsify_`` would take; FFNs that it would skip are left out
-    (``names`` tells which are in). The model is as before when this returns or raises. ``progress`` is called with
-    the sequences done, and how many there are.
+    (``names`` tells which are in). What a gate projection returns is what is recorded, adapters and hooks included;
+    for that, sparse FFNs call their projections one by one meanwhile. The model is as before when this returns or
+    raises. ``progress`` is called with the sequences done, and how many there are.
     """
     base: Any = getattr(model, "base_model", model)  # without the head, whose logits nobody reads
     _check_input(model, input_ids, batch_size)
@@ -234,7 +234,7 @@ def record(model: nn.Module, input_ids: Tensor, *, batch_size: int = 8, progress
     with torch.no_grad(), _evaluating(model), contextlib.ExitStack() as hooks:
         layers = _find_layers(base)
         for layer in layers:
-            hooks.enter_context(layer.entrance.register_forward_pre_hook(layer))
+            hooks.enter_context(layer.gate.register_forward_hook(layer))
         for start in range(0, n_sequences, batch_size):
             done = min(start + batch_size, n_sequences)
             base(input_ids=input_ids[start:done].to(base.device), use_cache=False)
@@ -244,7 +244,7 @@ def record(model: nn.Module, input_ids: Tensor, *, batch_size: int = 8, progress
     return Trace(
         counts=[np.concatenate(layer.counts) for layer in layers],
         neurons=[np.concatenate(layer.neurons) for layer in layers],
-        hidden_sizes=[layer.gate.out_features for layer in layers],
+        hidden_sizes=[layer.width for layer in layers],
         names=[layer.name for layer in layers],
         sequence_length=length,
     )
@@ -334,8 +334,9 @@ def _context(model: nn.Module) -> int | None:
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, and no running counts; each module's own mode afterwards."""
-    training = [(module, module.training) for module in model.modules()]
-    counting = [module for module in model.modules() if isinstance(module, SparseFFNBase) and module.track_counts]
+    ffns = [ffn for _, ffn in sparse_ffns(model)]  # those that a block runs itself are none of model.modules()
+    training = [(module, module.training) for module in (*model.modules(), *ffns)]
+    counting = [ffn for ffn in ffns if ffn.track_counts]
     model.eval()
     for ffn in counting:
         ffn.track_counts = False
@@ -349,18 +350,19 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _Layer:
-    """Records one FFN: a forward pre-hook of ``entrance``, the module that gets the FFN's input."""
+    """Records one FFN: a forward hook of its gate projection, the one that the activation follows."""
 
-    def __init__(self, name: str, entrance: nn.Module, gate: nn.Linear) -> None:
-        if gate.out_features > MAX_WIDTH:
-            raise ValueError(f"{name} has {gate.out_features:,} neurons; a trace holds at most {MAX_WIDTH:,} a layer")
-        self.name, self.entrance, self.gate = name, entrance, gate
+    def __init__(self, name: str, gate: Any) -> None:
+        self.name, self.gate, self.width = name, gate, int(gate.out_features)
+        if self.width > MAX_WIDTH:
+            raise ValueError(f"{name} has {self.width:,} neurons; a trace holds at most {MAX_WIDTH:,} a layer")
         self.counts: list[np.ndarray] = []
         self.neurons: list[np.ndarray] = []
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        r = torch.relu(nnf.linear(args[0], self.gate.weight, self.gate.bias))
-        active_MF = (r != 0).flatten(0, -2)
+    def __call__(self, gate: nn.Module, args: tuple[Any, ...], z: Tensor) -> None:
+        if z.shape[-1] != self.width:  # tensor parallel: a process has its own neurons only
+            raise ValueError(f"{self.name} gave {z.shape[-1]:,} of {self.width:,} neurons: no trace of a part")
+        active_MF = (torch.relu(z) != 0).flatten(0, -2)
         self.counts.append(active_MF.sum(1).cpu().numpy().astype(np.uint16))
         for rows in active_MF.split(_ROWS_AT_ONCE):
             self.neurons.append(rows.nonzero()[:, 1].cpu().numpy().astype(np.uint16))
@@ -375,21 +377,37 @@ class _Layer:
 
 
 def _find_layers(model: nn.Module) -> list[_Layer]:
-    """Every FFN that is sparse, or that ``sparsify_`` would take."""
-    from twell.hf import convert
+    """Every FFN that is sparse, or that ``sparsify_`` would take, in the model's order."""
+    from twell.hf.classify import find_ffns, projection_names
+    from twell.hf.inline import InlineFFN
 
+    sparse = dict(sparse_ffns(model))
+    for name, ffn in sparse.items():
+        why = ffn.why_activation_called() if isinstance(ffn, InlineFFN) else None
+        if why is not None:
+            raise ValueError(f"{name} cannot be recorded: {why}")
+    dense = {name for name, *_ in find_ffns(model)} - sparse.keys()
     layers, skipped = [], []
-    for name, _, _, ffn in convert._ffns(model):
-        if not isinstance(ffn, SparseFFNBase) and convert._INLINE_MARK not in vars(ffn):
-            stand_in = nn.ModuleList([ffn])  # gets the sparse block in the place of the model
-            row = convert.sparsify_(stand_in).rows[0]
-            if row.became is None:
-                skipped.append(f"{name} ({row.why})")
-                continue
-            convert.desparsify_(stand_in)
-        gate = next(getattr(ffn, p) for p in ("gate_proj", "fc1", "up_proj") if hasattr(ffn, p))
-        layers.append(_Layer(name, gate if hasattr(ffn, "fc1") else ffn, gate))
+    for name, block in list(model.named_modules()):
+        why = _why_left_out(block) if name in dense else None
+        if why is not None:
+            skipped.append(f"{name} ({why})")
+        elif name in dense or name in sparse:
+            names = block.projections if isinstance(block, SparseFFNBase) else projection_names(block)
+            layers.append(_Layer(name, getattr(block, names[0])))
     if not layers:
         more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
         raise ValueError(f"nothing to record: {skipped[0] + more if skipped else 'no feed-forward layers found'}")
     return layers
+
+
+def _why_left_out(block: nn.Module) -> str | None:
+    """Why ``sparsify_`` would skip a dense block, or None where it would take it: it is tried, and undone."""
+    from twell.hf.convert import desparsify_, sparsify_
+
+    stand_in = nn.ModuleList([block])  # gets the sparse block in the place of the model
+    row = sparsify_(stand_in).rows[0]
+    if row.became is None:
+        return row.why
+    desparsify_(stand_in, restore_layout=False)
+    return None

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from twell.hf.configs import SparsityFields
-from twell.hf.convert import Report, relufy_, sparsify_
+from twell.hf.convert import Report, sparsify_
+from twell.hf.relufy import relufy_
 from twell.nn import SparseFFNBase
 from twell.train.data import Blocks, Corpus, Progress, silent
 from twell.train.recipes import Recipe, override

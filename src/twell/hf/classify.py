@@ -1,0 +1,145 @@
+"""Find the FFNs of a model, and decide what ``sparsify_`` makes of each.
+
+``classify`` gives one of three verdicts, with the reason:
+
+    sparse       it runs through ``twell``'s operation
+    called       its projections do more than multiply by a weight (adapters, hooks, quantisation): ``twell``'s module
+                 calls them one by one, as the dense block does, and runs sparsely once they are plain again
+    left alone   nothing is changed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from twell.hf.hooks import has_hooks
+from twell.hf.parallel import ParallelFFN, is_sharded
+from twell.nn import INLINE, SparseFFNBase, activation_of, find_activation, why_called
+
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
+PLAIN_NAMES = ("up_proj", "down_proj")
+INLINE_NAMES = ("fc1", "fc2")  # OPT: the decoder layer itself holds and applies them
+SPARSE, CALLED, LEFT_ALONE = "sparse", "called", "left alone"
+BACKEND_BEFORE = "_backend_before_desparsify"  # attribute of a sparse FFN that ``desparsify_`` has set to run densely
+
+
+def find_ffns(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """(name, parent, attribute, FFN) of every module that has the projections of one."""
+    for name, module in model.named_modules():
+        if not name:
+            continue
+        known = (*GATED_NAMES, *INLINE_NAMES)
+        has = {attribute for attribute in known if isinstance(getattr(module, attribute, None), nn.Module)}
+        if has.issuperset(PLAIN_NAMES) or has.issuperset(INLINE_NAMES):
+            parent_name, _, attribute = name.rpartition(".")
+            yield name, model.get_submodule(parent_name), attribute, module
+
+
+def projection_names(ffn: nn.Module) -> tuple[str, ...]:
+    """The names of its projections, the one that the activation follows first."""
+    return INLINE_NAMES if hasattr(ffn, "fc1") else GATED_NAMES if hasattr(ffn, "gate_proj") else PLAIN_NAMES
+
+
+def sparse_ffn_of(ffn: nn.Module) -> SparseFFNBase | None:
+    """The sparse FFN that a block is, or has; None where it is dense."""
+    found = ffn if isinstance(ffn, SparseFFNBase) else vars(ffn).get(INLINE)
+    return found if isinstance(found, SparseFFNBase) else None
+
+
+def activation_name(ffn: nn.Module) -> str:
+    found = find_activation(ffn)
+    return "unknown activation" if found is None else found[1].removesuffix("Activation").lower()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# sparse, called or left alone
+# ---------------------------------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    kind: str
+    why: str = ""
+
+
+def classify(ffn: nn.Module) -> Verdict:
+    """What ``sparsify_`` makes of an FFN, dense or sparse already, as far as its parts tell; nothing is run."""
+    for kind, question in _QUESTIONS:
+        reason = question(ffn)
+        if reason is not None:
+            return Verdict(kind, reason)
+    return Verdict(SPARSE)
+
+
+def _why_not_linear(ffn: nn.Module) -> str | None:
+    """LoRA's and quantisers' linears need not be of the class, but tell their sizes as it does."""
+    for name in projection_names(ffn):
+        linear = getattr(ffn, name)
+        if not all(isinstance(getattr(linear, size, None), int) for size in ("in_features", "out_features")):
+            return f"{name} is {type(linear).__name__}, not a plain nn.Linear"
+    return None
+
+
+def _why_not_relu(ffn: nn.Module) -> str | None:
+    if sparse_ffn_of(ffn) is not None:
+        return None
+    try:
+        activation_of(ffn)
+    except ValueError:
+        return f"{activation_name(ffn)}: call relufy_ first"
+    return None
+
+
+def _why_activation_called(ffn: nn.Module) -> str | None:
+    """A gated or plain block's activation is not kept; OPT's is (``_InlineActivation``)."""
+    found = find_activation(ffn)
+    if found is None or projection_names(ffn) is INLINE_NAMES:
+        return None
+    function = getattr(ffn, found[0])
+    return f"{found[0]} has hooks" if isinstance(function, nn.Module) and has_hooks(function) else None
+
+
+def _why_not_inline(ffn: nn.Module) -> str | None:
+    if projection_names(ffn) is not INLINE_NAMES or sparse_ffn_of(ffn) is not None:
+        return None
+    if type(ffn).__name__ != "OPTDecoderLayer":
+        return "of FFNs with fc1 and fc2 only OPT's is known"
+    if is_sharded(ffn):
+        return "OPT's FFN does not run on sharded weights"
+    for name in INLINE_NAMES:  # they are to get a forward, which has to be the only one
+        linear = getattr(ffn, name)
+        if type(linear) is not nn.Linear or "forward" in vars(linear):
+            return why_called(linear, name)
+    return None
+
+
+def _why_reference(ffn: nn.Module) -> str | None:
+    sparse = sparse_ffn_of(ffn)
+    chosen = sparse is not None and sparse.backend == "reference" and BACKEND_BEFORE not in vars(sparse)
+    return "backend='reference' was chosen for it" if chosen else None
+
+
+def _why_projections_called(ffn: nn.Module) -> str | None:
+    sparse = sparse_ffn_of(ffn)
+    if is_sharded(ffn) and not isinstance(sparse, ParallelFFN):
+        return None  # FSDP2's weights are plain during a call; parallel.py stands in for tensor parallel forwards
+    if sparse is not None:
+        return sparse.why_called()
+    if _has_any_global_hook():
+        return "there are global hooks on modules"
+    reasons = (why_called(getattr(ffn, name), name) for name in projection_names(ffn))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+# In this order: the first that gives a reason decides.
+_QUESTIONS: tuple[tuple[str, Callable[[nn.Module], str | None]], ...] = (
+    (LEFT_ALONE, _why_not_linear),
+    (LEFT_ALONE, _why_not_relu),
+    (LEFT_ALONE, _why_activation_called),
+    (LEFT_ALONE, _why_not_inline),
+    (LEFT_ALONE, _why_reference),
+    (CALLED, _why_projections_called),
+)

@@ -1,0 +1,133 @@
+"""Sparse FFNs of decoder layers that hold and call the FFN's parts themselves, as OPT's does with fc1 and fc2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from twell import reference
+from twell.hf.hooks import has_hooks, share_hooks
+from twell.nn import INLINE, SparseFFN, why_called
+from twell.ops import Stats
+
+
+class InlineFFN(SparseFFN):
+    """The FFN of a decoder layer that calls fc1, activation_fn and fc2 itself.
+
+    The layer has it as an attribute, not as a submodule, so its state dict stays. fc1 then computes the whole FFN, and
+    the two after it pass its result on. Each of the three asks ``why_called`` first, and does as it did before where
+    there is a reason, so that an adapter or a hook on any of them acts as in the dense model.
+    """
+
+    layer: Any
+    steps: tuple[Any, Any, Any]  # what stands in for the forwards of fc1 and fc2, and for the activation
+
+    def belong_to(self, layer: Any) -> None:
+        object.__setattr__(self, "layer", layer)  # not a submodule: it is the layer that has the FFN
+        self.steps = _FirstStep(self), _LastStep(self), _InlineActivation(self, layer.activation_fn)
+
+    def put_in(self) -> None:
+        for linear, step in zip((self.up_proj, self.down_proj), self.steps, strict=False):
+            vars(linear)["forward"] = step
+        self._set_activation(self.steps[2])
+        self.layer.__dict__[INLINE] = self
+
+    def take_out(self) -> None:
+        """A step that something else holds, such as a wrapper of fc1's forward, does as it did before from now on."""
+        del self.layer.__dict__[INLINE]
+        for linear, step in zip((self.up_proj, self.down_proj), self.steps, strict=False):
+            if vars(linear).get("forward") is step:
+                del linear.forward
+        if self.layer.activation_fn is self.steps[2]:
+            self._set_activation(self.steps[2].before)
+
+    def _set_activation(self, function: Any) -> None:
+        if not isinstance(function, nn.Module):
+            del self.layer.activation_fn  # else a module could not make room for a function
+        self.layer.activation_fn = function
+
+    def why_called(self) -> str | None:
+        modules = self.layer._modules
+        if self.layer.__dict__.get(INLINE) is not self:
+            return "it is not in its layer"
+        if _has_any_global_hook():
+            return "there are global hooks on modules"
+        first, last, _ = self.steps
+        for name, held, step in (("fc1", self._modules["up_proj"], first), ("fc2", self._modules["down_proj"], last)):
+            linear = modules[name]
+            if linear is not held and type(linear) is nn.Linear:
+                return f"{name} is another linear"
+            reason = why_called(linear, name, step)
+            if reason is not None:
+                return reason
+        return self.why_activation_called()
+
+    def why_activation_called(self) -> str | None:
+        """Why the layer's activation may be more, or other, than the ReLU it was; None where it is not."""
+        activation = self.steps[2]
+        if self.layer._modules.get("activation_fn") is not activation:
+            return "activation_fn is another one"
+        return "activation_fn has hooks" if has_hooks(activation) else None
+
+
+class _FirstStep:
+    """fc1's forward: the whole FFN. An object, so that deep copies refer to each other."""
+
+    def __init__(self, ffn: InlineFFN) -> None:
+        self.ffn = ffn
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.ffn.why_called() is None:
+            return self.ffn(x)
+        linear = self.ffn.up_proj
+        return type(linear).forward(linear, x)
+
+
+class _LastStep:
+    """fc2's forward: passes y on."""
+
+    def __init__(self, ffn: InlineFFN) -> None:
+        self.ffn = ffn
+
+    def __call__(self, h: Tensor) -> Tensor:
+        if self.ffn.why_called() is None:
+            return h
+        linear = self.ffn.down_proj
+        return type(linear).forward(linear, h)
+
+
+class _InlineActivation(nn.Module):
+    """The layer's activation: passes y on. What moves the layer, or sets its mode, reaches the FFN through it."""
+
+    def __init__(self, ffn: InlineFFN, before: Any) -> None:
+        super().__init__()
+        object.__setattr__(self, "ffn", ffn)
+        object.__setattr__(self, "before", before)
+        if isinstance(before, nn.Module):
+            share_hooks(before, self)
+
+    def forward(self, z: Tensor) -> Tensor:
+        ffn: InlineFFN = self.__dict__["ffn"]
+        if ffn.why_called() is None:
+            return z
+        before = self.__dict__["before"]
+        h = before.forward(z) if isinstance(before, nn.Module) else before(z)  # hooks are shared: not twice
+        if ffn.track_counts:
+            l1_sum, counts = reference.statistics(torch.relu(z).flatten(0, -2), h.flatten(0, -2), None)
+            ffn.commit(Stats(l1_sum, counts, counts.new_full((), z[..., 0].numel(), dtype=torch.int64)))
+        return h
+
+    def train(self, mode: bool = True) -> _InlineActivation:
+        self.__dict__["ffn"].train(mode)
+        return super().train(mode)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _InlineActivation:
+        self.__dict__["ffn"]._apply(fn, recurse=False)  # its counts; the layer has its weights
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        return f"of a SparseFFN, {self.__dict__['ffn'].extra_repr()}"

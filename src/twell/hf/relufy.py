@@ -1,0 +1,102 @@
+"""``relufy_`` changes the function of a model: the gate's activation becomes ReLU, with L1 for further training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+
+from twell.hf.classify import activation_name, classify, find_ffns, sparse_ffn_of
+from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
+from twell.hf.convert import Report, Row, wrap
+from twell.hf.hooks import share_hooks
+from twell.hf.models import (
+    GatedSparseMLP,
+    LlamaSparseReluDecoderLayer,
+    LlamaSparseReluForCausalLM,
+    LlamaSparseReluModel,
+    Qwen2SparseReluDecoderLayer,
+    Qwen2SparseReluForCausalLM,
+    Qwen2SparseReluModel,
+)
+from twell.hf.parallel import parallelize_, tensor_parallel_mesh
+from twell.nn import find_activation
+
+_SPARSE_TYPES: dict[type, tuple[type, type, type, Any]] = {
+    LlamaForCausalLM: (
+        LlamaSparseReluForCausalLM,
+        LlamaSparseReluModel,
+        LlamaSparseReluDecoderLayer,
+        LlamaSparseReluConfig,
+    ),
+    Qwen2ForCausalLM: (
+        Qwen2SparseReluForCausalLM,
+        Qwen2SparseReluModel,
+        Qwen2SparseReluDecoderLayer,
+        Qwen2SparseReluConfig,
+    ),
+}
+
+
+def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
+    """Make ReLU the activation of every FFN, in place: the model computes something else and needs training.
+
+    A Llama or Qwen2 causal LM becomes its ``*_sparse_relu`` type with ``sparsity_l1_coeff = l1``: save and load keep
+    both, and any Trainer sees the L1 term in the loss. Other models get ReLU, in their configuration too; their
+    forward knows no L1, and the report says so.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"relufy_: expected a transformers model, got {type(model).__name__}")
+    if not l1 >= 0:
+        raise ValueError(f"relufy_: l1 must not be negative, got {l1}")
+    if type(model) in _SPARSE_TYPES:
+        return _become_sparse_type(model, l1)
+    rows = []
+    for name, _, _, ffn in list(find_ffns(model)):
+        was = "relu" if sparse_ffn_of(ffn) is not None else activation_name(ffn)
+        found = find_activation(ffn)
+        if was == "relu":
+            rows.append(Row(name, was, None, "is ReLU already"))
+        elif found is None:
+            rows.append(Row(name, was, None, "does not tell its activation"))
+        else:
+            setattr(ffn, found[0], nn.ReLU())
+            rows.append(Row(name, was, "relu, without L1 in the model's own loss"))
+    for field in ("hidden_act", "hidden_activation", "activation_function"):
+        if hasattr(model.config, field):
+            setattr(model.config, field, "relu")
+    return Report(tuple(rows))
+
+
+def _become_sparse_type(model: Any, l1: float) -> Report:
+    causal_lm, base, decoder_layer, config_class = _SPARSE_TYPES[type(model)]
+    ffns = [wrap(layer.mlp, GatedSparseMLP, "relu") for layer in model.model.layers]
+    meshes = [tensor_parallel_mesh(ffn) for ffn in ffns]
+    if (model.tp_size or 1) > 1 and None in meshes:
+        raise ValueError("relufy_: tensor parallel FFNs must be sharded by neurons, as transformers 5.16 does")
+    fields = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
+    config = config_class.from_dict({**fields, "sparsity_l1_coeff": l1})
+    config._attn_implementation = model.config._attn_implementation
+    if hasattr(model.config, "distributed_config"):
+        config.distributed_config = model.config.distributed_config
+    rows = []
+    for i, (layer, ffn, mesh) in enumerate(zip(model.model.layers, ffns, meshes, strict=True)):
+        was = activation_name(layer.mlp)
+        share_hooks(layer.mlp, ffn)
+        layer.mlp = ffn
+        if mesh is not None:
+            parallelize_(ffn, mesh)
+        layer.__class__ = decoder_layer
+        kind, why = classify(ffn)
+        rows.append(Row(f"model.layers.{i}.mlp", was, f"relu, l1 {l1:g}", why, kind=kind))
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), type(model.config)):
+            module.config = config
+    model.model.__class__, model.__class__ = base, causal_lm
+    for module in (model, model.model):  # instances carry the base class's, which names a layer class that is gone
+        module._no_split_modules = list(type(module)._no_split_modules)
+    model.add_l1_scale()
+    return Report(tuple(rows))
