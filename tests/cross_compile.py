@@ -94,13 +94,10 @@ def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[
     for in_triton in (False, True) if has_hopper else (True,):
         if in_triton and has_hopper:
             decode.why_not_hopper = lambda *_: "compiled for other versions of Triton"  # type: ignore[assignment]
-            decode.tiles_for.cache_clear()
         for M in FEW_TOKENS:
             tiles = decode.tiles_for(M, D, F, element_size=dtype.itemsize, capability=capability)
             for settled in (False, True) if isinstance(tiles[0], decode.HopperTile) else (False,):
-                recipe = decode._recipe(dtype, M, D, F, *tiles, settled, False, flags, overlaps)
-                yield recipe.first
-                yield recipe.second
+                yield from decode.kernels_of(dtype, M, D, *tiles, settled, False, flags, overlaps)
 
 
 def spills(ptx: str, capability: int) -> dict[str, int]:

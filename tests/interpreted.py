@@ -37,7 +37,9 @@ def gather_in_torch(set_attribute: Callable[[Any, str, Any], None] = setattr) ->
     set_attribute(split, "gathered", gathered)
 
 
-def gathered(gate: Tensor, up: Tensor | None, down: Tensor, order: Tensor, n_hot: int, *, cold: bool) -> Tensor:
+def gathered(
+    gate: Tensor, up: Tensor | None, down: Tensor, order: Tensor, n_hot: int, *, cold: bool, space: Any = None
+) -> Tensor:
     """As kernels/turn.py's, which goes by down's address."""
     down = down if down.is_contiguous() else down.t()
     hot, others = order[:n_hot].long(), order[n_hot:].long()

@@ -120,7 +120,8 @@ def run(
         i.down,
         i.gate_bias,
         i.up_bias,
-        i.cold.to(torch.int32) if case.n_hot else None,
+        torch.cat([i.cold.new_zeros(case.n_hot), i.cold]).to(torch.int32),  # which hot ones are first is not read
+        case.n_hot,
         inputs.marks() if marks is None else marks,
         i.mask,
         squared=case.squared,
@@ -347,7 +348,7 @@ def test_chunks() -> None:
     assert heavy_backward._chunks(16388, 2048, bf16) == (2048, True)
     assert heavy_backward._chunks(131072, 2048, f32) == (2048, False)
     x, rests = torch.empty(131072, 2048, dtype=bf16, device="meta"), 3 * 5632 * 2048 + 2 * 5632
-    assert heavy_backward._workspace(x, 5632, 2048, True).numel() == 4 * 131072 + 3 * 2048 * 5632 + rests
+    assert heavy_backward._size_of_space(x, 5632, 2048, True) == 4 * 131072 + 3 * 2048 * 5632 + rests
 
 
 @interpreted

@@ -23,7 +23,6 @@ from twell.bench import timing, traced
 from twell.bench import tune as tuning
 from twell.bench.parts import Parts, bitmap_of
 from twell.kernels import gate, split, tiles, turn, up_down
-from twell.kernels.split import Split
 from twell.plan import Plan, costs_for, dense_plan
 from twell.reference import Weights
 from twell.saved import n_early
@@ -135,7 +134,8 @@ def test_a_last_wave_of_half_tiles(F: int, use_tma: bool, programs: int) -> None
 def test_hot_activations(gated: bool, squared: bool) -> None:
     w, x = make_weights(48, 256, f32, gated=gated, bias=True), torch.randn(37, 48)
     hot = torch.randperm(256)[:128]
-    layout = split.lay_out(split.by_rows(w), Split.of(Plan(n_neurons=256, hot=hot, cap=8).on(x.device)))
+    rows, order = split.by_rows(w), Plan(n_neurons=256, hot=hot, cap=8).on(x.device).order
+    layout = split.lay_out(rows, order, 128, split.biases_of(rows, order, 128))
     h = gate.hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **LAUNCH)
     out = reference.forward(x.double(), w.to(torch.float64))
     a = out.gate**2 if squared else out.gate

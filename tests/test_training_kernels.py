@@ -20,7 +20,7 @@ from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
 from twell.kernels import dense, hybrid, lists, split, tail_backward, transpose, turn
 from twell.plan import Costs, Plan
 from twell.reference import Weights
-from twell.saved import Sizes, runs_in_parts
+from twell.saved import Parts, Sizes, runs_in_parts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -204,15 +204,13 @@ def test_the_same_bits_every_time() -> None:
 def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
     inputs = Inputs(Case(M=70, F=48, n_hot=0, cap=32))
     plan, rows = inputs.plan.on(inputs.x.device), split.by_rows(inputs.w)
-    *_, saved = gpu.train(inputs.x, inputs.w, "relu", plan, None, want_stats=True, save=True)
-    sizes = Sizes.of(70, 48, 32)
-    bits = saved.integers[: sizes.offsets_at].view(3, sizes.keys)
-    columns = transpose.Columns(bits, saved.integers[sizes.offsets_at :][: sizes.keys * sizes.chunks + 1])
-    r_of_entries, u_of_entries = saved.values.view(2, sizes.entries)
-    found = lists.Lists(saved.rows, r_of_entries, saved.integers[sizes.marks_at :], 32)
+    *_, kept = gpu.train(inputs.x, inputs.w, "relu", plan, None, want_stats=True, save=True)
+    sizes, parts = Sizes.of(70, 48, 32), Parts.of(kept, 70, 48, 0, 32, gated=True)
+    columns = transpose.Columns(parts.bits, parts.offsets)
+    found = lists.Lists(parts.rows, parts.values, parts.marks, 32)
     tile = gpu._INTERPRETED.tail_backward
     pairs = tail_backward.write_tail_gradients(
-        None, inputs.dy, None, None, found, u_of_entries, rows.gate, rows.up, rows.down, plan.places, columns,
+        None, inputs.dy, None, None, found, parts.up, rows.gate, rows.up, rows.down, plan.places, columns,
         squared=False, tile=tile,
     )  # fmt: skip
     assert pairs is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from twell.kernels.split import Split
 from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
 from twell.reference import Gradients, Weights, is_neuron_major
-from twell.saved import Saved, runs_in_parts, saved_shapes
+from twell.saved import runs_in_parts
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +31,6 @@ _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
     tail_backward=RowTile(2, 4, 2),
     use_tma=False,
 )
-_INTERPRETED_FEW = decode.NeuronTile(16, 32, 4, 2), decode.SumTile(32, 4, 2, BS=2, BW=2)
 
 
 class Frozen(NamedTuple):
@@ -83,12 +82,10 @@ def forward(x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, fr
     parts = Split.of(plan)
     if parts.n_hot == w.gate.shape[0]:
         return dense.infer(x, w, activation)
-    rows = split.by_rows(w, down)
+    layout = None
     if kept is not None and kept.cold.shape[0]:
         layout = split.Layout(*(t if t.numel() else None for t in kept[1:6]))  # type: ignore[arg-type]
-    else:
-        layout = split.lay_out(rows, parts)
-    return split.forward(x, rows, layout, activation, parts, *launch_facts(x))
+    return split.forward(x, w, plan.order, parts, activation, *launch_facts(x), down, layout)
 
 
 def _few_tokens(x: Tensor, w: Weights, activation: str, down: Tensor | None, kept: Frozen | None) -> Tensor:
@@ -97,7 +94,7 @@ def _few_tokens(x: Tensor, w: Weights, activation: str, down: Tensor | None, kep
     if kept is not None and x.shape[0] == 1 and kept.q.shape[0]:
         screened = screen.Screen(kept.q, kept.scale, kept.reach)
     settled = kept is not None and rows.gate is w.gate  # frozen, and read where it is
-    return decode.forward(x, rows, activation, few_tiles(x, w.gate.shape[0]), screened, settled=settled)
+    return decode.forward(x, rows, activation, None, screened, settled=settled)
 
 
 def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
@@ -111,7 +108,8 @@ def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
         kept = Frozen(nothing if is_neuron_major(w.down) else rows.down, *[nothing] * 8)
         n_hot = len(plan.hot)
         if 0 < n_hot < F:
-            layout = split.lay_out(rows, Split.of(plan.on(gate.device)))
+            order = plan.on(gate.device).order
+            layout = split.lay_out(rows, order, n_hot, split.biases_of(rows, order, n_hot))
             kept = Frozen._make([kept.down, *(nothing if t is None else t for t in layout), *kept[6:]])
         if max(plan.few_tokens, plan.few_tokens_captured or 0) and screen.is_worth_it(plan, gate.dtype):
             screened = screen.screen_of(rows.gate)
@@ -134,29 +132,21 @@ def train(
     *,
     want_stats: bool,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Saved]:
-    """(y, l1_sum, counts, what the backward needs)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, l1_sum, counts, what the backward needs: saved.py)."""
     token_mask = split.plain(token_mask)
-    F, gated, numbers = len(w.gate), w.up is not None, (len(w.gate), 0, 0)
-    if plan is not None:
-        n_hot, cap, _ = sizes_of(plan)
-        numbers = n_hot, cap, tokens_of(plan)[1]
-    if plan is not None and runs_in_parts(len(x), F, *numbers):
-        parts = Split.of(plan)
-        rows = split.by_rows(w)
-        layout = split.lay_out(rows, parts)
-        tiles, programs = launch_facts(x)
-        y, l1_sum, counts, saved = hybrid.forward(
-            x, rows, layout, activation, parts, token_mask, tiles, programs, want_stats=want_stats
-        )
-        if save:
-            return y, l1_sum, counts, saved
-        sums = None
+    given: Sequence[Tensor]
+    if plan is not None and _runs_in_parts(len(x), len(w.gate), plan):
+        parts, facts = Split.of(plan), launch_facts(x)
+        *given, kept = hybrid.forward(x, w, plan.order, parts, activation, token_mask, *facts, want_stats=want_stats)
     else:
-        y, l1_sum, counts, sums = dense.forward(x, w, activation, token_mask, want_stats=want_stats)
-    shapes = saved_shapes(len(x), F, numbers, gated=gated, save=save)
-    saved = Saved(*(x.new_empty(shape, dtype=dtype or x.dtype) for shape, dtype in shapes))
-    return y, l1_sum, counts, saved._replace(sums=sums) if save and sums is not None and len(x) else saved
+        *given, kept = dense.forward(x, w, activation, token_mask, want_stats=want_stats)
+    return *given, kept if save else x.new_empty(0)  # type: ignore[return-value]
+
+
+def _runs_in_parts(tokens: int, n_neurons: int, plan: PlanTensors) -> bool:
+    n_hot, cap, _ = sizes_of(plan)
+    return bool(runs_in_parts(tokens, n_neurons, n_hot, cap, tokens_of(plan)[1]))
 
 
 @_where_the_tensors_are
@@ -165,21 +155,17 @@ def backward(
     dl1: Tensor | None,
     x: Tensor,
     w: Weights,
-    saved: Saved,
+    kept: Tensor,
     activation: str,
     plan: PlanTensors | None,
     token_mask: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Gradients:
-    dy, dl1, token_mask = (split.plain(t) for t in (dy, dl1, token_mask))
-    if plan is not None:
-        parts = Split.of(plan)
-        if runs_in_parts(len(x), len(w.gate), parts.n_hot, parts.cap, tokens_of(plan)[1]):
-            rows = split.by_rows(w)
-            layout = split.lay_out(rows, parts, cold=False)
-            facts = launch_facts(x)
-            return hybrid.backward(dy, dl1, x, w, rows, layout, saved, activation, parts, token_mask, *facts, needs)
-    return dense.backward(dy, dl1, x, w, saved.sums, activation, token_mask, needs)
+    dy, dl1, token_mask = split.plain(dy), split.plain(dl1), split.plain(token_mask)
+    if plan is not None and _runs_in_parts(len(x), len(w.gate), plan):
+        given = plan.order, plan.places, Split.of(plan), activation, token_mask, *launch_facts(x), needs
+        return hybrid.backward(dy, dl1, x, w, kept, *given)
+    return dense.backward(dy, dl1, x, w, kept, activation, token_mask, needs)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -187,24 +173,9 @@ def backward(
 # ---------------------------------------------------------------------------------------------------------
 
 
-def few_tiles(x: Tensor, n_neurons: int) -> tuple[Any, Any]:
-    """For the two kernels of few tokens x [M, D]."""
-    if x.device.type == "cpu":
-        return _INTERPRETED_FEW
-    (M, D), (capability, processors) = x.shape, facts(x)
-    return decode.tiles_for(
-        M, D, n_neurons, element_size=x.element_size(), capability=capability, processors=processors
-    )
-
-
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:
     """Tile sizes for x's dtype and device, and how many programs fill it."""
     if x.device.type == "cpu":
         return _INTERPRETED, 2
-    capability, processors = facts(x)
+    capability, processors = device_facts(x.device.index)
     return tiles_for(capability, x.dtype), processors
-
-
-def facts(x: Tensor) -> tuple[int, int]:
-    """(compute capability, multiprocessors) of x's GPU."""
-    return device_facts(torch._C._cuda_getDevice() if x.device.index is None else x.device.index)

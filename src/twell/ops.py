@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from twell import cpu, reference
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
 from twell.reference import ACTIVATIONS, Gradients, Weights, sum_dtype
-from twell.saved import Saved, saved_shapes
+from twell.saved import saved_length
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 _AUTOMATIC = ("cpu", "triton", "reference")  # the first that can run
@@ -137,16 +137,14 @@ def _train(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         from twell import gpu
 
         plan = _plan_of((order, places, sizes, tokens))
-        y, l1_sum, counts, saved = gpu.train(x, w, activation, plan, token_mask, want_stats=want_stats, save=save)
-        return y, l1_sum, counts, *saved
+        return gpu.train(x, w, activation, plan, token_mask, want_stats=want_stats, save=save)
     path = cpu.forward if chosen == "cpu" else _reference_forward
     out = path(x, w, activation, token_mask, want_stats=want_stats, save=save)
-    shapes = saved_shapes(len(x), len(w.gate), None, gated=w.up is not None, save=save)
-    saved = Saved(*(x.new_empty(0, dtype=dtype or x.dtype) for _, dtype in shapes))
+    kept = x.new_empty(0)
     if save:
         parts = [t.reshape(-1) for t in (out.gate, out.up) if t is not None]
-        saved = saved._replace(sums=parts[0] if len(parts) == 1 else torch.cat(parts))
-    return out.y, out.l1_sum, out.counts, *saved
+        kept = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.y, out.l1_sum, out.counts, kept
 
 
 def _reference_forward(
@@ -156,8 +154,8 @@ def _reference_forward(
 
 
 def _backward(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *weights, token_mask, order, places, sizes, tokens, saved, activation, backend, needs = rest
-    w, kept, needs = Weights(*weights), Saved(*saved), tuple(needs)
+    *weights, token_mask, order, places, sizes, tokens, kept, activation, backend, needs = rest
+    w, needs = Weights(*weights), tuple(needs)
     chosen = choose_backend(backend, x.device)
     gradients: Gradients
     if chosen == "triton" and _fits_triton(x, w):
@@ -167,7 +165,7 @@ def _backward(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Te
         gradients = gpu.backward(dy, dl1, x, w, kept, activation, plan, token_mask, needs)
     else:
         path = cpu.backward if chosen == "cpu" else reference.backward
-        parts = kept.sums.view(1 if w.up is None else 2, len(x), len(w.gate))
+        parts = kept.view(1 if w.up is None else 2, len(x), len(w.gate))
         gradients = path(dy, dl1, x, w, parts[0], None if w.up is None else parts[1], activation, token_mask, needs)
     return gradients.x, *(x.new_empty(0) if g is None else g for g in gradients.weights)
 
@@ -187,11 +185,11 @@ _library.define(
 )
 _library.define(
     f"ffn_train(Tensor x, {_WEIGHTS}, Tensor? token_mask, {_PLAN}, str activation, str backend, bool want_stats, "
-    f"bool save) -> ({', '.join(['Tensor'] * (3 + len(Saved._fields)))})",
+    "bool save) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
 _library.define(
-    f"ffn_backward(Tensor dy, Tensor? dl1, Tensor x, {_WEIGHTS}, Tensor? token_mask, {_PLAN}, Tensor[] saved, "
+    f"ffn_backward(Tensor dy, Tensor? dl1, Tensor x, {_WEIGHTS}, Tensor? token_mask, {_PLAN}, Tensor kept, "
     f"str activation, str backend, bool[] needs) -> ({', '.join(['Tensor'] * 7)})",
     tags=_TAGS,
 )
@@ -214,12 +212,12 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     if choose_backend(backend, x.device) == "triton" and _fits_triton(x, w):
         plan = _plan_of((order, places, sizes, tokens))
         numbers = (F, 0, 0) if plan is None else (*sizes_of(plan)[:2], tokens_of(plan)[1])
-    shapes = saved_shapes(x.shape[0], F, numbers, gated=w.up is not None, save=save)
+    length = saved_length(x.shape[0], F, numbers, x.dtype, gated=w.up is not None, save=save)
     return (
         x.new_empty(x.shape[0], w.down.shape[0]),
         x.new_empty((), dtype=sum_dtype(x.dtype)),
         x.new_empty(F if want_stats else 0, dtype=torch.int32),
-        *(x.new_empty(shape, dtype=dtype or x.dtype) for shape, dtype in shapes),
+        x.new_empty(length),
     )
 
 
@@ -272,7 +270,7 @@ class _Train(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 output = torch.ops.twell.ffn_train.default(*inputs)
         ctx.activation, ctx.backend, _, ctx.saves = inputs[12:]
-        ctx.save_for_backward(*inputs[:10], *output[3:])  # the parameters themselves, never views of them
+        ctx.save_for_backward(*inputs[:10], output[3])  # the parameters themselves, never views of them
         ctx.numbers = inputs[10:12]  # shapes alone: what is saved may be copied, to the CPU for one
         ctx.mark_non_differentiable(*output[2:])
         ctx.set_materialize_grads(False)  # an unused l1_sum costs nothing
@@ -283,13 +281,13 @@ class _Train(torch.autograd.Function):
         if not ctx.saves:
             raise RuntimeError("twell::ffn_train was called with save=False: there is nothing to differentiate by")
         everything = ctx.saved_tensors  # once: under checkpointing a second look would compute it all again
-        inputs, saved = (*everything[:10], *ctx.numbers), everything[10:]
+        inputs, kept = (*everything[:10], *ctx.numbers), everything[10]
         needs = list(ctx.needs_input_grad[:7])
         dy = torch.zeros_like(inputs[0]) if dy is None else dy
         op: Any = torch.ops.twell.ffn_backward.default
         if goes_straight(dy) and not torch.is_grad_enabled():
             op = _backward
-        grads = op(dy, dl1, *inputs, list(saved), ctx.activation, ctx.backend, needs)
+        grads = op(dy, dl1, *inputs, kept, ctx.activation, ctx.backend, needs)
         return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *[None] * 9)
 
 
@@ -462,7 +460,7 @@ def run(
         return y if len(shape) == 2 else y.view(shape)
     mask = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
     op = _Train.apply if save and goes_straight(x) else torch.ops.twell.ffn_train.default
-    y, l1_sum, counts, *_ = op(x, *w, mask, *plan, activation, backend, return_stats, save)
+    y, l1_sum, counts, _ = op(x, *w, mask, *plan, activation, backend, return_stats, save)
     y = y.view(shape)
     if not return_stats:
         return y

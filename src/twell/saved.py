@@ -1,7 +1,11 @@
-"""What a training forward keeps for its backward, besides x and the weights.
+"""What a training forward keeps for its backward, besides x and the weights: one tensor, in the dtype of x.
 
-One form for all ways, so that one operation can choose among them without its outputs changing in number. Lengths
-follow from numbers alone, without a branch: under a compiler they are symbols.
+One form for all ways, so that one operation can choose among them without its outputs changing in number; one tensor,
+since each takes 5 us of host time to allocate and more to save. Its length follows from numbers alone, without a
+branch: under a compiler they are symbols.
+
+    densely          z and u of all neurons, one after the other (CPU and reference: r and u); plain FFN: z
+    in three parts   z and u of the hot neurons, interleaved; the cold tail: see ``Parts``
 """
 
 from __future__ import annotations
@@ -14,38 +18,66 @@ from torch import Tensor
 LONG = 256  # neurons of a long token's list: see kernels/lists.py
 CHUNK = 256  # tokens, see kernels/transpose.py
 GROUP = 128  # neurons of four bitmap words, see kernels/tiles.py
-LEAST = 2  # elements of what a plan's sizes are in: a compiler treats 0 and 1 apart, and would compile for either
+LEAST = 2  # elements: a compiler treats 0 and 1 apart, and would compile for either
 
 
-class Saved(NamedTuple):
-    """Few tensors, each with several parts: an allocation takes 4 us of host time.
+class Parts(NamedTuple):
+    """Of what is kept in three parts. H hot neurons; K keys and P chunks: see Columns in kernels/transpose.py."""
 
-    In parts (three, of a plan): z and u of the hot neurons, and the cold tail's lists. Densely ``sums`` is z and u of
-    all neurons, one after the other (CPU and reference: r and u), and the rest is empty."""
+    sums: Tensor  # [M, 2 H]: z and u of the hot neurons, interleaved; plain FFN: [M, H], z
+    bits: Tensor  # int32 [ceil(M / 32), K], and offsets, int32 [K P + 1]: Columns
+    offsets: Tensor
+    marks: Tensor  # int32: see Lists in kernels/lists.py
+    rows: Tensor  # int16 or int32 [entries]: see Lists
+    values: Tensor  # [entries]: r of every entry, and u; plain FFN: none
+    up: Tensor | None
 
-    sums: Tensor  # [M 2 H]: z and u of the hot neurons, interleaved; plain FFN: [M H], z
-    integers: Tensor  # int32: bits and offsets (Columns in kernels/transpose.py), marks (Lists in kernels/lists.py)
-    rows: Tensor  # int16 or int32 [size]: see Lists
-    values: Tensor  # [2 size]: r of every entry, then u; plain FFN: [size]
+    @classmethod
+    def of(cls, kept: Tensor, tokens: int, n_neurons: int, n_hot: int, cap: int, *, gated: bool) -> Parts:
+        sizes, item = Sizes.of(tokens, n_neurons - n_hot, cap), kept.element_size()
+        narrow, width, at = index_dtype(n_neurons), (2 if gated else 1) * n_hot, 0
+
+        def take(*shape: int, dtype: torch.dtype) -> Tensor:
+            nonlocal at
+            n = torch.Size(shape).numel() * dtype.itemsize
+            start, at = at, at + _padded(n)
+            return kept[start // item : (start + n) // item].view(dtype).view(shape)
+
+        parts = (
+            take(tokens, width, dtype=kept.dtype),
+            take((tokens + 31) // 32, sizes.keys, dtype=torch.int32),
+            take(sizes.keys * sizes.chunks + 1, dtype=torch.int32),
+            take(n_marks(tokens), dtype=torch.int32),
+            take(sizes.entries, dtype=narrow),
+            take(sizes.entries, dtype=kept.dtype),
+        )
+        return cls(*parts, take(sizes.entries, dtype=kept.dtype) if gated else None)
+
+
+def counts_in(kept: Tensor, tokens: int, n_neurons: int, n_hot: int, cap: int, *, gated: bool) -> Tensor:
+    """``Parts.offsets`` without the first of them, in two operations instead of fourteen."""
+    sizes = Sizes.of(tokens, n_neurons - n_hot, cap)
+    sums = _padded((2 if gated else 1) * n_hot * tokens * kept.element_size())
+    start = (sums + _padded((tokens + 31) // 32 * sizes.keys * 4)) // 4
+    return kept.view(torch.int32).narrow(0, start + 1, sizes.keys * sizes.chunks)
 
 
 class Sizes(NamedTuple):
-    """Of what is kept of the cold tail: numbers of elements, and where the parts of ``Saved.integers`` start."""
+    """Of what is kept of the cold tail."""
 
     keys: Any  # 32 bits a bitmap word
     chunks: Any
-    offsets_at: Any
-    marks_at: Any
-    integers: Any
-    entries: Any  # of all lists, a multiple of 16
+    entries: Any  # of all lists
 
     @classmethod
     def of(cls, tokens: Any, n_cold: Any, cap: Any) -> Sizes:
-        keys, chunks = 32 * bitmap_words(n_cold), (tokens + CHUNK - 1) // CHUNK
-        offsets_at = (tokens + 31) // 32 * keys
-        marks_at = offsets_at + (keys * chunks + 4) // 4 * 4  # one more than counts, at a multiple of 16 bytes
-        entries = (list_size(tokens, cap) + 15) // 16 * 16
-        return cls(keys, chunks, offsets_at, marks_at, marks_at + n_marks(tokens), entries)
+        chunks = (tokens + CHUNK - 1) // CHUNK
+        return cls(32 * bitmap_words(n_cold), chunks, (list_size(tokens, cap) + 15) // 16 * 16)
+
+
+def _padded(size: Any) -> Any:
+    """Bytes that a part of so many takes: each starts where kernels may read 16 bytes at a time."""
+    return (size + 255) // 256 * 256
 
 
 def n_long(tokens: Any) -> Any:
@@ -88,21 +120,20 @@ def runs_in_parts(tokens: Any, n_neurons: int, n_hot: Any, cap: Any, min_tokens:
     return is_split * enough * not_too_many
 
 
-def saved_shapes(
-    tokens: Any, n_neurons: int, plan: tuple[Any, Any, Any] | None, *, gated: bool, save: bool
-) -> list[tuple[Any, torch.dtype | None]]:
-    """Length and dtype (None: that of x) of what ``Saved`` holds. ``plan``: H, cap and min_tokens, on a GPU."""
-    narrow, each = index_dtype(n_neurons), 2 if gated else 1
+def saved_length(
+    tokens: Any, n_neurons: int, plan: tuple[Any, Any, Any] | None, dtype: torch.dtype, *, gated: bool, save: bool
+) -> Any:
+    """Elements of what is kept. ``plan``: H, cap and min_tokens, on a GPU."""
+    each, item, narrow = 2 if gated else 1, dtype.itemsize, index_dtype(n_neurons).itemsize
     if not save:
-        lengths: tuple[Any, ...] = (0, 0, 0, 0)
-    elif plan is None:
-        lengths = (each * tokens * n_neurons, 0, 0, 0)
-    else:
-        n_hot, cap, min_tokens = plan
-        in_parts = runs_in_parts(tokens, n_neurons, n_hot, cap, min_tokens)
-        n_hot = n_neurons - in_parts * (n_neurons - n_hot)
-        sizes = Sizes.of(tokens, n_neurons - n_hot, cap)
-        entries = in_parts * sizes.entries
-        lengths = (each * tokens * n_hot, in_parts * sizes.integers, entries, each * entries)
-        lengths = tuple(torch.sym_max(LEAST, n) for n in lengths)
-    return list(zip(lengths, (None, torch.int32, narrow, None), strict=True))
+        return 0
+    if plan is None:
+        return each * tokens * n_neurons
+    n_hot, cap, min_tokens = plan
+    in_parts = runs_in_parts(tokens, n_neurons, n_hot, cap, min_tokens)
+    n_hot = n_neurons - in_parts * (n_neurons - n_hot)
+    sizes = Sizes.of(tokens, n_neurons - n_hot, cap)
+    integers = _padded((tokens + 31) // 32 * sizes.keys * 4) + _padded((sizes.keys * sizes.chunks + 1) * 4)
+    lists = _padded(sizes.entries * narrow) + each * _padded(sizes.entries * item)
+    cold = in_parts * (integers + _padded(n_marks(tokens) * 4) + lists)
+    return torch.sym_max(LEAST, (_padded(each * tokens * n_hot * item) + cold) // item)

@@ -18,13 +18,13 @@ class Parts:
     """relu, no biases. ``restore`` undoes what the parts leave in their buffers."""
 
     def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
-        self.x, self.split = split.aligned(x), Split.of(plan.on(x.device))
+        self.x, self.split, self.order = split.aligned(x), Split.of(plan.on(x.device)), plan.on(x.device).order
         self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
         self.tail_tile = split.tail_tile(self.tiles, x, plan.first)
         self.rows = split.by_rows(w)
         self.layout = self.lay_out()
-        self.cold = self.split.order[self.split.n_hot :].long()  # [C]: rows of the weights
+        self.cold = self.order[self.split.n_hot :].long()  # [C]: rows of the weights
         self.y = torch.zeros_like(self.x)
         self.r, self.bitmap, self._marks = self._gate(self.tiles.gate, self.tiles.use_tma, zeros=True)
         self._listed()
@@ -64,7 +64,7 @@ class Parts:
 
     def lay_out(self) -> Layout:
         """What a frozen layer has, and every other makes in each call."""
-        return split.lay_out(self.rows, self.split)
+        return split.lay_out(self.rows, self.order, self.split.n_hot)
 
     def _gate(self, tile: GateTile, use_tma: bool, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
         return gate.gate_and_bitmap(
@@ -82,7 +82,7 @@ class Parts:
     def list_active(self) -> lists.Lists:
         """Needs ``restore`` before: its counters start at 0."""
         plan = self.split
-        return lists.list_active(self.r, self.bitmap, self._marks, plan.order, cap=plan.cap, first=plan.first)
+        return lists.list_active(self.r, self.bitmap, self._marks, self.order, cap=plan.cap, first=plan.first)
 
     def hot(self, tile: GateTile, use_tma: bool) -> Tensor:
         return gate.hot_activations(
@@ -114,7 +114,7 @@ class Parts:
             self.lists.marks,
             self.rows,
             self.rows.down,
-            self.split.order,
+            self.order,
             squared=False,
             tile=tile,
             programs=self.programs,

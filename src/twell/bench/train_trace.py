@@ -16,10 +16,9 @@ from torch import Tensor
 
 from twell.bench import cases, ffn, timing, traced, train
 from twell.bench.parts import Parts
-from twell.kernels import hybrid, lists, split
+from twell.kernels import hybrid, lists
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
-from twell.saved import n_marks
 
 _CHECKED_TOKENS = 512
 
@@ -61,12 +60,11 @@ class _Replay:
         self.w = Weights._make(None if t is None else t.detach() for t in p.w)
         self.parts = Parts(self.x, self.w, plan)
         self.parts.replay(active)
-        self.marks = self.x.new_empty(n_marks(len(self.x)), dtype=torch.int32)
+        self.places = plan.on(self.x.device).places
 
     def restore(self) -> None:
-        """What ``rest`` needs before: it writes over gate and marks."""
+        """What ``rest`` needs before: it writes over the gate."""
         self.parts.restore()
-        self.marks[:4] = 0
 
     def cold_gate(self) -> Tensor:
         return self.parts.cold_gate(self.parts.tiles.gate, self.parts.tiles.use_tma)
@@ -75,16 +73,10 @@ class _Replay:
     def rest(self) -> dict[str, Tensor]:
         """As ``gpu.train`` and ``gpu.backward``, which lay the weights out in every call."""
         parts, p, x = self.parts, self.p, self.x
-        plan, facts = parts.split, (parts.tiles, parts.programs)
-        rows = split.by_rows(self.w)
-        layout = split.lay_out(rows, plan)
-        gate = (parts.r, parts.bitmap, self.marks)
-        y, l1, _, saved = hybrid.forward(x, rows, layout, "relu", plan, None, *facts, want_stats=True, cold_gate=gate)
-        rows = split.by_rows(self.w)
-        layout = split.lay_out(rows, plan, cold=False)
-        gradients = hybrid.backward(
-            p.dy, p.dl1, x, self.w, rows, layout, saved, "relu", plan, None, *facts, train.NEEDS
-        )
+        given = parts.split, "relu", None, parts.tiles, parts.programs
+        gate = parts.r, parts.bitmap
+        y, l1, _, kept = hybrid.forward(x, self.w, parts.order, *given, want_stats=True, cold_gate=gate)
+        gradients = hybrid.backward(p.dy, p.dl1, x, self.w, kept, parts.order, self.places, *given, train.NEEDS)
         dw = gradients.weights
         assert dw.up is not None
         return {"y": y, "l1": l1, "dx": gradients.x, "dw_gate": dw.gate, "dw_up": dw.up, "dw_down": dw.down}

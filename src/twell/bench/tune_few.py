@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from twell import gpu
 from twell.bench import cases, ffn, timing
 from twell.kernels import decode, split
+from twell.kernels.tiles import device_facts
 from twell.reference import Weights
 
 R = TypeVar("R")
@@ -60,7 +60,7 @@ class Layers:
         self.weights = [split.by_rows(Weights(*(w.clone() for w in own))) for _ in range(n)]
 
     def usual(self) -> Tiles:
-        return gpu.few_tiles(self.x, len(self.weights[0].gate))
+        return decode.tiles_of(self.x, len(self.weights[0].gate))
 
     def run(self, tiles: Tiles) -> Callable[[], Tensor]:
         """All layers: the last one's y."""
@@ -86,7 +86,7 @@ def tune(
     """(kernel, tile, ms of a layer, that in terms of the usual tile's): the usual tile first."""
     layers = Layers(workload, M, D, F, dtype, device)
     neurons, sums = usual = layers.usual()
-    capability, processors = gpu.facts(layers.x) if layers.on_gpu else (0, 1)
+    capability, processors = device_facts(layers.x.device.index) if layers.on_gpu else (0, 1)
     sixteen_bits = dtype != torch.float32
     hopper = decode.why_not_hopper(capability) is None and sixteen_bits and D % 16 == 0
     others = neuron_candidates(M, D, F, processors=processors, sixteen_bits=sixteen_bits, hopper=hopper)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.launch import ANY, LONG, LONG_MULTIPLE, MULTIPLE, Kernel, can_overlap, ceil_div
+from twell.kernels.replay import Space
 from twell.kernels.tiles import relu, start_after
 
 _ROWS = 32  # tokens of a part
@@ -211,6 +212,7 @@ def activate(
     interleaved: bool = False,
     wants_h: bool = True,
     wants_statistics: bool = True,
+    space: Space | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h [M, N], parts of sum |h| as float32 [n], parts of counts int32 [parts, N]: see ``statistics.summed``).
 
@@ -218,9 +220,10 @@ def activate(
     [M]: tokens for the statistics."""
     M, N = z.shape[0], z.shape[1] // 2 if interleaved else z.shape[1]
     parts, programs = ceil_div(M, _ROWS), ceil_div(M, _ROWS) * ceil_div(N, _COLUMNS)
-    h = z.new_empty((M, N) if wants_h else (0, N))
-    count = z.new_empty(parts if wants_statistics else 0, N, dtype=torch.int32)
-    l1 = z.new_empty(programs if wants_statistics else 0, dtype=torch.float32)
+    new = z.new_empty if space is None else space.take
+    h = new(M if wants_h else 0, N)
+    count = new(parts if wants_statistics else 0, N, dtype=torch.int32)
+    l1 = new(programs if wants_statistics else 0, dtype=torch.float32)
     if programs:
         gated, has_mask = interleaved or u is not None, token_mask is not None
         kernel = _kernel(
@@ -239,11 +242,13 @@ def activation_gradients_(
     *,
     squared: bool,
     interleaved: bool = False,
+    space: Space | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dz, du, h). ``dh`` [M, N] holds dy Wd^T, and is where h goes. Interleaved: dz holds du, too. ``dl1``:
     float32."""
-    dz = torch.empty_like(z)
-    du = dz if u is None else torch.empty_like(u)
+    new = z.new_empty if space is None else space.take
+    dz = new(*z.shape)
+    du = dz if u is None else new(*z.shape)
     if dh.numel():
         gated, has_l1, has_mask = interleaved or u is not None, dl1 is not None, token_mask is not None
         n, N = dh.numel(), dh.shape[1]

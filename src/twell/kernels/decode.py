@@ -34,9 +34,10 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels import screen
-from twell.kernels.launch import ANY, MULTIPLE, Kernel, Workspace, can_overlap, ceil_div, padded, power_of_2
+from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
+from twell.kernels.replay import INTERPRETED, Recorded, Space
 from twell.kernels.screen import Screen
-from twell.kernels.tiles import popcount, popcount64, prefetch, relu, start_after, take
+from twell.kernels.tiles import device_facts, popcount, popcount64, prefetch, relu, start_after, take
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
 
@@ -108,7 +109,15 @@ def why_not_hopper(capability: int, version: str = triton.__version__) -> str | 
     return None if version.startswith(_GLUON) else f"tried with Triton 3.6 and 3.7, not {version}"
 
 
-@functools.cache  # asked for in every call
+def tiles_of(x: Tensor, F: int) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
+    """For the two kernels of few tokens x [M, D]."""
+    if INTERPRETED:
+        return NeuronTile(16, 32, 4, 2), SumTile(32, 4, 2, BS=2, BW=2)  # tiny
+    capability, processors = device_facts(x.device.index)
+    M, D = x.shape
+    return tiles_for(M, D, F, element_size=x.element_size(), capability=capability, processors=processors)
+
+
 def tiles_for(
     tokens: int,
     D: int,
@@ -428,7 +437,7 @@ def forward(
     x: Tensor,
     w: Weights,
     activation: str,
-    tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile],
+    tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile] | None = None,
     screened: Screen | None = None,
     *,
     settled: bool = False,
@@ -444,21 +453,40 @@ def forward(
         raise ValueError(f"a screened gate is for one token, got {M}")
     if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    flags = (w.up is not None, activation == "relu2", w.gate_bias is not None, w.up_bias is not None)
-    if screened is not None:
-        return _one_token(x, w, screened, flags)
-    return _several_tokens(x, w, *tiles, settled, flags)
-
-
-def _one_token(x: Tensor, w: Weights, screened: Screen, flags: tuple[bool, ...]) -> Tensor:
-    D, F = x.shape[1], len(w.gate)
-    h = x.new_empty(F)
-    words = h.new_empty(ceil_div(F, 32), dtype=torch.int32)
-    first, second = _kernels_of_one(x.dtype, D, F, w.down_bias is not None, flags, can_overlap())
-    first(ceil_div(F, screen.BN), x, *screened, *_tensors(w), h, words, D, F)
-    y = x.new_empty(1, D)
-    second(ceil_div(D, _ONE["BD"]), h, words, w.down, 0 if w.down_bias is None else w.down_bias, y, D, F)
+    gate, up, down, b_gate, b_up, b_down = w
+    flags = (up is not None, activation == "relu2", b_gate is not None, b_up is not None)
+    y = x.new_empty(x.shape)
+    key = (x.shape, x.stride(0), x.dtype, gate.shape[0], flags, b_down is None, tiles, settled, screened is None)
+    if screened is None:
+        _several_tokens(key, (x, y, gate, b_gate, up, b_up, down, b_down), tiles, settled, flags)
+    else:
+        _one_token(key, (x, y, gate, b_gate, up, b_up, down, b_down, *screened), flags)
     return y
+
+
+@Recorded
+def _one_token(
+    space: Space,
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor,
+    gate_bias: Tensor | None,
+    up: Tensor | None,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    q: Tensor,
+    scale: Tensor,
+    reach: Tensor,
+    flags: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    D, F = x.shape[1], len(gate)
+    h, words = space.take(F), space.take(ceil_div(F, 32), dtype=torch.int32)
+    first, second = _kernels_of_one(x.dtype, D, F, down_bias is not None, flags, can_overlap())
+    weights = (0 if t is None else t for t in (gate, gate_bias, up, up_bias, down))
+    first(ceil_div(F, screen.BN), x, q, scale, reach, *weights, h, words, D, F)
+    second(ceil_div(D, _ONE["BD"]), h, words, down, 0 if down_bias is None else down_bias, y, D, F)
+    return ()
 
 
 @functools.cache
@@ -493,68 +521,51 @@ def _warps_for_words(n: int) -> int:
     return min(16, 4 * max(1, n // 256))
 
 
-class _Recipe(NamedTuple):
-    """All that does not change from call to call."""
+@Recorded
+def _several_tokens(
+    space: Space,
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor,
+    gate_bias: Tensor | None,
+    up: Tensor | None,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile] | None,
+    settled: bool,
+    flags: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    (M, D), F = x.shape, len(gate)
+    neurons, sums = tiles or tiles_of(x, F)
+    BM, BN, TN = max(16, power_of_2(M)), neurons.BN, neurons.TN or neurons.BN
+    n_tiles = ceil_div(F, TN)
+    n_words, programs = ceil_div(n_tiles * BN, 64), max(n_tiles, neurons.programs)
+    h, words = space.take(F, BM), space.take(ceil_div(programs * BN, 64), dtype=torch.int64)
+    first, second = kernels_of(x.dtype, M, D, neurons, sums, settled, down_bias is not None, flags, can_overlap())
+    weights = (0 if t is None else t for t in (gate, gate_bias, up, up_bias, down))
+    first(programs, x, *weights, h, words, M, D, F, x.stride(0))
+    last_bits = () if isinstance(sums, HopperSumTile) else (n_tiles * BN - 64 * (n_words - 1),)
+    bias = 0 if down_bias is None else down_bias
+    second(ceil_div(D, sums.BD), h, words, down, bias, y, M, D, n_words, *last_bits)
+    return ()
 
-    first: Kernel
-    programs: int
-    BM: int
-    words: int  # of 64 bits
-    space: int
-    second: Kernel
-    blocks: int
-    numbers: tuple[int, ...]  # n_words, and last_bits for _sums_kernel
 
-
-@functools.cache
-def _recipe(
+def kernels_of(
     dtype: torch.dtype,
     M: int,
     D: int,
-    F: int,
     neurons: NeuronTile | HopperTile,
     sums: SumTile | HopperSumTile,
     settled: bool,
     has_down_bias: bool,
     flags: tuple[bool, ...],
     overlaps: bool,
-) -> _Recipe:
-    BM, BN, TN = max(16, power_of_2(M)), neurons.BN, neurons.TN or neurons.BN
-    n_tiles = ceil_div(F, TN)
-    n_words = ceil_div(n_tiles * BN, 64)
-    programs = max(n_tiles, neurons.programs)
-    words = ceil_div(programs * BN, 64)
-    last_bits = () if isinstance(sums, HopperSumTile) else (n_tiles * BN - 64 * (n_words - 1),)
-    return _Recipe(
-        first=_first_kernel(dtype, D, power_of_2(M), neurons, settled, flags, overlaps),
-        programs=programs,
-        BM=BM,
-        words=words,
-        space=padded(F * BM * dtype.itemsize) + padded(8 * words),
-        second=_second_kernel(dtype, BM, TN if BN == 64 else 64, sums, has_down_bias, overlaps),
-        blocks=ceil_div(D, sums.BD),
-        numbers=(n_words, *last_bits),
-    )
-
-
-def _several_tokens(
-    x: Tensor,
-    w: Weights,
-    neurons: NeuronTile | HopperTile,
-    sums: SumTile | HopperSumTile,
-    settled: bool,
-    flags: tuple[bool, ...],
-) -> Tensor:
-    (M, D), F = x.shape, w.gate.shape[0]
-    recipe = _recipe(x.dtype, M, D, F, neurons, sums, settled, w.down_bias is not None, flags, can_overlap())
-    space = Workspace(x, recipe.space)
-    h = space.take(F, recipe.BM, dtype=x.dtype)
-    words = space.take(recipe.words, dtype=torch.int64)
-    recipe.first(recipe.programs, x, *_tensors(w), h, words, M, D, F, x.stride(0))
-    y = x.new_empty(M, D)
-    bias = 0 if w.down_bias is None else w.down_bias
-    recipe.second(recipe.blocks, h, words, w.down, bias, y, M, D, *recipe.numbers)
-    return y
+) -> tuple[Kernel, Kernel]:
+    """The first and the second kernel for M tokens."""
+    stride = (neurons.TN or 64) if neurons.BN == 64 else 64
+    first = _first_kernel(dtype, D, power_of_2(M), neurons, settled, flags, overlaps)
+    return first, _second_kernel(dtype, max(16, power_of_2(M)), stride, sums, has_down_bias, overlaps)
 
 
 @functools.cache
@@ -638,12 +649,6 @@ def _second_kernel(
 
 def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"  # which says nothing of 16 bits
-
-
-def _tensors(w: Weights) -> tuple[Any, ...]:
-    """What all first kernels take."""
-    gate, up, down, b_gate, b_up, _ = w
-    return gate, 0 if b_gate is None else b_gate, 0 if up is None else up, 0 if b_up is None else b_up, down
 
 
 def _constants(flags: tuple[bool, ...], overlaps: bool) -> dict[str, bool]:

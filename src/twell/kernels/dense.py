@@ -17,9 +17,11 @@ from torch import Tensor
 from twell import reference
 from twell.kernels.activation import activate, activation_gradients_
 from twell.kernels.launch import LONG_MULTIPLE, Kernel, ceil_div
-from twell.kernels.statistics import summed
+from twell.kernels.replay import Recorded, Space
+from twell.kernels.statistics import write_statistics
 from twell.kernels.tiles import relu
 from twell.reference import Gradients, Weights
+from twell.saved import saved_length
 
 _BLOCK = 2048
 
@@ -42,43 +44,72 @@ def _kernel(dtype: torch.dtype, gated: bool, squared: bool) -> Kernel:
     return Kernel(_activate_kernel, (dtype, dtype, LONG_MULTIPLE), constants, warps=8)
 
 
+@Recorded
+def _launch(space: Space, z: Tensor, u: Tensor | None, squared: bool) -> tuple[Tensor, ...]:
+    """z = a(z) * u."""
+    n = z.numel()
+    _kernel(z.dtype, u is not None, squared)(ceil_div(n, _BLOCK), z, 0 if u is None else u, n)
+    return ()
+
+
 def infer(x: Tensor, w: Weights, activation: str) -> Tensor:
     """y [M, D] for x [M, D]."""
-    z = nnf.linear(x, w.gate, w.gate_bias)
-    u = None if w.up is None else nnf.linear(x, w.up, w.up_bias)
+    gate, up, down, b_gate, b_up, b_down = w
+    z = nnf.linear(x, gate, b_gate)
+    u = None if up is None else nnf.linear(x, up, b_up)
     n = z.numel()
     if n:
-        _kernel(z.dtype, u is not None, activation == "relu2")(ceil_div(n, _BLOCK), z, 0 if u is None else u, n)
-    return nnf.linear(z, w.down, w.down_bias)
+        _launch((n, z.dtype, up is None, activation), (z, u), activation == "relu2")
+    return nnf.linear(z, down, b_down)
 
 
 def forward(
     x: Tensor, w: Weights, activation: str, token_mask: Tensor | None, *, want_stats: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, l1_sum, counts, and z and u, one after the other, in one tensor [M F] or [2 M F]."""
-    M, F = len(x), len(w.gate)
-    kept = x.new_empty(M * F * (1 if w.up is None else 2))
-    z, u = split_in_two(kept, M, F)
-    for out, weight, bias in ((z, w.gate, w.gate_bias), (u, w.up, w.up_bias)):
+    """y, l1_sum, counts, and what is kept: see saved.py."""
+    M, F, gated = len(x), len(w.gate), w.up is not None
+    kept = x.new_empty(saved_length(M, F, (F, 0, 0), x.dtype, gated=gated, save=True))
+    for out, weight, bias in zip(split_in_two(kept, M, F, gated=gated), w[:2], w[3:5], strict=True):
         if out is not None and weight is not None:
             if bias is None:
                 torch.mm(x, weight.t(), out=out)
             else:
                 torch.addmm(bias, x, weight.t(), out=out)
-    h, *parts = activate(z, u, token_mask, squared=activation == "relu2", wants_statistics=want_stats)
     if want_stats:
-        l1_sum, counts = summed(x, parts, None, None, token_mask)
+        l1_sum, counts = x.new_empty((), dtype=torch.float32), x.new_empty(F, dtype=torch.int32)
     else:
         l1_sum, counts = reference.no_statistics(x)
+    key = (M, F, x.dtype, gated, activation, token_mask is None, want_stats)
+    tensors = (kept, l1_sum, counts, token_mask)
+    (h,) = _launch_forward(key, tensors, M, F, gated, activation == "relu2", want_stats)
     return nnf.linear(h, w.down, w.down_bias), l1_sum, counts, kept
 
 
-def split_in_two(kept: Tensor, M: int, F: int) -> tuple[Tensor, Tensor | None]:
-    """z and u [M, F] of what ``forward`` keeps."""
-    if kept.numel() == M * F:
-        return kept.view(M, F), None
-    z, u = kept.view(2, M, F).unbind(0)
-    return z, u
+@Recorded
+def _launch_forward(
+    space: Space,
+    kept: Tensor,
+    l1_sum: Tensor,
+    counts: Tensor,
+    token_mask: Tensor | None,
+    M: int,
+    F: int,
+    gated: bool,
+    squared: bool,
+    want_stats: bool,
+) -> tuple[Tensor, ...]:
+    """h, and the statistics."""
+    z, u = split_in_two(kept, M, F, gated=gated)
+    h, *parts = activate(z, u, token_mask, squared=squared, wants_statistics=want_stats, space=space)
+    if want_stats:
+        write_statistics(l1_sum, counts, parts, None, None, token_mask)
+    return (h,)
+
+
+def split_in_two(kept: Tensor, M: int, F: int, *, gated: bool) -> tuple[Tensor, Tensor | None]:
+    """z and u [M, F] of what is kept."""
+    z = kept.as_strided((M, F), (F, 1))
+    return z, kept.as_strided((M, F), (F, 1), kept.storage_offset() + M * F) if gated else None
 
 
 def backward(
@@ -93,9 +124,11 @@ def backward(
 ) -> Gradients:
     """As ``reference.backward``. ``kept``: see ``forward``."""
     squared, gated = activation == "relu2", w.up is not None
-    z, u = split_in_two(kept, len(x), len(w.gate)) if len(x) else (x.new_empty(0, len(w.gate)),) * 2
-    u = u if gated else None
-    dz, du, h = activation_gradients_(z, u, dy @ w.down, dl1, token_mask, squared=squared)
+    h = dy @ w.down  # its gradient, until h takes its place
+    dz = du = h
+    if len(x):
+        key = (h.shape, h.dtype, gated, activation, dl1 is None, token_mask is None)
+        dz, du = _launch_backward(key, (h, kept, dl1, token_mask), gated, squared)
 
     def dx() -> Tensor:
         gradient = dz @ w.gate
@@ -116,3 +149,19 @@ def backward(
             down_bias=when(needs[6], lambda: dy.sum(0)),
         ),
     )
+
+
+@Recorded
+def _launch_backward(
+    space: Space,
+    dh: Tensor,
+    kept: Tensor,
+    dl1: Tensor | None,
+    token_mask: Tensor | None,
+    gated: bool,
+    squared: bool,
+) -> tuple[Tensor, ...]:
+    """dz and du; h takes the place of dh."""
+    z, u = split_in_two(kept, *dh.shape, gated=gated)
+    dz, du, _ = activation_gradients_(z, u, dh, dl1, token_mask, squared=squared, space=space)
+    return dz, du

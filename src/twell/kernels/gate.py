@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, MULTIPLE, Descriptor, Kernel, Matrix, Workspace, can_overlap, ceil_div
+from twell.kernels.launch import ANY, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
+from twell.kernels.replay import Matrix, Space
 from twell.kernels.tiles import (
     GateTile,
     pack_bits,
@@ -242,9 +243,9 @@ def gate_and_bitmap(
     programs: int,
     use_tma: bool,
     zeros: bool = True,
-    space: Workspace | None = None,
-    marks: Any = None,
-) -> tuple[Any, Any, Any]:
+    space: Space | None = None,
+    marks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """r [M, C] and its bitmap, int32 [M, words], for x [M, D] (unit stride along D) and gate rows [C, D].
 
     Without ``zeros`` r may be written only where it is not 0; the rest may hold anything: a tenth of the stores. And
@@ -271,12 +272,14 @@ def hot_activations(
     programs: int,
     use_tma: bool,
     sums: Tensor | None = None,
+    space: Space | None = None,
 ) -> Tensor:
     """h [M, H] for x [M, D] and rows [2 H, D], gate and up interleaved (plain FFN: [H, D]).
 
     What h is made of, x rows^T + bias, goes into ``sums`` [M, 2 H] for a backward that wants it.
     """
-    h = x.new_empty(x.shape[0], rows.shape[0] // 2 if gated else rows.shape[0])
+    new = x.new_empty if space is None else space.take
+    h = new(x.shape[0], rows.shape[0] // 2 if gated else rows.shape[0])
     outputs = h, 0, 0, 0 if sums is None else sums
     _launch(x, rows, bias, outputs, 0, tile, programs, use_tma, (True, sums is not None, gated, squared), True)
     return h

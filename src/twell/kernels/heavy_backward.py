@@ -31,7 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.heavy import BARRIER, leave_for_all, wait_for_all
-from twell.kernels.launch import ANY, INTERPRETED, MULTIPLE, Kernel, ceil_div
+from twell.kernels.launch import ANY, MULTIPLE, Kernel, ceil_div
+from twell.kernels.replay import INTERPRETED, Space
 from twell.kernels.tiles import device_facts, relu, tile_of
 from twell.kernels.weight_gradients import NeuronGradients
 
@@ -336,7 +337,7 @@ def _heavy_backward_kernel(
     i_down,  # [F, D], neuron-major
     i_gate_bias,  # [F] or unused
     i_up_bias,  # [F] or unused
-    i_order,  # [C] int32 or unused: rows of the weights
+    i_order,  # [F] int32 or unused: rows of the weights, H hot ones first
     i_counted,  # [M] bool or unused: tokens whose |h| counts
     m_marks,  # int32, see Lists
     m_dx,  # [M, D] or unused; likewise the others
@@ -345,10 +346,11 @@ def _heavy_backward_kernel(
     m_down,  # [F, D], neuron-major
     m_gate_bias,  # [F]
     m_up_bias,  # [F]
-    m_space,  # see _workspace
+    m_space,  # see _size_of_space
     M,
     D,
     C,
+    H,
     x_stride,
     n_long,
     chunk,  # tokens at once
@@ -379,6 +381,7 @@ def _heavy_backward_kernel(
     FEW_BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    i_order += H
     n_first = tl.load(m_marks)
     n_over = tl.load(m_marks + 1)
     n_heavy = n_first + tl.where(n_over > n_long, n_over, 0)  # n_long or fewer: the tail has them
@@ -455,7 +458,7 @@ def _kernel(
     warps, stages = blocks.pop("warps"), blocks.pop("stages")
     return Kernel(
         _heavy_backward_kernel,
-        (*arguments, *values, dtype, ANY, MULTIPLE, MULTIPLE if whole else ANY, MULTIPLE, ANY, ANY, ANY),
+        (*arguments, *values, dtype, ANY, MULTIPLE, MULTIPLE if whole else ANY, ANY, MULTIPLE, ANY, ANY, ANY),
         {"GATED": gated, "SQUARED": squared, "HAS_GATE_BIAS": has_gate_bias, "HAS_UP_BIAS": has_up_bias}
         | {"HAS_ORDER": has_order, "HAS_L1": l1_dtype is not None, "HAS_MASK": has_mask}
         | {f"WANTS_{name}": wanted for name, wanted in zip(names, wants, strict=True)}
@@ -476,12 +479,12 @@ def _chunks(M: int, D: int, dtype: torch.dtype) -> tuple[int, bool]:
     return min(M, chunk), False
 
 
-def _workspace(x: Tensor, n_cold: int, chunk: int, keeps_rests: bool) -> Tensor:
-    """int32 [M] heavy tokens and [M] flags, a multiple of 128 bytes together; dz, du, h [chunk, C rounded up to 16s];
-    rests of the weights' gradients [3, C, D] and of the biases' [2, C]."""
+def _size_of_space(x: Tensor, n_cold: int, chunk: int, keeps_rests: bool) -> int:
+    """Elements: int32 [M] heavy tokens and [M] flags, a multiple of 128 bytes together; dz, du, h [chunk, C rounded up
+    to 16s]; rests of the weights' gradients [3, C, D] and of the biases' [2, C]."""
     M, D = x.shape
     size = ceil_div(M, 16) * (128 // x.element_size()) + 3 * chunk * ceil_div(n_cold, 16) * 16
-    return x.new_empty(size + (n_cold * (3 * D + 2) if keeps_rests else 0))
+    return size + (n_cold * (3 * D + 2) if keeps_rests else 0)
 
 
 def add_heavy_gradients_(
@@ -495,24 +498,26 @@ def add_heavy_gradients_(
     down: Tensor,
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
-    cold_rows: Tensor | None,
+    order: Tensor,
+    n_hot: int,
     marks: Tensor,
     token_mask: Tensor | None,
     *,
     squared: bool,
     n_long: int,
     programs: int,
+    space: Space | None = None,
     chunk: int | None = None,
     tiles: HeavyTiles | None = None,
 ) -> None:
     """Add to dx [M, D] and ``out`` what the cold neurons of heavy tokens give. All on one device, aligned to 16 bytes.
 
     x: rows lie a multiple of 16 elements apart; the others are contiguous, ``gate``, ``up``, ``down`` [F, D].
-    ``cold_rows`` int32 [C]: of the weights; None where no neuron is hot. ``dl1`` []: the gradient of sum abs(h) over
-    the tokens in ``token_mask`` bool [M]. ``marks``: see Lists; its fourth number is 0 before and after, but not
-    meanwhile: not for two streams at once. ``programs``: at most the multiprocessors. ``chunk``, ``tiles``: for tests.
+    ``order`` int32 [F]: the ``n_hot`` hot neurons first. ``dl1`` []: the gradient of sum abs(h) over the tokens in
+    ``token_mask`` bool [M]. ``marks``: see Lists; its fourth number is 0 before and after, but not meanwhile: not for
+    two streams at once. ``programs``: at most the multiprocessors. ``chunk``, ``tiles``: for tests.
     """
-    (M, D), n_cold = x.shape, len(gate) if cold_rows is None else len(cold_rows)
+    (M, D), n_cold = x.shape, len(gate) - n_hot
     targets = (dx, *out)
     wants = tuple(t is not None for t in targets)
     if M == 0 or n_cold == 0 or not any(wants):
@@ -526,7 +531,7 @@ def add_heavy_gradients_(
         None if dl1 is None else dl1.dtype,
         has_mask,
         n_cold % 16 == 0,
-        (up is not None, squared, gate_bias is not None, up_bias is not None, cold_rows is not None),
+        (up is not None, squared, gate_bias is not None, up_bias is not None, n_hot > 0),
         wants,
         tiles,
     )
@@ -540,14 +545,15 @@ def add_heavy_gradients_(
         down,
         x if gate_bias is None else gate_bias,
         x if up_bias is None else up_bias,
-        marks if cold_rows is None else cold_rows,
+        order,
         token_mask if has_mask else x,
         marks,
         *(x if t is None else t for t in targets),
-        _workspace(x, n_cold, at_once, keeps_rests),
+        (x.new_empty if space is None else space.take)(_size_of_space(x, n_cold, at_once, keeps_rests)),
         M,
         D,
         n_cold,
+        n_hot,
         x.stride(0),
         n_long,
         at_once,

@@ -1,8 +1,7 @@
-"""Launching kernels with little host time.
+"""Kernels, compiled for declared arguments.
 
 Triton's own launch works out a kernel's specialisation from every argument, each time: 28 us of host time on the host
-of an H200, where ``compiled.run`` with raw pointers takes 7.5. A ``Kernel`` is compiled for declared types, not for the
-arguments of a call, so that a call has nothing to work out:
+of an H200. A ``Kernel`` is compiled for declared types, not for the arguments of a call:
 
     @functools.cache
     def _kernel(dtype, gated):
@@ -11,31 +10,21 @@ arguments of a call, so that a call has nothing to work out:
     _kernel(x.dtype, True)(programs, x, rows, M, D)
 
 A function that makes kernels sees its own arguments alone, so whatever a kernel is compiled for is part of the cache's
-key.
+key. What a call launches is recorded and then repeated without this Python: see ``replay.py``.
 
 Kernels that have a constexpr OVERLAPS may be set up while the one before them ends (``start_after`` in tiles.py).
 """
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from twell.kernels.replay import CHECKED, INTERPRETED, Launch, Matrix, current_device, current_stream, recording
 from twell.kernels.tiles import device_facts
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CHECKED = os.environ.get("TWELL_CHECK_LAUNCHES") == "1"  # compare every argument with its declaration; tests do
-
-_MOST_DESCRIPTIONS = 256
-_IS_KNOWN = triton.__version__.startswith("3.6.")
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
-_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 # How a number is declared, by an example of it.
 MULTIPLE = 16  # a multiple of 16, at least 16, below 2^31: rows of so many elements are read 16 bytes at a time
@@ -51,63 +40,30 @@ class Descriptor(NamedTuple):
     block: tuple[int, int]
 
 
-class Matrix:
-    """A matrix [rows, columns] with unit stride along its columns, as an argument declared by a ``Descriptor``."""
+class Compiled:
+    """A kernel for one device."""
 
-    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+    def __init__(self, by_triton: Any, declared: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+        self.name, self.metadata, self.declared = by_triton.name, by_triton.metadata, declared
+        self._run, self.function = by_triton.run, by_triton.function  # which loads it
+        self._packed, self._constants = by_triton.packed_metadata, constants
+        if self._run.global_scratch_size or self._run.profile_scratch_size:
+            raise RuntimeError(f"{self.name} wants scratch memory, which no kernel here should")
+        self.param_sizes = [size for d in declared for size in _param_sizes(d)] + [8, 8]  # and scratch memory's two
+        self.matches: bool | None = None  # what Triton made of them: see replay.py
 
-    def __init__(self, t: Any) -> None:
-        self.base, self.shape, self.strides = t, t.shape, t.stride()
-        self.padding, self.round_f32_to_tf32 = "zero", False  # the names that Triton's launcher asks for
-
-
-class Piece:
-    """A part of a ``Workspace``: what a kernel needs to know of a tensor, a tenth of a tensor's host time."""
-
-    __slots__ = ("address", "dtype", "shape")
-
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.address, self.shape, self.dtype = address, shape, dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def stride(self) -> tuple[int, ...]:
-        """Of a matrix."""
-        return self.shape[1], 1
+    def __call__(self, programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
+        given = [a if type(a) is int or type(a) is Matrix else a.data_ptr() for a in arguments]
+        self._run(
+            programs, 1, 1, stream, self.function, self._packed, None, None, None, *given, *self._constants
+        )  # fmt: skip
 
 
-class Workspace:
-    """One allocation for all that a call needs on the way: an allocation takes 4 us of host time, a piece of one 0.5.
-
-    Pieces start at multiples of 256 bytes, and live as long as the call that holds the workspace (its memory is reused
-    in the order of the stream). In the interpreter they are tensors."""
-
-    def __init__(self, like: Tensor, size: int) -> None:
-        self.buffer = like.new_empty(size, dtype=torch.uint8)
-        self.start = 0 if INTERPRETED or CHECKED else self.buffer.data_ptr()
-        self.used, self.size = 0, size
-
-    def take(self, *shape: int, dtype: torch.dtype) -> Any:
-        at, size = self.used, math.prod(shape) * dtype.itemsize
-        self.used = at + padded(size)
-        if self.used > self.size:
-            raise RuntimeError(f"a workspace of {self.size} bytes is too small for {shape} {dtype} after {at}")
-        if INTERPRETED or CHECKED:
-            return self.buffer[at : at + size].view(dtype).view(shape)
-        return Piece(self.start + at, shape, dtype)
-
-
-def piece(t: Tensor, start: int, *shape: int) -> Any:
-    """Part of a one-dimensional tensor, from an element on that kernels find aligned."""
-    if INTERPRETED or CHECKED:
-        return t[start : start + math.prod(shape)].view(shape)
-    return Piece(t.data_ptr() + start * t.itemsize, shape, t.dtype)
-
-
-def padded(size: int) -> int:
-    """Bytes that a piece of so many takes."""
-    return (size + 255) & -256
+def _param_sizes(declared: torch.dtype | Descriptor | int) -> list[int]:
+    """Bytes: of a matrix its tensor map, shape and strides."""
+    if isinstance(declared, Descriptor):
+        return [128, 4, 4, 8, 8]
+    return [4 if declared in (ANY, MULTIPLE) else 8]
 
 
 class Kernel:
@@ -138,58 +94,29 @@ class Kernel:
             self.options["launch_pdl"] = bool(constants.get("OVERLAPS", False))
             self.options |= {} if registers is None else {"maxnreg": registers}
             self.options |= {"launch_cooperative_grid": True} if cooperative else {}
-        self._compiled: dict[int, Callable[[int, int, list[Any]], None]] = {}
-        self._n_matrices = sum(isinstance(a, Descriptor) for a in arguments)  # they come first
-        self._descriptions: dict[tuple[Any, ...], list[Any]] = {}
-        self._described_as: Any = None
+        self._compiled: dict[int, Compiled] = {}
 
     def __call__(self, programs: int, *arguments: Any) -> None:
-        """Run it on the current device and stream: tensors, pieces of a workspace, addresses, 0 where none is used."""
+        """Run it on the current device and stream: tensors, matrices, numbers, 0 where a tensor is not used."""
+        if CHECKED:
+            self._check(arguments)
         if INTERPRETED:
-            self._interpret(programs, arguments)
+            given = [_interpreted(a, declared) for a, declared in zip(arguments, self.arguments, strict=True)]
+            self.function[(programs,)](*given, **self.constants, **self.options)
             return
-        device = _current_device()
-        launch = self._compiled.get(device) or self._compile(device)
-        if CHECKED:
-            self._check(arguments)
-        n = self._n_matrices
-        if n == 0:
-            given = [a if type(a) is int else a.data_ptr() for a in arguments]
-        else:
-            given = self._described(arguments[:n], device) if _IS_KNOWN else list(arguments[:n])
-            given = given + [a if type(a) is int else a.data_ptr() for a in arguments[n:]]
-        launch(programs, _current_stream(device), given)
-
-    def _interpret(self, programs: int, arguments: tuple[Any, ...]) -> None:
-        if CHECKED:
-            self._check(arguments)
-        given = [_interpreted(a, declared) for a, declared in zip(arguments, self.arguments, strict=True)]
-        self.function[(programs,)](*given, **self.constants, **self.options)
+        device = current_device()
+        compiled = self._compiled.get(device)
+        if compiled is None:
+            compiled = Compiled(self.compile(), self.arguments, tuple(self.constants.values()))
+            self._compiled[device] = compiled
+        if recording.launches is not None:
+            recording.launches.append(Launch(compiled, programs, arguments))
+        compiled(programs, current_stream(device), arguments)
 
     def compile(self) -> Any:
         """What Triton makes of it for the current device, not yet loaded there."""
         examples = [_example(a) for a in self.arguments]
         return self.function.warmup(*examples, **self.constants, **self.options, grid=(1,))
-
-    def _compile(self, device: int) -> Callable[[int, int, list[Any]], None]:
-        compiled = self.compile()
-        self._described_as = getattr(compiled.metadata, "tensordesc_meta", None)
-        self._compiled[device] = _launcher(compiled, tuple(self.constants.values()), self._n_matrices > 0)
-        return self._compiled[device]
-
-    def _described(self, matrices: tuple[Any, ...], device: int) -> list[Any]:
-        """What the copy engine is told: addresses and sizes, so that it may be kept whatever is written there."""
-        key = (device, *[(m.base.data_ptr(), *m.shape, m.strides[0]) for m in matrices])
-        described = self._descriptions.get(key)
-        if described is None:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
-            if len(self._descriptions) >= _MOST_DESCRIPTIONS:
-                self._descriptions.clear()
-            parts = zip(matrices, self._described_as, strict=True)
-            described = [part for m, kind in parts for part in make_tensordesc_arg(m, kind)]
-            self._descriptions[key] = described
-        return described
 
     def _check(self, arguments: tuple[Any, ...]) -> None:
         if len(arguments) != len(self.arguments):
@@ -209,32 +136,6 @@ class Kernel:
                 fits = type(got) is int and got % 16 == 0
             if not fits:
                 raise TypeError(f"{self.function.__name__}: {name} is declared as {declared}, got {got!r:.200}")
-
-
-def _launcher(compiled: Any, constants: tuple[Any, ...], has_matrices: bool) -> Callable[[int, int, list[Any]], None]:
-    """(programs, stream, arguments) -> a launch, by Triton's C function without the Python around it: 3 us less, and
-    15 where there are descriptors to be made. (Of versions whose C function is known; else as Triton has it.)"""
-    run, handle, metadata = compiled.run, compiled.function, compiled.packed_metadata  # run loads it
-    if run.global_scratch_size or run.profile_scratch_size:
-        raise RuntimeError(f"{compiled.name} wants scratch memory, which no kernel here should")
-    cooperative, overlaps = run.launch_cooperative_grid, run.launch_pdl
-    if not _IS_KNOWN:
-
-        def by_triton(programs: int, stream: int, arguments: list[Any]) -> None:
-            run(programs, 1, 1, stream, handle, metadata, None, None, None, *arguments, *constants)
-
-        return by_triton
-    launch = run.launch
-    if has_matrices:  # Python that makes descriptors, around the function that is wanted
-        launch = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
-
-    def launched(programs: int, stream: int, arguments: list[Any]) -> None:
-        launch(
-            programs, 1, 1, stream, handle, cooperative, overlaps, None, None, metadata, None, None, None,
-            *arguments, *constants,
-        )  # fmt: skip
-
-    return launched
 
 
 def _example(declared: torch.dtype | Descriptor | int) -> Any:
@@ -259,7 +160,7 @@ def _interpreted(argument: Any, declared: torch.dtype | Descriptor | int) -> Any
 
 def can_overlap() -> bool:
     """Whether the current device lets a kernel start while the one before it ends: from Hopper on."""
-    return not INTERPRETED and device_facts(_current_device())[0] >= 90
+    return not INTERPRETED and device_facts(current_device())[0] >= 90
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -14,30 +14,28 @@ from torch import Tensor
 
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
-from twell.kernels.launch import Workspace, padded
 from twell.kernels.lists import list_active
+from twell.kernels.replay import Recorded, Space
 from twell.kernels.tiles import RowTile, Tiles
 from twell.kernels.turn import gathered, turned
 from twell.kernels.up_down import write_tail
 from twell.plan import PlanTensors, sizes_of
 from twell.reference import Weights, is_neuron_major
-from twell.saved import bitmap_words, index_dtype, list_size, n_marks
+from twell.saved import index_dtype, list_size
 
 _LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
 
 class Split(NamedTuple):
-    """A plan's numbers."""
+    """A plan's numbers: H hot neurons, and see ``Plan``."""
 
-    order: Tensor  # see PlanTensors
-    places: Tensor
     n_hot: int
     cap: int
     first: int
 
     @classmethod
     def of(cls, plan: PlanTensors) -> Split:
-        return cls(plan.order, plan.places, *sizes_of(plan))
+        return cls(*sizes_of(plan))
 
 
 class Layout(NamedTuple):
@@ -50,7 +48,12 @@ class Layout(NamedTuple):
     cold_bias: Tensor | None
 
 
-def by_rows(w: Weights, down: Tensor | None = None) -> Weights:
+# ---------------------------------------------------------------------------------------------------------
+# Weights as kernels want them
+# ---------------------------------------------------------------------------------------------------------
+
+
+def by_rows(w: Weights, down: Tensor | None = None, space: Space | None = None) -> Weights:
     """The weights with all rows where kernels find them: contiguous, aligned, Wd as [F, D]. Copies only what is not.
 
     ``down``: a neuron-major copy of Wd, where there is one already.
@@ -58,7 +61,17 @@ def by_rows(w: Weights, down: Tensor | None = None) -> Weights:
     gate, up, own_down, b_gate, b_up, b_down = w
     if down is None:  # one that lies neuron by neuron is taken as it is: kernels go by its address
         is_ready = is_neuron_major(own_down) and own_down.data_ptr() % 16 == 0
-        down = own_down if is_ready else turned(plain(own_down))
+        down = own_down if is_ready else turned(plain(own_down), space)
+    return Weights(plain(gate), plain(up), down, plain(b_gate), plain(b_up), plain(b_down))
+
+
+def ready(w: Weights) -> Weights:
+    """The weights where recorded calls take them: contiguous and aligned, Wd either way round."""
+    gate, up, down, b_gate, b_up, b_down = w
+    if not (is_neuron_major(down) and down.data_ptr() % 16 == 0):
+        down = plain(down)
+    if b_gate is None and b_up is None and b_down is None:
+        return Weights(plain(gate), plain(up), down, None, None, None)
     return Weights(plain(gate), plain(up), down, plain(b_gate), plain(b_up), plain(b_down))
 
 
@@ -71,33 +84,45 @@ def plain(t: Any) -> Any:
 
 def aligned(t: Tensor) -> Tensor:
     """``t`` [n, D], or a copy where the copy engine could not read it: rows lie apart, at multiples of 16 elements."""
-    if t.stride(1) == 1 and t.stride(0) >= t.shape[1] and t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0:
+    apart, step = t.stride()
+    if step == 1 and apart >= t.shape[1] and apart % 16 == 0 and t.data_ptr() % 16 == 0:
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def lay_out(rows: Weights, split: Split, *, cold: bool = True) -> Layout:
-    """``rows``: see ``by_rows``. A backward needs no gate rows of the cold neurons."""
-    order, n_hot = split.order, split.n_hot
+def lay_out(
+    rows: Weights,
+    order: Tensor,
+    n_hot: int,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    cold: bool = True,
+    space: Space | None = None,
+) -> Layout:
+    """``rows``: see ``by_rows``; ``biases``: see ``biases_of``. A backward needs no gate rows of the cold neurons."""
     if n_hot == 0:
         return Layout(rows.gate[:0], None, rows.gate[:0], rows.gate, rows.gate_bias)
-    buffer = gathered(rows.gate, rows.up, rows.down, order, n_hot, cold=cold)
+    buffer = gathered(rows.gate, rows.up, rows.down, order, n_hot, cold=cold, space=space)
     n = (2 if rows.up is not None else 1) * n_hot
-    hot_bias, cold_bias = biases_of(rows, split)
-    return Layout(buffer[:n], hot_bias, buffer[n : n + n_hot], buffer[n + n_hot :], cold_bias)
+    return Layout(buffer[:n], biases[0], buffer[n : n + n_hot], buffer[n + n_hot :], biases[1])
 
 
-def biases_of(rows: Weights, split: Split) -> tuple[Tensor | None, Tensor | None]:
+def biases_of(w: Weights, order: Tensor, n_hot: int) -> tuple[Tensor | None, Tensor | None]:
     """Of the hot neurons, interleaved as their rows are, and of the cold ones."""
-    b_gate, b_up = rows.gate_bias, rows.up_bias
-    if b_gate is None and b_up is None:
-        return None, None
-    hot, cold = split.order[: split.n_hot], split.order[split.n_hot :]
-    zeros = rows.gate.new_zeros(len(hot))
+    b_gate, b_up = w.gate_bias, w.up_bias
+    if n_hot == 0 or (b_gate is None and b_up is None):
+        return None, b_gate
+    hot, cold = order[:n_hot], order[n_hot:]
+    zeros = w.gate.new_zeros(len(hot))
     hot_bias = zeros if b_gate is None else b_gate[hot]
-    if rows.up is not None:
+    if w.up is not None:
         hot_bias = torch.stack([hot_bias, zeros if b_up is None else b_up[hot]], 1).flatten()
     return hot_bias, None if b_gate is None else b_gate[cold]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The forward
+# ---------------------------------------------------------------------------------------------------------
 
 
 def tail_tile(tiles: Tiles, x: Tensor, first: int) -> RowTile:
@@ -106,32 +131,78 @@ def tail_tile(tiles: Tiles, x: Tensor, first: int) -> RowTile:
     return tiles.long_tail if is_long else tiles.tail
 
 
-def space_for(M: int, n_cold: int, dtype: torch.dtype, n_neurons: int, cap: int) -> int:
-    """Bytes of a cold gate, its bitmap and marks, and lists."""
-    each, size = dtype.itemsize, list_size(M, cap)
-    lists = padded(size * index_dtype(n_neurons).itemsize) + padded(size * each)
-    return padded(M * n_cold * each) + padded(M * bitmap_words(n_cold) * 4) + padded(n_marks(M) * 4) + lists
-
-
 def forward(
-    x: Tensor, rows: Weights, layout: Layout, activation: str, split: Split, tiles: Tiles, programs: int
+    x: Tensor,
+    w: Weights,
+    order: Tensor,
+    split: Split,
+    activation: str,
+    tiles: Tiles,
+    programs: int,
+    down: Tensor | None = None,
+    layout: Layout | None = None,
 ) -> Tensor:
-    """y [M, D] for x [M, D]."""
-    x = aligned(x)
-    gated, squared, n_hot = rows.up is not None, activation == "relu2", split.n_hot
-    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
-    space = Workspace(x, space_for(len(x), len(layout.cold), x.dtype, len(split.order), split.cap))
-    gate, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, space=space, **common)
-    size = list_size(len(x), split.cap)
-    out = space.take(size, dtype=index_dtype(len(split.order))), space.take(size, dtype=x.dtype)
-    lists = list_active(gate, bitmap, marks, split.order, cap=split.cap, first=split.first, out=out)
-    y = x.new_empty(x.shape)
-    tile = tail_tile(tiles, x, split.first)
-    write_tail(y, x, lists, rows, rows.down, squared=squared, has_hot=n_hot > 0, tile=tile)
-    write_heavy_(
-        y, x, gate, bitmap, marks, rows, rows.down, split.order, squared=squared, tile=tiles.heavy, programs=programs
-    )
+    """y [M, D] for x [M, D]. ``down``, ``layout``: Wd neuron by neuron and a layout, where a frozen layer has them."""
+    x, w = aligned(x), ready(w)
+    gate, up, own_down, b_gate, b_up, b_down = w
+    n_hot, y = split.n_hot, x.new_empty(x.shape)
+    turns = down is None and not is_neuron_major(own_down)
+    down = own_down if down is None else down
+    has_bias = b_gate is not None or b_up is not None
+    if layout is None:
+        kept: tuple[Tensor | None, ...] = None, None, None
+        hot_bias, cold_bias = biases_of(w, order, n_hot) if has_bias else (None, None)
+    else:
+        kept, hot_bias, cold_bias = (layout.hot, layout.hot_down, layout.cold), layout.hot_bias, layout.cold_bias
+    key = (
+        x.shape, x.stride(0), x.dtype, gate.shape[0], split, activation, turns, layout is None, up is None,
+        b_up is None, b_down is None, hot_bias is None, cold_bias is None,
+    )  # fmt: skip
+    tensors = (x, y, gate, up, down, b_up, b_down, order, *kept, hot_bias, cold_bias)
+    hot = _launch(key, tensors, split, activation == "relu2", turns, tiles, programs)
     if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
-        h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **common)
-        y.addmm_(h, layout.hot_down)
+        y.addmm_(hot[0], hot[1] if layout is None else layout.hot_down)
     return y
+
+
+@Recorded
+def _launch(
+    space: Space,
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    order: Tensor,
+    hot: Tensor | None,
+    hot_down: Tensor | None,
+    cold: Tensor | None,
+    hot_bias: Tensor | None,
+    cold_bias: Tensor | None,
+    split: Split,
+    squared: bool,
+    turns: bool,
+    tiles: Tiles,
+    programs: int,
+) -> tuple[Tensor, ...]:
+    """Everything but the hot neurons' last GEMM, for which it returns h and Wd_hot, if that is not kept."""
+    gated, (n_hot, cap, first) = up is not None, split
+    rows = Weights(gate, up, turned(down, space) if turns else down, cold_bias, up_bias, down_bias)
+    if hot is None or hot_down is None or cold is None:
+        layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), space=space)
+    else:
+        layout = Layout(hot, hot_bias, hot_down, cold, cold_bias)
+    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma, "space": space}
+    r, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, **common)
+    size = list_size(len(x), cap)
+    out = space.take(size, dtype=index_dtype(len(order))), space.take(size, dtype=x.dtype)
+    lists = list_active(r, bitmap, marks, order, cap=cap, first=first, out=out)
+    tile = tail_tile(tiles, x, first)
+    write_tail(y, x, lists, rows, rows.down, squared=squared, has_hot=n_hot > 0, tile=tile)
+    write_heavy_(y, x, r, bitmap, marks, rows, rows.down, order, squared=squared, tile=tiles.heavy, programs=programs)
+    if n_hot == 0:
+        return ()
+    h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **common)
+    return (h, layout.hot_down) if hot is None else (h,)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -96,22 +95,23 @@ def _kernel(has_hot: bool, has_cold: bool, has_order: bool, has_mask: bool, over
     return Kernel(_statistics_kernel, (*pointers, torch.float32, *[ANY] * 6), constants | tiles, warps=8)
 
 
-def summed(
-    x: Tensor,
+def write_statistics(
+    l1_sum: Tensor,
+    counts: Tensor,
     hot: Sequence[Tensor] | None,
-    cold: tuple[Any, Any] | None,
+    cold: tuple[Tensor, Tensor] | None,
     order: Tensor | None,
     token_mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(l1_sum [] float32, counts int32 [F]). ``hot``: parts of |h| [n] and of counts [parts, H] (``activation.py``,
-    which has left out what the mask does); ``cold``: |h| by tokens [M] and parts of counts [P, C]; ``order``: int32
+) -> None:
+    """Write l1_sum [] float32 and counts int32 [F].
+
+    ``hot``: parts of |h| [n] and of counts [parts, H] (``activation.py``, which has left out what the mask does);
+    ``cold``: |h| by tokens [M] and parts of counts [P, C]; ``order``: int32
     [F], hot first."""
-    l1_sum = x.new_empty((), dtype=torch.float32)
     hot_l1, hot_counts = hot or (0, None)
     l1, cold_counts = cold or (0, None)
     hot_parts, H = (0, 0) if hot_counts is None else hot_counts.shape
     cold_parts, C = (0, 0) if cold_counts is None else cold_counts.shape
-    counts = x.new_empty(H + C, dtype=torch.int32)
     kernel = _kernel(
         hot is not None, cold is not None, order is not None, cold is not None and token_mask is not None, can_overlap()
     )
@@ -132,4 +132,3 @@ def summed(
         C,
         0 if cold is None else cold[0].shape[0],
     )
-    return l1_sum, counts

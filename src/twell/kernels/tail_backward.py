@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, MULTIPLE, Kernel, Workspace, can_overlap, ceil_div, padded, power_of_2
+from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.kernels.launch import LONG as LONG_NUMBER
 from twell.kernels.lists import LONG, Lists, n_programs, rooms, token_of_program
+from twell.kernels.replay import Space
 from twell.kernels.tiles import RowTile, bit_of_neuron, start_after
 from twell.kernels.transpose import CHUNK, Columns, is_listed, place_of
 
@@ -38,11 +39,6 @@ class Pairs(NamedTuple):
 def split_at(size: int) -> int:
     """Pairs of a share. A power of 2: kernels are compiled for it."""
     return max(SPLIT, power_of_2(ceil_div(size, _MOST_SHARES)))
-
-
-def space_for(size: int, dtype: torch.dtype) -> int:
-    """Bytes of ``Pairs`` for lists of so many entries."""
-    return padded(4 * size) + padded(3 * size * dtype.itemsize) + padded(4 * ceil_div(size, split_at(size)))
 
 
 @triton.jit
@@ -207,7 +203,7 @@ def write_tail_gradients(
     *,
     squared: bool,
     tile: RowTile,
-    space: Workspace | None = None,
+    space: Space | None = None,
 ) -> Pairs | None:
     """Write dx [M, D], zeros for heavy tokens; with ``columns`` return the pairs that the weight gradients want.
 

@@ -3,7 +3,7 @@
 Two steps, both deterministic: no atomics, and what a place is follows from counts alone.
 
 1. ``transpose``: the bitmap turned over, a word for 32 tokens of one neuron, and how often each neuron fired in every
-   chunk of CHUNK tokens. Summed up, neuron by neuron and chunk by chunk, these counts are offsets. (The same pass
+   chunk of CHUNK tokens. Summed up (``torch.cumsum``), neuron by neuron and chunk by chunk, they are offsets. (The pass
    counts for the statistics: those of other tokens, with the heavy ones and without the ones that do not count.)
 2. ``place_of`` (called by the kernel that has something to put there): the place of the pair (token, neuron) is its
    chunk's offset plus the bits below the token in at most CHUNK / 32 words.
@@ -15,7 +15,7 @@ Bytes, M 16384, C 5632: the bitmap in and out, 12 MB each, and a word of offsets
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,8 +31,8 @@ from twell.saved import CHUNK
 class Columns(NamedTuple):
     """K = 32 * words keys, P = ceil(M / CHUNK) chunks."""
 
-    bits: Any  # int32 [ceil(M / 32), K]: bit t of row b: token 32 b + t
-    offsets: Any  # int32 [K P + 1]: the pairs before those of a key and chunk; the last: all
+    bits: Tensor  # int32 [ceil(M / 32), K]: bit t of row b: token 32 b + t
+    offsets: Tensor  # int32 [K P + 1]: the pairs before those of a key and chunk; the last: all
 
 
 @triton.jit
@@ -48,10 +48,9 @@ def _transpose_kernel(
     i_bitmap,  # [M, words]
     i_marks,  # int32, see Lists
     o_bits,  # [ceil(M / 32), 32 words]
-    o_counts,  # [32 words, P]
+    o_counts,  # [1 + 32 words P]: 0, then by keys and chunks
     i_counted,  # [M] bool or unused: tokens for the statistics
     o_statistics,  # [P, C] or unused
-    o_zero,  # set to 0
     M,
     C,
     words,
@@ -65,7 +64,7 @@ def _transpose_kernel(
 ):
     start_after(OVERLAPS)
     if tl.program_id(0) == 0:
-        tl.store(o_zero, 0)
+        tl.store(o_counts, 0)
     word = tl.program_id(0) % words
     chunk = tl.program_id(0) // words
     bit = tl.arange(0, 32)
@@ -90,7 +89,7 @@ def _transpose_kernel(
         column = column & tl.sum(tl.where(listed, place, 0), axis=0)
         total += popcount(column)
         tl.store(o_bits + (tl.zeros((32,), tl.int64) + block) * (32 * words) + key, column.to(tl.int32, bitcast=True))
-    tl.store(o_counts + key * P + chunk, total)
+    tl.store(o_counts + 1 + key * P + chunk, total)
     if HAS_STATISTICS:
         neuron = neuron_of_bit(word, bit)
         tl.store(o_statistics + chunk * C + neuron, statistics, mask=neuron < C)
@@ -113,31 +112,29 @@ def place_of(i_bits, i_offsets, token, neuron, there, keys, P, CHUNK: tl.constex
 
 @functools.cache
 def _kernel(has_statistics: bool, has_mask: bool, overlaps: bool) -> Kernel:
-    pointers = (torch.int32, torch.int32, torch.int32, torch.int32, torch.bool, torch.int32, torch.int32)
+    pointers = (torch.int32, torch.int32, torch.int32, torch.int32, torch.bool, torch.int32)
     constants = {"LONG": LONG, "CHUNK": CHUNK, "HAS_STATISTICS": has_statistics, "HAS_MASK": has_mask}
     return Kernel(_transpose_kernel, (*pointers, ANY, ANY, ANY, ANY, ANY), constants | {"OVERLAPS": overlaps}, warps=1)
 
 
 def transpose(
-    bitmap: Any,
+    bitmap: Tensor,
     lists: Lists,
     n_neurons: int,
     token_mask: Tensor | None,
     columns: Columns,
-    counts: Tensor,
-    statistics: Any = None,
+    statistics: Tensor | None = None,
 ) -> None:
-    """Write the bitmap [M, words] of C neurons by neurons, less its heavy tokens, into ``columns`` (offsets: a tensor).
+    """Write the bitmap [M, words] of C neurons by neurons, less its heavy tokens, into ``columns``: offsets start with
+    0, and then hold counts, which are yet to be summed up.
 
     And into ``statistics`` int32 [P, C] for how many of the tokens in ``token_mask`` each neuron was active, heavy or
-    not, chunk by chunk. ``counts`` int32 [keys, P] is room to work in."""
+    not, chunk by chunk."""
     M, words = bitmap.shape
     bits, offsets = columns
     if M == 0 or words == 0:
-        offsets.zero_()
         return
     P = ceil_div(M, CHUNK)
     mask, seen = 0 if token_mask is None else token_mask, 0 if statistics is None else statistics
     kernel = _kernel(statistics is not None, token_mask is not None, can_overlap())
-    kernel(words * P, bitmap, lists.marks, bits, counts, mask, seen, offsets, M, n_neurons, words, lists.cap, P)
-    torch.cumsum(counts.view(-1), 0, dtype=torch.int32, out=offsets[1:])
+    kernel(words * P, bitmap, lists.marks, bits, offsets, mask, seen, M, n_neurons, words, lists.cap, P)

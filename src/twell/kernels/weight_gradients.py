@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.launch import ANY, LONG, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
+from twell.kernels.replay import Space
 from twell.kernels.tail_backward import Pairs, split_at
 from twell.kernels.tiles import neuron_of_bit, start_after
 from twell.kernels.transpose import CHUNK, Columns
@@ -243,7 +244,14 @@ def _kernels(dtype: torch.dtype, D: int, split: int, wants: tuple[bool, ...], ov
 
 
 def write_weight_gradients(
-    out: NeuronGradients, x: Tensor, dy: Tensor, pairs: Pairs, columns: Columns, order: Tensor, n_cold: int
+    out: NeuronGradients,
+    x: Tensor,
+    dy: Tensor,
+    pairs: Pairs,
+    columns: Columns,
+    order: Tensor,
+    n_cold: int,
+    space: Space | None = None,
 ) -> None:
     """Write the cold neurons' rows of ``out``; those without tokens become 0. ``order``: int32 [F], hot neurons
     first."""
@@ -252,7 +260,7 @@ def write_weight_gradients(
     if keys == 0:
         return
     size, n_shares = pairs.tokens.shape[0], pairs.owners.shape[0]
-    shares = x.new_empty(n_shares, 3 * D + 16, dtype=torch.float32)
+    shares = (x.new_empty if space is None else space.take)(n_shares, 3 * D + 16, dtype=torch.float32)
     share_kernel, neuron_kernel = _kernels(x.dtype, D, split_at(size), tuple(o is not None for o in out), can_overlap())
     blocks, offsets = ceil_div(D, _BLOCK_D), columns.offsets
     if n_shares:

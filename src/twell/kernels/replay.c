@@ -1,0 +1,173 @@
+// Launches a recorded list of kernels in one call from Python: see replay.py.
+//
+// A program is bytes: for every launch a Launch and its Params, then the tensor maps. A parameter is a number, or an
+// address: that of one of the tensors given, plus an offset. A tensor map (what the copy engine is told of a matrix)
+// was made once; only its address is new.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <cuda.h>
+#include <dlfcn.h>
+#include <stdint.h>
+#include <string.h>
+
+#define MOST_TENSORS 32
+#define MOST_PARAMS 64
+#define MOST_MAPS 4
+
+typedef struct {
+  uint64_t function;
+  uint32_t programs, threads, shared, cooperative, overlaps, n_params;
+} Launch;
+
+typedef struct {
+  uint64_t value;  // the number, or the offset in bytes
+  int32_t tensor;  // whose address is added; -1: none
+  uint32_t map;    // where in the program its tensor map is; 0: none
+} Param;
+
+static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
+static CUresult (*replace_address)(CUtensorMap *, void *);
+static CUresult (*encode_tiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                                const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                                CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+static CUresult (*param_info)(CUfunction, size_t, size_t *, size_t *);
+static CUresult (*error_string)(CUresult, const char **);
+static PyObject *data_ptr;
+
+static PyObject *failed(const char *what, CUresult code) {
+  const char *text = NULL;
+  error_string(code, &text);
+  return PyErr_Format(PyExc_RuntimeError, "%s: CUDA error %d, %s", what, (int)code, text ? text : "unknown");
+}
+
+// load(path): the driver's functions. Raises where one is missing.
+static PyObject *load(PyObject *self, PyObject *path) {
+  void *library = dlopen(PyUnicode_AsUTF8(path), RTLD_LAZY);
+  if (!library) return PyErr_Format(PyExc_OSError, "%s", dlerror());
+  struct { const char *name; void **to; } wanted[] = {
+      {"cuLaunchKernelEx", (void **)&launch_kernel},       {"cuTensorMapReplaceAddress", (void **)&replace_address},
+      {"cuTensorMapEncodeTiled", (void **)&encode_tiled},  {"cuFuncGetParamInfo", (void **)&param_info},
+      {"cuGetErrorString", (void **)&error_string},
+  };
+  for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+    *wanted[i].to = dlsym(library, wanted[i].name);
+    if (!*wanted[i].to) return PyErr_Format(PyExc_OSError, "the driver has no %s", wanted[i].name);
+  }
+  Py_RETURN_NONE;
+}
+
+// param_sizes(function) -> bytes of each of the kernel's parameters, as it was compiled.
+static PyObject *param_sizes(PyObject *self, PyObject *function) {
+  CUfunction f = (CUfunction)PyLong_AsUnsignedLongLong(function);
+  if (PyErr_Occurred()) return NULL;
+  PyObject *sizes = PyList_New(0);
+  size_t offset, size;
+  for (size_t i = 0; sizes && i < MOST_PARAMS && param_info(f, i, &offset, &size) == CUDA_SUCCESS; i++) {
+    PyObject *n = PyLong_FromSize_t(size);
+    if (!n || PyList_Append(sizes, n)) Py_CLEAR(sizes);
+    Py_XDECREF(n);
+  }
+  return sizes;
+}
+
+// tensor_map(data type, element size, address, rows, columns, row stride, block rows, block columns, swizzle) -> bytes.
+static PyObject *tensor_map(PyObject *self, PyObject *args) {
+  int type, swizzle;
+  unsigned long long size, address, rows, columns, stride;
+  unsigned int block_rows, block_columns;
+  if (!PyArg_ParseTuple(args, "iKKKKKIIi", &type, &size, &address, &rows, &columns, &stride, &block_rows,
+                        &block_columns, &swizzle))
+    return NULL;
+  CUtensorMap map;
+  cuuint64_t shape[2] = {columns, rows}, strides[1] = {stride * size};
+  cuuint32_t block[2] = {block_columns, block_rows}, steps[2] = {1, 1};
+  CUresult code = encode_tiled(&map, (CUtensorMapDataType)type, 2, (void *)address, shape, strides, block, steps,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, (CUtensorMapSwizzle)swizzle,
+                               CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (code) return failed("cuTensorMapEncodeTiled", code);
+  return PyBytes_FromStringAndSize((const char *)&map, sizeof map);
+}
+
+static CUresult launch_one(const char *program, const Launch *launch, const Param *params, CUstream stream,
+                           const uint64_t *addresses) {
+  uint64_t values[MOST_PARAMS];
+  void *pointers[MOST_PARAMS];
+  CUtensorMap maps[MOST_MAPS];
+  int n_maps = 0, n_attributes = 0;
+  for (uint32_t i = 0; i < launch->n_params; i++) {
+    values[i] = params[i].value + (params[i].tensor < 0 ? 0 : addresses[params[i].tensor]);
+    pointers[i] = &values[i];
+    if (params[i].map) {
+      CUtensorMap *map = &maps[n_maps++];
+      memcpy(map, program + params[i].map, sizeof *map);
+      CUresult code = replace_address(map, (void *)values[i]);
+      if (code) return code;
+      pointers[i] = map;
+    }
+  }
+  CUlaunchAttribute attributes[2];
+  memset(attributes, 0, sizeof attributes);
+  if (launch->overlaps) {
+    attributes[n_attributes].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attributes[n_attributes++].value.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch->cooperative) {
+    attributes[n_attributes].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    attributes[n_attributes++].value.cooperative = 1;
+  }
+  CUlaunchConfig config = {.gridDimX = launch->programs, .gridDimY = 1, .gridDimZ = 1,
+                           .blockDimX = launch->threads, .blockDimY = 1, .blockDimZ = 1,
+                           .sharedMemBytes = launch->shared, .hStream = stream,
+                           .attrs = attributes, .numAttrs = n_attributes};
+  return launch_kernel(&config, (CUfunction)launch->function, pointers, NULL);
+}
+
+// replay(program, stream, *tensors): each is a tensor, or None for one that is not there.
+static PyObject *replay(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+  uint64_t addresses[MOST_TENSORS];
+  char *program;
+  Py_ssize_t size;
+  if (n < 2 || n - 2 > MOST_TENSORS) return PyErr_Format(PyExc_TypeError, "%zd arguments", n);
+  if (PyBytes_AsStringAndSize(args[0], &program, &size)) return NULL;
+  CUstream stream = (CUstream)PyLong_AsUnsignedLongLong(args[1]);
+  if (PyErr_Occurred()) return NULL;
+  for (Py_ssize_t i = 2; i < n; i++) {
+    addresses[i - 2] = 0;
+    if (args[i] == Py_None) continue;
+    PyObject *address = PyObject_CallMethodNoArgs(args[i], data_ptr);
+    if (!address) return NULL;
+    addresses[i - 2] = PyLong_AsUnsignedLongLong(address);
+    Py_DECREF(address);
+    if (PyErr_Occurred()) return NULL;
+    if (addresses[i - 2] % 16) return PyErr_Format(PyExc_ValueError, "tensor %zd is not aligned to 16 bytes", i - 2);
+  }
+  uint32_t n_launches;
+  memcpy(&n_launches, program, sizeof n_launches);
+  const char *at = program + 8;
+  CUresult code = CUDA_SUCCESS;
+  Py_BEGIN_ALLOW_THREADS;
+  for (uint32_t i = 0; i < n_launches && code == CUDA_SUCCESS; i++) {
+    const Launch *launch = (const Launch *)at;
+    const Param *params = (const Param *)(at + sizeof(Launch));
+    code = launch_one(program, launch, params, stream, addresses);
+    at = (const char *)(params + launch->n_params);
+  }
+  Py_END_ALLOW_THREADS;
+  if (code) return failed("launching recorded kernels", code);
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"load", load, METH_O, NULL},
+    {"param_sizes", param_sizes, METH_O, NULL},
+    {"tensor_map", tensor_map, METH_VARARGS, NULL},
+    {"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "twell_replay", NULL, -1, methods};
+
+PyMODINIT_FUNC PyInit_twell_replay(void) {
+  data_ptr = PyUnicode_InternFromString("data_ptr");
+  return data_ptr ? PyModule_Create(&module) : NULL;
+}

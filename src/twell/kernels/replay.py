@@ -1,0 +1,246 @@
+"""Launches of a call, recorded once and repeated by one call into C.
+
+Python takes 10 us and more of host time for a launch: functions that work out sizes, allocate, look kernels up and hand
+arguments on. For one layer and one number of tokens all of it comes out the same every time, except for addresses. So a
+function that launches kernels, and does nothing else, is run once a key; what it launched is kept with every address as
+"this tensor plus so many bytes", and later calls with that key hand their tensors to ``replay.c``: 2 to 3 us a launch.
+
+    @Recorded
+    def _launch(space, x, w, y, tile): ...      # tensors, then what else decides; returns tensors taken from space
+
+    (h,) = _launch((M, tile), (x, w, y), tile)  # the key, tensors (or None), the rest
+
+The key must tell apart all that the function decides by: with TWELL_CHECK_LAUNCHES=1 every call is recorded anew and
+compared. Where the C module cannot be built or a kernel's parameters are not as expected, functions simply run."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import struct
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CHECKED = os.environ.get("TWELL_CHECK_LAUNCHES") == "1"  # also compares every argument with its declaration
+
+_MOST_PROGRAMS = 512  # of one function: numbers of tokens differ from call to call
+_ALIGNMENT = 256  # of what a call takes from its space
+_LAUNCH, _PARAM = struct.Struct("<QIIIIII"), struct.Struct("<QiI")  # as in replay.c
+_DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Matrix:
+    """A matrix [rows, columns] with unit stride along its columns, for kernels that read it by the copy engine."""
+
+    __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, t: Tensor) -> None:
+        self.base, self.shape, self.strides = t, t.shape, t.stride()
+        self.padding, self.round_f32_to_tf32 = "zero", False  # the names that Triton's launcher asks for
+
+
+class Launch(NamedTuple):
+    """One launch, as ``Kernel`` reports it: what was compiled, and its arguments as they were given."""
+
+    compiled: Any
+    programs: int
+    arguments: tuple[Any, ...]
+
+
+class Space:
+    """What a call needs on the way. A recording takes one tensor after the other; a repetition has one for all."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like, self.used = like, 0
+        self.taken: list[tuple[Tensor, int]] = []  # and where it lies
+
+    def take(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        t = self._like.new_empty(shape, dtype=dtype)
+        self.taken.append((t, self.used))
+        self.used += -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return t
+
+
+class _Program(NamedTuple):
+    code: bytes
+    head: int  # bytes of it before the tensor maps, which hold addresses of the recording
+    size: int  # of the space, in elements of the first tensor's dtype
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]  # shape, strides and place in the space
+
+    def is_like(self, other: _Program) -> bool:
+        return self[1:] == other[1:] and self.code[: self.head] == other.code[: self.head]
+
+
+class _Recording(threading.local):
+    launches: list[Launch] | None = None  # those of this thread's recording, if there is one
+
+
+recording = _Recording()
+
+
+class Recorded:
+    """Makes a function that launches kernels repeat what it launched for a key."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self._function = function
+        self._programs: dict[Any, _Program] = {}
+        functools.update_wrapper(self, function)
+
+    def __call__(self, key: Any, tensors: tuple[Tensor | None, ...], *rest: Any) -> tuple[Tensor, ...]:
+        replay = None if INTERPRETED else _replay()
+        if replay is None:
+            return self._function(Space(tensors[0]), *tensors, *rest)  # type: ignore[arg-type]
+        device = current_device()
+        key = device, key
+        program = self._programs.get(key)
+        if program is None or CHECKED:
+            return self._record(key, tensors, rest)
+        space = tensors[0].new_empty(program.size)  # type: ignore[union-attr]
+        replay(program.code, current_stream(device), space, *tensors)
+        return tuple([space.as_strided(*at) for at in program.results])
+
+    def _record(self, key: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        launches: list[Launch] = []
+        space, outer, recording.launches = Space(tensors[0]), recording.launches, launches
+        try:
+            results = self._function(space, *tensors, *rest)
+        finally:
+            recording.launches = outer
+        program = _program_of(launches, space, tensors, results)
+        if program is not None:
+            if CHECKED and not program.is_like(self._programs.setdefault(key, program)):
+                raise AssertionError(f"{self._function.__qualname__} launched something else for the same key {key}")
+            if len(self._programs) >= _MOST_PROGRAMS:
+                self._programs.clear()
+            self._programs[key] = program
+        return results
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _program_of(
+    launches: list[Launch], space: Space, tensors: tuple[Tensor | None, ...], results: tuple[Tensor, ...]
+) -> _Program | None:
+    """None where an address cannot be told from another: tensors overlap, or a kernel is not what it should be."""
+    known = [(t, 0, at) for t, at in space.taken]
+    known += [(t, i + 1, 0) for i, t in enumerate(tensors) if t is not None]
+    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t), i, at) for t, i, at in known if t.numel())
+    if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
+        return None
+    if any(t.dtype != tensors[0].dtype for t in results):  # type: ignore[union-attr]
+        raise TypeError("what a recorded function returns has the dtype of its first tensor")
+    head = 8 + sum(_LAUNCH.size + _PARAM.size * len(launch.compiled.param_sizes) for launch in launches)
+    maps, parts = b"", []
+    for launch in launches:
+        if not _is_as_declared(launch.compiled):
+            return None
+        params = []
+        for value, matrix, described in _values_of(launch):
+            tensor, offset, map_at = -1, value, 0
+            if matrix is not None or described is _ADDRESS:
+                found = next(((i, at + value - start) for start, end, i, at in spans if start <= value < end), None)
+                if found is None and value:
+                    if CHECKED:
+                        raise AssertionError(f"{launch.compiled.name} was given an address of no tensor of the call")
+                    return None
+                tensor, offset = found or (-1, 0)
+            if matrix is not None:
+                map_at = head + len(maps)
+                maps += _map_of(matrix, described)
+            params.append(_PARAM.pack(offset, tensor, map_at))
+        facts = launch.compiled.metadata
+        numbers = 32 * facts.num_warps, facts.shared, facts.launch_cooperative_grid, facts.launch_pdl, len(params)
+        parts += [_LAUNCH.pack(launch.compiled.function, launch.programs, *numbers), *params]
+    code = struct.pack("<I4x", len(launches)) + b"".join(parts) + maps
+    item = tensors[0].element_size()  # type: ignore[union-attr]
+    places = [next(at + t.data_ptr() - a for a, b, i, at in spans if i == 0 and a <= t.data_ptr() < b) for t in results]
+    views = tuple((tuple(t.shape), t.stride(), at // item) for t, at in zip(results, places, strict=True))
+    return _Program(code, head, space.used // item, views)
+
+
+_ADDRESS = object()
+
+
+def _values_of(launch: Launch) -> list[tuple[int, Any, Any]]:
+    """(number, matrix or None, what describes it or whether it is an address) of each of a kernel's parameters."""
+    declared = launch.compiled.declared
+    values: list[tuple[int, Any, Any]] = []
+    described = iter(getattr(launch.compiled.metadata, "tensordesc_meta", None) or ())
+    for argument, kind in zip(launch.arguments, declared, strict=True):
+        if isinstance(argument, Matrix):
+            values.append((argument.base.data_ptr(), argument, next(described)))
+            values += [(n, None, None) for n in (*argument.shape, *argument.strides)]
+        elif type(argument) is int:
+            values.append((argument, None, None if type(kind) is int else _ADDRESS))
+        else:
+            values.append((argument.data_ptr(), None, _ADDRESS))
+    return [*values, (0, None, None), (0, None, None)]  # scratch memory, of which there is none
+
+
+def _is_as_declared(compiled: Any) -> bool:
+    """Whether Triton has compiled the parameters that ``_values_of`` gives."""
+    if compiled.matches is None:
+        module = _module()
+        compiled.matches = module is not None and module.param_sizes(compiled.function) == compiled.param_sizes
+        if not compiled.matches:
+            warnings.warn(
+                f"twell: {compiled.name} has other parameters than expected from this version of Triton; "
+                f"its launches take more of the host's time",
+                stacklevel=2,
+            )
+    return compiled.matches
+
+
+def _map_of(matrix: Matrix, described: dict[str, Any]) -> bytes:
+    rows, columns = matrix.shape
+    t = matrix.base
+    return _module().tensor_map(
+        _DATA_TYPES[t.dtype], t.element_size(), t.data_ptr(), rows, columns, matrix.strides[0],
+        *described["block_size"], described["swizzle"],
+    )  # fmt: skip
+
+
+def _extent(t: Tensor) -> int:
+    """Bytes from the first to the last element."""
+    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The C module
+# ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _module() -> Any:
+    """``replay.c``, built by the compiler that Triton builds its own launchers with; None where that fails."""
+    try:
+        import triton.backends.nvidia
+        from triton.runtime.build import compile_module_from_src
+
+        source = Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
+        include = str(Path(triton.backends.nvidia.__file__).parent / "include")
+        module = compile_module_from_src(source, "twell_replay", include_dirs=[include])
+        module.load("libcuda.so.1")
+    except Exception as error:  # of many kinds: no compiler, no headers, another Triton, an old driver
+        warnings.warn(f"twell: launches cannot be recorded and take more of the host's time ({error})", stacklevel=2)
+        return None
+    return module
+
+
+@functools.cache
+def _replay() -> Any:
+    module = _module()
+    return None if module is None else module.replay
