@@ -25,6 +25,7 @@ from twell.kernels import (
     dense,
     gate,
     heavy,
+    hot,
     lists,
     statistics,
     tail_backward,
@@ -60,10 +61,10 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
     """Inference and training of a gated FFN, most with biases; C = F / 2 or what leaves a part of a tile."""
     tiles, overlaps, narrow = tiles_for(capability, dtype), capability >= 90, index_dtype(F)
     no, yes = False, True
-    for hot, bias, whole in ((no, yes, no), (no, no, yes), (yes, yes, no)):
-        of_hot = {"saves": hot, "gated": hot, "squared": no}
+    for is_hot, bias, whole in ((no, yes, no), (no, no, yes), (yes, yes, no)):
+        of_hot = {"saves": is_hot, "gated": is_hot, "squared": no}
         ends = {"has_bias": bias, "whole": whole, "zeros": not whole, "aligned": yes}
-        yield gate._kernel(dtype, tiles.gate, tiles.use_tma, hot, *of_hot.values(), *ends.values(), overlaps)
+        yield gate._kernel(dtype, tiles.gate, tiles.use_tma, is_hot, *of_hot.values(), *ends.values(), overlaps)
     yield lists._kernel(dtype, narrow, power_of_2(bitmap_words(F)), yes, overlaps)
     long_tail = tiles.long_tail if D * dtype.itemsize <= 8192 else tiles.tail
     for tile, saves in ((tiles.tail, no), (long_tail, yes)):
@@ -71,6 +72,9 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
     for gated in (yes, no):
         yield heavy._kernel(dtype, tiles.heavy, gated, not gated, gated, yes, yes, yes)
     yield transpose._kernel(yes, yes, overlaps)
+    yield from transpose._adders(overlaps)
+    yield hot._adder(dtype, tiles.gate, tiles.use_tma, yes, overlaps)
+    yield hot._gradient(dtype, tiles.heavy, tiles.use_tma, yes, no, yes, yes, yes, overlaps)
     yield statistics._kernel(yes, yes, yes, yes, overlaps)
     flags = {"gated": yes, "squared": yes, "has_l1": yes, "has_mask": yes, "wants_dx": yes, "wants_pairs": yes}
     split = tail_backward.SPLIT

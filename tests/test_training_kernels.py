@@ -109,6 +109,9 @@ def check(case: Case, needs: tuple[bool, ...] = ALL) -> None:
         else:
             pairs[name] = tuple(getattr(g.weights, name) for g in (got, dense, want))
     for name, (ours, dense_one, truth) in pairs.items():
+        if ours is None:
+            assert truth.numel() == 0, name
+            continue
         assert ours.shape == truth.shape, name
         if truth.numel():
             assert ours.dtype == dense_one.dtype, name
@@ -256,7 +259,7 @@ def test_rows_of_hot_neurons_are_put_among_others(wanted: str, gated: bool) -> N
     inputs = torch.stack([part["gate"], part["up"]], 1).flatten(0, 1) if gated else part["gate"]
     order = torch.tensor([*hot, 1, 2, 3, 4, 5, 6], dtype=torch.int32)
     given = tuple(targets.get(name) for name in ("gate", "up", "down"))
-    turn.put_rows_(given, order, torch.cat([inputs, part["down"]]), 3, gated=gated)
+    turn.put_rows_(given, order, inputs, part["down"], 3, gated=gated)
     for name, t in targets.items():
         assert torch.equal(t, expected[name])
 

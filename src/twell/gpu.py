@@ -161,6 +161,7 @@ def backward(
     token_mask: Tensor | None,
     needs: tuple[bool, ...],
 ) -> Gradients:
+    """Empty or None where a gradient is not needed."""
     dy, dl1, token_mask = split.plain(dy), split.plain(dl1), split.plain(token_mask)
     if plan is not None and _runs_in_parts(len(x), len(w.gate), plan):
         given = plan.order, plan.places, Split.of(plan), activation, token_mask, *launch_facts(x), needs

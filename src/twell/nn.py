@@ -32,6 +32,7 @@ _KNOWN_ACTIVATIONS = {
 LOOK_TOKENS = 4096  # what a layer sees before it plans by itself
 LOOK_AT_LEAST = 256  # in a batch: to look costs another gate, which decoding should not pay
 FIRST_LOOK = MAX_FEW_TOKENS  # what it sees before it plans for few tokens
+_NO_PARAMETERS: dict[str, Any] = {"weight": None, "bias": None}
 INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as OPT's decoder layer does
 
 
@@ -316,6 +317,28 @@ class SparseFFNBase(nn.Module):
                 return reason
         return None
 
+    def _plain_weights(self) -> Weights | None:
+        """The weights, if no projection has anything that ``why_called`` would have to look at: for every call."""
+        if torch_module._has_any_global_hook():
+            return None
+        modules = self._modules
+        found: list[dict[str, Any]] = []
+        for name in self.projections:
+            linear: Any = modules[name]
+            if type(linear) is not nn.Linear or linear.__dict__.get("forward") is not None:
+                return None
+            if linear._forward_hooks or linear._forward_pre_hooks:
+                return None
+            if linear._backward_hooks or linear._backward_pre_hooks:
+                return None
+            own = linear._parameters
+            if type(own.get("weight")) is not nn.Parameter:
+                return None
+            found.append(own)
+        gate, down = found[0], found[-1]
+        up = found[1] if len(found) == 3 else _NO_PARAMETERS
+        return Weights(gate["weight"], up["weight"], down["weight"], gate["bias"], up["bias"], down["bias"])
+
     @staticmethod
     def _why_called(linear: nn.Module, name: str) -> str | None:
         return why_called(linear, name)
@@ -340,11 +363,13 @@ class SparseFFNBase(nn.Module):
         return (y, stats) if return_stats else y
 
     def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
-        if self.why_called() is not None:
-            return self._call_projections(x, token_mask, return_stats)
+        w = self._plain_weights()
+        if w is None:
+            if self.why_called() is not None:
+                return self._call_projections(x, token_mask, return_stats)
+            w = self._weights()
         if self._plans_itself and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._look_at(x)
-        w = self._weights()
         gate = w.gate
         if x.dtype != gate.dtype or x.shape[-1] != gate.shape[1] or x.device != gate.device or token_mask is not None:
             ops.check(type(self).__name__, x, w, self.activation, token_mask)

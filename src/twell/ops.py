@@ -13,6 +13,7 @@ holds one call a layer, whatever the plan. Forward-mode AD and double backward r
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from torch.autograd import forward_ad
 
 from twell import cpu, reference
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
-from twell.reference import ACTIVATIONS, Gradients, Weights, sum_dtype
+from twell.reference import ACTIVATIONS, Weights, sum_dtype
 from twell.saved import saved_length
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
@@ -93,13 +94,16 @@ def choose_backend(requested: str, device: torch.device) -> str:
     return chosen
 
 
-def _by_kernels(x: Tensor, w: Weights, backend: str) -> bool:
-    return choose_backend(backend, x.device) == "triton" and _fits_triton(x, w)
-
-
 def _fits_triton(x: Tensor, w: Weights) -> bool:
     D, F = w.down.shape
     return x.dtype != torch.float64 and D % 16 == 0 and F % 16 == 0
+
+
+@functools.cache
+def _gpu() -> Any:
+    from twell import gpu  # needs Triton
+
+    return gpu
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -107,13 +111,22 @@ def _fits_triton(x: Tensor, w: Weights) -> bool:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _plan_of(tensors: Sequence[Tensor | None]) -> PlanTensors | None:
-    return None if tensors[0] is None else PlanTensors(*tensors)  # type: ignore[arg-type]
+class Call(NamedTuple):
+    """What a training forward takes besides x and the weights, in the operation's order."""
 
+    token_mask: Tensor | None
+    order: Tensor | None  # a plan's: see PlanTensors
+    places: Tensor | None
+    sizes: Tensor | None
+    tokens: Tensor | None
+    activation: str
+    backend: str
+    want_stats: bool
+    save: bool
 
-def _infer(x: Tensor, *rest: Any) -> Tensor:
-    *weights, order, places, sizes, tokens, frozen, activation, backend = rest
-    return infer(x, Weights(*weights), activation, backend, (order, places, sizes, tokens), frozen)
+    @property
+    def plan(self) -> PlanTensors | None:
+        return None if self.order is None else PlanTensors(*self[1:5])  # type: ignore[arg-type]
 
 
 def infer(
@@ -121,25 +134,20 @@ def infer(
 ) -> Tensor:
     chosen = choose_backend(backend, x.device)
     if chosen == "triton" and _fits_triton(x, w):
-        from twell import gpu
-
-        return gpu.forward(x, w, activation, _plan_of(plan), frozen)
+        return _gpu().forward(x, w, activation, None if plan[0] is None else PlanTensors(*plan), frozen)  # type: ignore[arg-type]
     if chosen == "cpu":
         return cpu.forward(x, w, activation, None, want_stats=False, save=False, frozen=tuple(frozen)).y
     return reference.forward(x, w, activation, want_stats=False).y
 
 
-def _train(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *weights, token_mask, order, places, sizes, tokens, activation, backend, want_stats, save = rest
-    w = Weights(*weights)
-    chosen = choose_backend(backend, x.device)
+def _train(x: Tensor, w: Weights, call: Call) -> tuple[Tensor, ...]:
+    chosen, (mask, *_, activation, _, want_stats, save) = choose_backend(call.backend, x.device), call
     if chosen == "triton" and _fits_triton(x, w):
-        from twell import gpu
-
-        plan = _plan_of((order, places, sizes, tokens))
-        return gpu.train(x, w, activation, plan, token_mask, want_stats=want_stats, save=save)
-    path = cpu.forward if chosen == "cpu" else _reference_forward
-    out = path(x, w, activation, token_mask, want_stats=want_stats, save=save)
+        return _gpu().train(x, w, activation, call.plan, mask, want_stats=want_stats, save=save)
+    if chosen == "cpu":
+        out = cpu.forward(x, w, activation, mask, want_stats=want_stats, save=save)
+    else:
+        out = reference.forward(x, w, activation, mask, want_stats=want_stats)
     kept = x.new_empty(0)
     if save:
         parts = [t.reshape(-1) for t in (out.gate, out.up) if t is not None]
@@ -147,27 +155,18 @@ def _train(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return out.y, out.l1_sum, out.counts, kept
 
 
-def _reference_forward(
-    x: Tensor, w: Weights, activation: str, token_mask: Tensor | None, *, want_stats: bool, save: bool
-) -> reference.Forward:
-    return reference.forward(x, w, activation, token_mask, want_stats=want_stats)
-
-
-def _backward(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *weights, token_mask, order, places, sizes, tokens, kept, activation, backend, needs = rest
-    w, needs = Weights(*weights), tuple(needs)
-    chosen = choose_backend(backend, x.device)
-    gradients: Gradients
+def _backward(
+    dy: Tensor, dl1: Tensor | None, x: Tensor, w: Weights, call: Call, kept: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x and of the six weights; empty or None where one is not needed."""
+    chosen, mask, activation = choose_backend(call.backend, x.device), call.token_mask, call.activation
     if chosen == "triton" and _fits_triton(x, w):
-        from twell import gpu
-
-        plan = _plan_of((order, places, sizes, tokens))
-        gradients = gpu.backward(dy, dl1, x, w, kept, activation, plan, token_mask, needs)
+        gradients = _gpu().backward(dy, dl1, x, w, kept, activation, call.plan, mask, needs)
     else:
         path = cpu.backward if chosen == "cpu" else reference.backward
         parts = kept.view(1 if w.up is None else 2, len(x), len(w.gate))
-        gradients = path(dy, dl1, x, w, parts[0], None if w.up is None else parts[1], activation, token_mask, needs)
-    return gradients.x, *(x.new_empty(0) if g is None else g for g in gradients.weights)
+        gradients = path(dy, dl1, x, w, parts[0], None if w.up is None else parts[1], activation, mask, needs)
+    return gradients.x, *gradients.weights
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -193,7 +192,26 @@ _library.define(
     f"str activation, str backend, bool[] needs) -> ({', '.join(['Tensor'] * 7)})",
     tags=_TAGS,
 )
-for _name, _function in (("ffn", _infer), ("ffn_train", _train), ("ffn_backward", _backward)):
+
+
+def _infer_op(x: Tensor, *rest: Any) -> Tensor:
+    *weights, order, places, sizes, tokens, frozen, activation, backend = rest
+    return infer(x, Weights(*weights), activation, backend, (order, places, sizes, tokens), frozen)
+
+
+def _train_op(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _train(x, Weights(*rest[:6]), Call(*rest[6:]))
+
+
+def _backward_op(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *others, kept, activation, backend, needs = rest
+    mask, order, places, sizes, tokens = others[6:]
+    call = Call(mask, order, places, sizes, tokens, activation, backend, want_stats=False, save=True)
+    gradients = _backward(dy, dl1, x, Weights(*others[:6]), call, kept, tuple(needs))
+    return tuple(x.new_empty(0) if g is None else g for g in gradients)
+
+
+for _name, _function in (("ffn", _infer_op), ("ffn_train", _train_op), ("ffn_backward", _backward_op)):
     for _key in ("CPU", "CUDA"):  # CPU: also Triton's interpreter
         _library.impl(_name, _function, _key)
 
@@ -205,18 +223,15 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 @torch.library.register_fake("twell::ffn_train")
 def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *weights, _, order, places, sizes, tokens, _, backend, want_stats, save = rest
-    w = Weights(*weights)
-    F = w.gate.shape[0]
-    numbers = None
-    if choose_backend(backend, x.device) == "triton" and _fits_triton(x, w):
-        plan = _plan_of((order, places, sizes, tokens))
+    w, call = Weights(*rest[:6]), Call(*rest[6:])
+    F, plan, numbers = w.gate.shape[0], call.plan, None
+    if choose_backend(call.backend, x.device) == "triton" and _fits_triton(x, w):
         numbers = (F, 0, 0) if plan is None else (*sizes_of(plan)[:2], tokens_of(plan)[1])
-    length = saved_length(x.shape[0], F, numbers, x.dtype, gated=w.up is not None, save=save)
+    length = saved_length(x.shape[0], F, numbers, x.dtype, gated=w.up is not None, save=call.save)
     return (
         x.new_empty(x.shape[0], w.down.shape[0]),
         x.new_empty((), dtype=sum_dtype(x.dtype)),
-        x.new_empty(F if want_stats else 0, dtype=torch.int32),
+        x.new_empty(F if call.want_stats else 0, dtype=torch.int32),
         x.new_empty(length),
     )
 
@@ -231,7 +246,8 @@ def _(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ..
     out = [
         x.new_empty(s if need and t else (0,)) for s, need, t in zip(shapes, needs, there, strict=True)
     ]  # fmt: skip
-    if needs[3] and _by_kernels(x, w, backend) and reference.is_neuron_major(w.down):
+    by_kernels = choose_backend(backend, x.device) == "triton" and _fits_triton(x, w)
+    if needs[3] and by_kernels and reference.is_neuron_major(w.down):
         out[3] = x.new_empty(F, D).t()
     return tuple(out)
 
@@ -260,35 +276,36 @@ _library.impl("ffn", _infer_with_gradients, "Autograd")
 
 class _Train(torch.autograd.Function):
     """ffn_train with its backward. (torch.library.register_autograd does the same, and takes 300 us more of host
-    time.)"""
+    time.) ``straight``: to the kernels, without the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        if goes_straight(inputs[0]):
-            output = _train(*inputs)
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *weights, call, straight = rest
+        if straight:
+            output = _train(x, Weights(*weights), call)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                output = torch.ops.twell.ffn_train.default(*inputs)
-        ctx.activation, ctx.backend, _, ctx.saves = inputs[12:]
-        ctx.save_for_backward(*inputs[:10], output[3])  # the parameters themselves, never views of them
-        ctx.numbers = inputs[10:12]  # shapes alone: what is saved may be copied, to the CPU for one
-        ctx.mark_non_differentiable(*output[2:])
+                output = torch.ops.twell.ffn_train.default(x, *weights, *call)
+        y, l1_sum, counts, kept = output
+        ctx.call = call if call.token_mask is None else call._replace(token_mask=None)
+        ctx.save_for_backward(x, *weights, call.token_mask, kept)  # the parameters themselves, never views of them
+        ctx.mark_non_differentiable(counts, kept)
         ctx.set_materialize_grads(False)  # an unused l1_sum costs nothing
-        return output
+        return y, l1_sum, counts, kept
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> Any:
-        if not ctx.saves:
+        if not ctx.call.save:
             raise RuntimeError("twell::ffn_train was called with save=False: there is nothing to differentiate by")
-        everything = ctx.saved_tensors  # once: under checkpointing a second look would compute it all again
-        inputs, kept = (*everything[:10], *ctx.numbers), everything[10]
-        needs = list(ctx.needs_input_grad[:7])
-        dy = torch.zeros_like(inputs[0]) if dy is None else dy
-        op: Any = torch.ops.twell.ffn_backward.default
+        x, *weights, mask, kept = ctx.saved_tensors  # once: under checkpointing a second look computes it all again
+        call, needs = ctx.call if mask is None else ctx.call._replace(token_mask=mask), ctx.needs_input_grad[:7]
+        dy = torch.zeros_like(x) if dy is None else dy
         if goes_straight(dy) and not torch.is_grad_enabled():
-            op = _backward
-        grads = op(dy, dl1, *inputs, kept, ctx.activation, ctx.backend, needs)
-        return (*(g if n else None for g, n in zip(grads, needs, strict=True)), *[None] * 9)
+            grads: Any = _backward(dy, dl1, x, Weights(*weights), call, kept, needs)
+        else:
+            given = *weights, *call[:5], kept, call.activation, call.backend, list(needs)
+            grads = torch.ops.twell.ffn_backward.default(dy, dl1, x, *given)
+        return (*[g if n else None for g, n in zip(grads, needs, strict=True)], None, None)
 
 
 class _TrainBackward(torch.autograd.Function):
@@ -304,19 +321,24 @@ class _TrainBackward(torch.autograd.Function):
         raise NotImplementedError("twell: sparse FFNs have no second derivative (double backward)")
 
 
-def _with_gradients(function: Any, op: Any) -> Any:
-    def kernel(*args: Any) -> tuple[Tensor, ...]:
-        _check_no_tangents(args)
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
-            return function.apply(*args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-
-    return kernel
+def _train_with_gradients(*args: Any) -> Any:
+    _check_no_tangents(args)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+        return _Train.apply(*args[:7], Call(*args[7:]), False)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.twell.ffn_train.default(*args)
 
 
-_library.impl("ffn_train", _with_gradients(_Train, torch.ops.twell.ffn_train.default), "Autograd")
-_library.impl("ffn_backward", _with_gradients(_TrainBackward, torch.ops.twell.ffn_backward.default), "Autograd")
+def _backward_with_gradients(*args: Any) -> Any:
+    _check_no_tangents(args)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+        return _TrainBackward.apply(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.twell.ffn_backward.default(*args)
+
+
+_library.impl("ffn_train", _train_with_gradients, "Autograd")
+_library.impl("ffn_backward", _backward_with_gradients, "Autograd")
 
 
 def _register_autocast(name: str, device_type: str, dispatch_key: str) -> None:
@@ -447,21 +469,28 @@ def run(
     return_stats: bool,
 ) -> Any:
     """``gated_ffn`` or ``ffn`` of arguments that fit each other. ``plan``: ``PlanTensors``, or four times None."""
-    if not torch.compiler.is_compiling():  # which would compile anew for every change of what is chosen
+    straight = goes_straight(x)
+    if (
+        not straight and not torch.compiler.is_compiling()
+    ):  # which would compile anew for every change of what is chosen
         choose_backend(backend, x.device)  # raises here, with a clean traceback
     shape = x.shape
     x = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     save = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in w))
     if not save and not return_stats:
-        if goes_straight(x):
+        if straight:
             y = infer(x, w, activation, backend, plan, frozen)
         else:
             y = torch.ops.twell.ffn.default(x, *w, *plan, frozen, activation, backend)
         return y if len(shape) == 2 else y.view(shape)
     mask = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
-    op = _Train.apply if save and goes_straight(x) else torch.ops.twell.ffn_train.default
-    y, l1_sum, counts, _ = op(x, *w, mask, *plan, activation, backend, return_stats, save)
-    y = y.view(shape)
+    order, places, sizes, n_tokens = plan
+    call = Call(mask, order, places, sizes, n_tokens, activation, backend, return_stats, save)
+    if save and straight:
+        y, l1_sum, counts, _ = _Train.apply(x, *w, call, True)
+    else:
+        y, l1_sum, counts, _ = torch.ops.twell.ffn_train.default(x, *w, *call)
+    y = y if len(shape) == 2 else y.view(shape)
     if not return_stats:
         return y
     tokens = x.new_full((), x.shape[0], dtype=torch.int64) if mask is None else mask.sum()

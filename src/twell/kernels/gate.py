@@ -41,7 +41,7 @@ GROUP_M = 8
 
 
 @triton.jit
-def _load_tile(source, row, col, n_rows, n_cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr):
+def load_tile(source, row, col, n_rows, n_cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr):
     """[ROWS, COLS] at (row, col), zero outside. ``source`` is a tensor descriptor or a pointer."""
     if USE_TMA:
         tile = source.load([row, col])
@@ -118,8 +118,8 @@ def _write_tile(
     """Rows m * BM and columns n * BN on: product and epilogue."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(tl.cdiv(D, BK)):
-        x = _load_tile(i_x, m * BM, k * BK, M, D, x_stride, BM, BK, USE_TMA)
-        w = _load_tile(i_rows, n * BN, k * BK, N, D, D, BN, BK, USE_TMA)
+        x = load_tile(i_x, m * BM, k * BK, M, D, x_stride, BM, BK, USE_TMA)
+        w = load_tile(i_rows, n * BN, k * BK, N, D, D, BN, BK, USE_TMA)
         acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
     row = m * BM + tl.arange(0, BM)
     if HAS_BIAS:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from twell import reference
-from twell.kernels.activation import activate, activation_gradients_
+from twell.kernels.activation import activate
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
 from twell.kernels.heavy_backward import add_heavy_gradients_
+from twell.kernels.hot import add_product_, hot_gradients
 from twell.kernels.lists import Lists, list_active
 from twell.kernels.replay import Recorded, Space
 from twell.kernels.split import Split, aligned, biases_of, lay_out, ready, tail_tile
@@ -30,7 +31,7 @@ from twell.kernels.turn import put_rows_, turned
 from twell.kernels.up_down import write_tail
 from twell.kernels.weight_gradients import NeuronGradients, write_weight_gradients
 from twell.reference import Gradients, Weights, is_neuron_major
-from twell.saved import Parts, Sizes, counts_in, n_long, saved_length
+from twell.saved import Parts, Sizes, n_long, saved_length
 
 # ---------------------------------------------------------------------------------------------------------
 # Forward
@@ -73,10 +74,7 @@ def forward(
         biases[0] is None, biases[1] is None, token_mask is None, want_stats, r is None,
     )  # fmt: skip
     tensors = (x, y, kept, l1_sum, counts, gate, up, down, b_up, b_down, order, *biases, token_mask, r, bitmap)
-    hot = _launch_forward(key, tensors, split, activation == "relu2", turns, want_stats, tiles, programs)
-    counts_in(kept, M, F, n_hot, cap, gated=up is not None).cumsum_(0)  # offsets from now on
-    if n_hot:
-        y.addmm_(*hot)
+    _launch_forward(key, tensors, split, activation == "relu2", turns, want_stats, tiles, programs)
     return y, l1_sum, counts, kept
 
 
@@ -106,14 +104,14 @@ def _launch_forward(
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    """Everything but the hot neurons' last GEMM, for which it returns h and Wd_hot, and sums of counts."""
     M, F, gated, (n_hot, cap, first) = len(x), len(gate), up is not None, split
     parts = Parts.of(kept, M, F, n_hot, cap, gated=gated)
     rows = Weights(gate, up, turned(down, space) if turns else down, cold_bias, up_bias, down_bias)
     layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), space=space)
-    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma, "space": space}
+    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     if r is None or bitmap is None:
-        r, bitmap, _ = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, marks=parts.marks, **common)
+        given: dict[str, Any] = {"zeros": not gated, "marks": parts.marks, "space": space}
+        r, bitmap, _ = gate_and_bitmap(x, layout.cold, layout.cold_bias, **given, **common)
     out = parts.rows, parts.values
     lists = list_active(r, bitmap, parts.marks, order, cap=cap, first=first, out=out)
     l1, tile = space.take(M, dtype=torch.float32), tail_tile(tiles, x, first)
@@ -123,18 +121,18 @@ def _launch_forward(
         l1=l1 if want_stats else None,
     )  # fmt: skip
     seen = space.take(Sizes.of(M, F - n_hot, cap).chunks, F - n_hot, dtype=torch.int32) if want_stats else None
-    transpose(bitmap, lists, F - n_hot, token_mask, Columns(parts.bits, parts.offsets), seen)
-    h = None
+    transpose(bitmap, lists, F - n_hot, token_mask, Columns(parts.bits, parts.offsets), seen, space)
     if n_hot:
-        options: dict[str, Any] = {"gated": gated, "squared": squared, "sums": parts.sums}
-        h = hot_activations(x, layout.hot, layout.hot_bias, **options, **common)
+        given = {"gated": gated, "squared": squared, "sums": parts.sums, "space": space}
+        h = hot_activations(x, layout.hot, layout.hot_bias, **given, **common)
+        add_product_(y, h, layout.hot_down, **common)
     if seen is not None:
         hot = None
         if n_hot:
-            options = {"squared": squared, "interleaved": gated, "wants_h": False, "space": space}
-            _, *hot = activate(parts.sums, None, token_mask, **options)
+            given = {"squared": squared, "interleaved": gated, "wants_h": False, "space": space}
+            _, *hot = activate(parts.sums, None, token_mask, **given)
         write_statistics(l1_sum, counts, hot, (l1, seen), order, token_mask)
-    return () if h is None else (h, layout.hot_down)
+    return ()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -157,56 +155,45 @@ def backward(
     programs: int,
     needs: tuple[bool, ...],
 ) -> Gradients:
-    """As ``reference.backward``. Gradients that are not needed come back empty."""
-    x, own = aligned(x), ready(w)
-    gate, up, down, b_gate, b_up, _ = own
-    (M, D), (F, _), n_hot, gated = x.shape, gate.shape, split.n_hot, up is not None
+    """As ``reference.backward``, but None where a gradient is not needed."""
+    x, (gate, up, down, b_gate, b_up, _) = aligned(x), ready(w)
+    (M, D), F, n_hot, gated, squared = x.shape, gate.shape[0], split.n_hot, up is not None, activation == "relu2"
+    new, turns = x.new_empty, not is_neuron_major(down)
     needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needs
-    dx = x.new_empty(M, D) if needs_x else None
-    out = NeuronGradients(
-        gate=x.new_empty(F, D) if needs_gate else None,
-        up=x.new_empty(F, D) if gated and needs_up else None,
-        down=x.new_empty(F, D) if needs_down else None,
-        gate_bias=x.new_empty(F) if needs_gate_bias else None,
-        up_bias=x.new_empty(F) if gated and needs_up_bias else None,
-    )
-    turns = not is_neuron_major(down)
+    dx = new(M, D) if needs_x else None
+    d_gate = new(F, D) if needs_gate else None
+    d_up = new(F, D) if gated and needs_up else None
+    d_down = new(F, D) if needs_down else None
+    d_gate_bias = new(F) if needs_gate_bias else None
+    d_up_bias = new(F) if gated and needs_up_bias else None
     key = (
         x.shape, x.stride(0), x.dtype, F, split, activation, turns, up is None, b_gate is None, b_up is None,
         token_mask is None, dl1 is None, needs,
     )  # fmt: skip
-    given = split, activation == "relu2", turns, tiles, programs
-    common = dy, dl1, token_mask, x, gate, up, down, order, kept, dx, *out
-    copies = _launch_tail(key, (*common, places), *given)
-    buffer = None
-    if n_hot:
-        hot, hot_down = copies[-2:]
-        dh = dy @ hot_down.t()
-        (gradients,) = _launch_hot(key, (dh, dl1, token_mask, kept), gated, activation == "relu2")
-        buffer = _hot_gradients(dx, out, dy, x, order, gradients, dh, hot, n_hot, gated=gated)
-    d_down = x.new_empty(D, F) if turns and needs_down else None
-    _launch_rest(key, (*common, b_gate, b_up, copies[0] if turns else None, buffer, d_down), *given)
-    if needs_down and not turns:
-        d_down = out.down.t()  # type: ignore[union-attr]
-
-    def given_or_empty(gradient: Tensor | None) -> Tensor:
-        return x.new_empty(0) if gradient is None else gradient
-
-    return Gradients(
-        given_or_empty(dx),
-        Weights(
-            gate=given_or_empty(out.gate),
-            up=given_or_empty(out.up) if gated else None,
-            down=given_or_empty(d_down),
-            gate_bias=given_or_empty(out.gate_bias),
-            up_bias=given_or_empty(out.up_bias) if gated else None,
-            down_bias=given_or_empty(dy.sum(0) if needs_down_bias else None),
-        ),
-    )
+    rows = d_gate, d_up, d_down
+    tensors = (
+        dy, dl1, token_mask, x, gate, up, down, b_gate, b_up, order, places, kept, dx, *rows, d_gate_bias, d_up_bias
+    )  # fmt: skip
+    hot = _launch_backward(key, tensors, split, squared, turns, tiles, programs)
+    inputs = downs = None
+    if hot:
+        gradients, h, inputs, downs = hot
+        if d_gate is not None or d_up is not None:
+            torch.mm(gradients, x, out=inputs)
+        if d_down is not None:
+            torch.mm(h, dy, out=downs)
+        if d_gate_bias is not None or d_up_bias is not None:
+            _put_bias_gradients(d_gate_bias, d_up_bias, gradients, order[:n_hot], gated=gated)
+    turned_down = new(D, F) if turns and needs_down else None
+    if hot or turned_down is not None:
+        _launch_last(key, (x, *rows, order, inputs, downs, turned_down), n_hot, gated)
+    given_down = d_down.t() if d_down is not None and not turns else turned_down
+    d_down_bias = dy.sum(0) if needs_down_bias else None
+    return Gradients(dx, Weights(d_gate, d_up, given_down, d_gate_bias, d_up_bias, d_down_bias))  # type: ignore[arg-type]
 
 
 @Recorded
-def _launch_tail(
+def _launch_backward(
     space: Space,
     dy: Tensor,
     dl1: Tensor | None,
@@ -215,7 +202,10 @@ def _launch_tail(
     gate: Tensor,
     up: Tensor | None,
     down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
     order: Tensor,
+    places: Tensor,
     kept: Tensor,
     dx: Tensor | None,
     d_gate: Tensor | None,
@@ -223,16 +213,15 @@ def _launch_tail(
     d_down: Tensor | None,
     d_gate_bias: Tensor | None,
     d_up_bias: Tensor | None,
-    places: Tensor,
     split: Split,
     squared: bool,
     turns: bool,
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    """What the listed tokens' cold neurons give. Returns Wd neuron by neuron, if it is not so already, and the hot
-    neurons' rows: see Layout."""
-    M, F, gated, (n_hot, cap, _) = len(x), len(gate), up is not None, split
+    """dx, and the cold neurons' rows of the weights' gradients. Returns what the hot ones' are made of and room for
+    them: gradients of z and u, interleaved, [2 H, M], h [H, M], and [2 H, D] and [H, D]."""
+    M, (F, D), gated, (n_hot, cap, _) = len(x), gate.shape, up is not None, split
     parts, down = Parts.of(kept, M, F, n_hot, cap, gated=gated), turned(down, space) if turns else down
     out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
     columns = Columns(parts.bits, parts.offsets) if any(g is not None for g in out) else None
@@ -243,106 +232,49 @@ def _launch_tail(
     )  # fmt: skip
     if pairs is not None and columns is not None:
         write_weight_gradients(out, x, dy, pairs, columns, order, F - n_hot, space)
-    copies = (down,) if turns else ()
-    if n_hot == 0:
-        return copies
-    layout = lay_out(Weights(gate, up, down, None, None, None), order, n_hot, cold=False, space=space)
-    return *copies, layout.hot, layout.hot_down
+    hot: tuple[Tensor, ...] = ()
+    if n_hot:
+        layout = lay_out(Weights(gate, up, down, None, None, None), order, n_hot, cold=False, space=space)
+        common: dict[str, Any] = {"programs": programs, "use_tma": tiles.use_tma}
+        given: dict[str, Any] = {"gated": gated, "squared": squared, "tile": tiles.heavy, "space": space}
+        gradients, h = hot_gradients(dy, layout.hot_down, parts.sums, dl1, token_mask, **given, **common)
+        if dx is not None:
+            add_product_(dx, gradients, layout.hot, tile=tiles.gate, **common)
+        hot = gradients.t(), h.t(), space.take(gradients.shape[1], D), space.take(n_hot, D)
+    add_heavy_gradients_(
+        dx, out, dy, dl1, x, gate, up, down, gate_bias, up_bias, order, n_hot, parts.marks, token_mask,
+        squared=squared, n_long=n_long(M), programs=programs, space=space,
+    )  # fmt: skip
+    return hot
+
+
+def _put_bias_gradients(
+    d_gate_bias: Tensor | None, d_up_bias: Tensor | None, gradients: Tensor, neurons: Tensor, *, gated: bool
+) -> None:
+    sums, at = gradients.sum(1), neurons.long()
+    parts = sums.unflatten(0, (-1, 2)).unbind(1) if gated else (sums,)
+    for target, part in zip((d_gate_bias, d_up_bias), parts, strict=False):
+        if target is not None:
+            target.index_copy_(0, at, part)
 
 
 @Recorded
-def _launch_hot(
+def _launch_last(
     space: Space,
-    dh: Tensor,
-    dl1: Tensor | None,
-    token_mask: Tensor | None,
-    kept: Tensor,
-    gated: bool,
-    squared: bool,
-) -> tuple[Tensor, ...]:
-    """Gradients of z and u of the hot neurons, interleaved; h takes the place of dh."""
-    M, width = len(dh), (2 if gated else 1) * dh.shape[1]
-    sums = kept[: M * width].view(M, width)  # see Parts
-    gradients, *_ = activation_gradients_(
-        sums, None, dh, dl1, token_mask, squared=squared, interleaved=gated, space=space
-    )
-    return (gradients,)
-
-
-def _hot_gradients(
-    dx: Tensor | None,
-    out: NeuronGradients,
-    dy: Tensor,
     x: Tensor,
-    order: Tensor,
-    gradients: Tensor,
-    h: Tensor,
-    hot: Tensor,
-    n_hot: int,
-    *,
-    gated: bool,
-) -> Tensor | None:
-    """dx += the hot neurons' part, and their gradients of biases; returns those of the weights, as ``put_rows_`` takes
-    them."""
-    if dx is not None:
-        dx.addmm_(gradients, hot)
-    if out.gate_bias is not None or out.up_bias is not None:
-        at, sums = order[:n_hot].long(), gradients.sum(0)
-        parts = sums.unflatten(0, (-1, 2)).unbind(1) if gated else (sums,)
-        for target, part in zip((out.gate_bias, out.up_bias), parts, strict=False):
-            if target is not None:
-                target.index_copy_(0, at, part)
-    wants_inputs = out.gate is not None or out.up is not None
-    if not wants_inputs and out.down is None:
-        return None
-    buffer = x.new_empty(len(hot) + n_hot, x.shape[1])
-    if wants_inputs:
-        torch.mm(gradients.t(), x, out=buffer[: len(hot)])
-    if out.down is not None:
-        torch.mm(h.t(), dy, out=buffer[len(hot) :])
-    return buffer
-
-
-@Recorded
-def _launch_rest(
-    space: Space,
-    dy: Tensor,
-    dl1: Tensor | None,
-    token_mask: Tensor | None,
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    order: Tensor,
-    kept: Tensor,
-    dx: Tensor | None,
     d_gate: Tensor | None,
     d_up: Tensor | None,
     d_down: Tensor | None,
-    d_gate_bias: Tensor | None,
-    d_up_bias: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_by_rows: Tensor | None,
-    hot_gradients: Tensor | None,
+    order: Tensor,
+    inputs: Tensor | None,
+    downs: Tensor | None,
     turned_down: Tensor | None,
-    split: Split,
-    squared: bool,
-    turns: bool,
-    tiles: Tiles,
-    programs: int,
+    n_hot: int,
+    gated: bool,
 ) -> tuple[Tensor, ...]:
-    """The hot neurons' gradients into their places, what heavy tokens give, and Wd's gradient as Wd lies."""
-    M, F, gated, (n_hot, cap, _) = len(x), len(gate), up is not None, split
-    if hot_gradients is not None:
-        put_rows_((d_gate, d_up, d_down), order, hot_gradients, n_hot, gated=gated)
-    out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
-    marks = Parts.of(kept, M, F, n_hot, cap, gated=gated).marks
-    down = down if down_by_rows is None else down_by_rows
-    add_heavy_gradients_(
-        dx, out, dy, dl1, x, gate, up, down, gate_bias, up_bias, order, n_hot, marks, token_mask,
-        squared=squared, n_long=n_long(M), programs=programs, space=space,
-    )  # fmt: skip
+    """The hot neurons' rows into their places, and Wd's gradient as Wd lies."""
+    if inputs is not None and downs is not None:
+        put_rows_((d_gate, d_up, d_down), order, inputs, downs, n_hot, gated=gated)
     if turned_down is not None and d_down is not None:
         turned(d_down, out=turned_down)
     return ()

@@ -105,9 +105,12 @@ class Recorded:
         program = self._programs.get(key)
         if program is None or CHECKED:
             return self._record(key, tensors, rest)
+        if not program.size:
+            replay(program.code, current_stream(device), None, *tensors)
+            return ()
         space = tensors[0].new_empty(program.size)  # type: ignore[union-attr]
         replay(program.code, current_stream(device), space, *tensors)
-        return tuple([space.as_strided(*at) for at in program.results])
+        return tuple([space.as_strided(*at) for at in program.results]) if program.results else ()
 
     def _record(self, key: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
         launches: list[Launch] = []

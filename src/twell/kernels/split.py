@@ -14,6 +14,7 @@ from torch import Tensor
 
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
+from twell.kernels.hot import add_product_
 from twell.kernels.lists import list_active
 from twell.kernels.replay import Recorded, Space
 from twell.kernels.tiles import RowTile, Tiles
@@ -159,9 +160,7 @@ def forward(
         b_up is None, b_down is None, hot_bias is None, cold_bias is None,
     )  # fmt: skip
     tensors = (x, y, gate, up, down, b_up, b_down, order, *kept, hot_bias, cold_bias)
-    hot = _launch(key, tensors, split, activation == "relu2", turns, tiles, programs)
-    if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
-        y.addmm_(hot[0], hot[1] if layout is None else layout.hot_down)
+    _launch(key, tensors, split, activation == "relu2", turns, tiles, programs)
     return y
 
 
@@ -187,22 +186,21 @@ def _launch(
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    """Everything but the hot neurons' last GEMM, for which it returns h and Wd_hot, if that is not kept."""
     gated, (n_hot, cap, first) = up is not None, split
     rows = Weights(gate, up, turned(down, space) if turns else down, cold_bias, up_bias, down_bias)
     if hot is None or hot_down is None or cold is None:
         layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), space=space)
     else:
         layout = Layout(hot, hot_bias, hot_down, cold, cold_bias)
-    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma, "space": space}
-    r, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, **common)
+    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
+    r, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, space=space, **common)
     size = list_size(len(x), cap)
     out = space.take(size, dtype=index_dtype(len(order))), space.take(size, dtype=x.dtype)
     lists = list_active(r, bitmap, marks, order, cap=cap, first=first, out=out)
     tile = tail_tile(tiles, x, first)
     write_tail(y, x, lists, rows, rows.down, squared=squared, has_hot=n_hot > 0, tile=tile)
     write_heavy_(y, x, r, bitmap, marks, rows, rows.down, order, squared=squared, tile=tiles.heavy, programs=programs)
-    if n_hot == 0:
-        return ()
-    h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **common)
-    return (h, layout.hot_down) if hot is None else (h,)
+    if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
+        h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, space=space, **common)
+        add_product_(y, h, layout.hot_down, **common)
+    return ()

@@ -77,6 +77,7 @@ def few(tile: GateTile) -> GateTile:
     return tile._replace(BM=max(16, tile.BM // 2), BN=max(16, tile.BN // 4), BK=tile.BK * 2)
 
 
+@functools.cache
 def tiles_for(capability: int, dtype: torch.dtype) -> Tiles:
     """The table's entry for a compute capability (major * 10 + minor), or the nearest older one."""
     known = [c for c in _BY_CAPABILITY if c <= capability]

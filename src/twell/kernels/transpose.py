@@ -3,7 +3,7 @@
 Two steps, both deterministic: no atomics, and what a place is follows from counts alone.
 
 1. ``transpose``: the bitmap turned over, a word for 32 tokens of one neuron, and how often each neuron fired in every
-   chunk of CHUNK tokens. Summed up (``torch.cumsum``), neuron by neuron and chunk by chunk, they are offsets. (The pass
+   chunk of CHUNK tokens. Summed up, neuron by neuron and chunk by chunk, these counts are offsets. (The first pass
    counts for the statistics: those of other tokens, with the heavy ones and without the ones that do not count.)
 2. ``place_of`` (called by the kernel that has something to put there): the place of the pair (token, neuron) is its
    chunk's offset plus the bits below the token in at most CHUNK / 32 words.
@@ -24,8 +24,11 @@ from torch import Tensor
 
 from twell.kernels.launch import ANY, Kernel, can_overlap, ceil_div
 from twell.kernels.lists import LONG, Lists, rooms
+from twell.kernels.replay import Space
 from twell.kernels.tiles import bit_of_neuron, neuron_of_bit, popcount, start_after
 from twell.saved import CHUNK
+
+_CHUNKS_AT_ONCE = 64
 
 
 class Columns(NamedTuple):
@@ -96,6 +99,39 @@ def _transpose_kernel(
 
 
 @triton.jit
+def _total_kernel(i_counts, o_totals, P, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Of each key, over the chunks: 32 keys a program."""
+    start_after(OVERLAPS)
+    key = tl.program_id(0) * 32 + tl.arange(0, 32)
+    total = tl.zeros((32,), tl.int32)
+    for first in range(0, P, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        at = i_counts + 1 + key[:, None].to(tl.int64) * P + chunk[None, :]
+        total += tl.sum(tl.load(at, mask=(chunk < P)[None, :], other=0), axis=1)
+    tl.store(o_totals + key, total)
+
+
+@triton.jit
+def _add_up_kernel(i_totals, m_counts, P, KEYS: tl.constexpr, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr):
+    """Counts become offsets: 32 keys a program, after the sum of all before."""
+    start_after(OVERLAPS)
+    first_key = tl.program_id(0) * 32
+    before = tl.zeros((KEYS,), tl.int32)
+    for first in range(0, first_key, KEYS):
+        other = first + tl.arange(0, KEYS)
+        before += tl.load(i_totals + other, mask=other < first_key, other=0)
+    key = first_key + tl.arange(0, 32)
+    total = tl.load(i_totals + key)
+    start = tl.sum(before, axis=0) + tl.cumsum(total, axis=0) - total
+    for first in range(0, P, CHUNKS):
+        chunk = first + tl.arange(0, CHUNKS)
+        at = m_counts + 1 + key[:, None].to(tl.int64) * P + chunk[None, :]
+        counts = tl.load(at, mask=(chunk < P)[None, :], other=0)
+        tl.store(at, start[:, None] + tl.cumsum(counts, axis=1), mask=(chunk < P)[None, :])
+        start += tl.sum(counts, axis=1)
+
+
+@triton.jit
 def place_of(i_bits, i_offsets, token, neuron, there, keys, P, CHUNK: tl.constexpr):
     """Places of the pairs (token, neuron[:]) in the lists by neurons."""
     key = bit_of_neuron(neuron.to(tl.int32))
@@ -117,6 +153,13 @@ def _kernel(has_statistics: bool, has_mask: bool, overlaps: bool) -> Kernel:
     return Kernel(_transpose_kernel, (*pointers, ANY, ANY, ANY, ANY, ANY), constants | {"OVERLAPS": overlaps}, warps=1)
 
 
+@functools.cache
+def _adders(overlaps: bool) -> tuple[Kernel, Kernel]:
+    constants = {"CHUNKS": _CHUNKS_AT_ONCE, "OVERLAPS": overlaps}
+    total = Kernel(_total_kernel, (torch.int32, torch.int32, ANY), constants, warps=4)
+    return total, Kernel(_add_up_kernel, (torch.int32, torch.int32, ANY), {"KEYS": 1024} | constants, warps=4)
+
+
 def transpose(
     bitmap: Tensor,
     lists: Lists,
@@ -124,9 +167,9 @@ def transpose(
     token_mask: Tensor | None,
     columns: Columns,
     statistics: Tensor | None = None,
+    space: Space | None = None,
 ) -> None:
-    """Write the bitmap [M, words] of C neurons by neurons, less its heavy tokens, into ``columns``: offsets start with
-    0, and then hold counts, which are yet to be summed up.
+    """Write the bitmap [M, words] of C neurons by neurons, less its heavy tokens, into ``columns``.
 
     And into ``statistics`` int32 [P, C] for how many of the tokens in ``token_mask`` each neuron was active, heavy or
     not, chunk by chunk."""
@@ -138,3 +181,7 @@ def transpose(
     mask, seen = 0 if token_mask is None else token_mask, 0 if statistics is None else statistics
     kernel = _kernel(statistics is not None, token_mask is not None, can_overlap())
     kernel(words * P, bitmap, lists.marks, bits, offsets, mask, seen, M, n_neurons, words, lists.cap, P)
+    totals = (bitmap.new_empty if space is None else space.take)(32 * words, dtype=torch.int32)
+    total, add_up = _adders(can_overlap())
+    total(words, offsets, totals, P)
+    add_up(words, totals, offsets, P)

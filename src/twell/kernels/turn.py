@@ -46,7 +46,8 @@ def turned(t: Tensor, space: Space | None = None, out: Tensor | None = None) -> 
 
 @triton.jit
 def _put_rows_kernel(
-    i_rows,  # as ``gathered`` has them, without the cold ones
+    i_inputs,  # [2 H, D]: of gate and up, interleaved; plain FFN: [H, D]
+    i_downs,  # [H, D]
     i_order,  # int32 [F]: hot neurons first
     o_gate,  # [F, D] or unused; likewise the others
     o_up,
@@ -63,9 +64,9 @@ def _put_rows_kernel(
     start_after(OVERLAPS)
     row = tl.program_id(0) // tl.cdiv(D, BD)
     d = tl.program_id(0) % tl.cdiv(D, BD) * BD + tl.arange(0, BD)
-    t = tl.load(i_rows + row.to(tl.int64) * D + d, mask=d < D, other=0.0)
     EACH: tl.constexpr = 2 if GATED else 1
     if row < EACH * H:
+        t = tl.load(i_inputs + row.to(tl.int64) * D + d, mask=d < D, other=0.0)
         at = tl.load(i_order + row // EACH).to(tl.int64) * D + d
         if row % EACH == 0:
             if WANTS_GATE:
@@ -73,6 +74,7 @@ def _put_rows_kernel(
         elif WANTS_UP:
             tl.store(o_up + at, t, mask=d < D)
     elif WANTS_DOWN:
+        t = tl.load(i_downs + (row - EACH * H).to(tl.int64) * D + d, mask=d < D, other=0.0)
         tl.store(o_down + tl.load(i_order + row - EACH * H).to(tl.int64) * D + d, t, mask=d < D)
 
 
@@ -80,16 +82,18 @@ def _put_rows_kernel(
 def _put(dtype: torch.dtype, gated: bool, wants: tuple[bool, ...], overlaps: bool) -> Kernel:
     wanted = dict(zip(("WANTS_GATE", "WANTS_UP", "WANTS_DOWN"), wants, strict=True))
     constants = {"GATED": gated, **wanted, "BD": _WIDE, "OVERLAPS": overlaps}
-    return Kernel(_put_rows_kernel, (dtype, torch.int32, dtype, dtype, dtype, MULTIPLE, ANY), constants, warps=4)
+    return Kernel(_put_rows_kernel, (dtype, dtype, torch.int32, dtype, dtype, dtype, MULTIPLE, ANY), constants, warps=4)
 
 
-def put_rows_(targets: tuple[Tensor | None, ...], order: Tensor, rows: Tensor, n_hot: int, *, gated: bool) -> None:
-    """Put rows of the hot neurons, as ``gathered`` has them, where they are in gate, up and down [F, D]; None: not
-    wanted."""
-    n, D = rows.shape
+def put_rows_(
+    targets: tuple[Tensor | None, ...], order: Tensor, inputs: Tensor, downs: Tensor, n_hot: int, *, gated: bool
+) -> None:
+    """Put rows of the hot neurons, of gate and up interleaved and of down, where they are in gate, up and down [F, D];
+    None: not wanted."""
+    n, D = len(inputs) + len(downs), inputs.shape[1]
     if n:
-        kernel = _put(rows.dtype, gated, tuple(t is not None for t in targets), can_overlap())
-        kernel(n * ceil_div(D, _WIDE), rows, order, *(0 if t is None else t for t in targets), D, n_hot)
+        kernel = _put(inputs.dtype, gated, tuple(t is not None for t in targets), can_overlap())
+        kernel(n * ceil_div(D, _WIDE), inputs, downs, order, *(0 if t is None else t for t in targets), D, n_hot)
 
 
 @triton.jit
