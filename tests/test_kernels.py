@@ -376,6 +376,21 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
         list(tuning.tune(*arguments, only=["tail"]))
 
 
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (2, 3, 32), (2, 0, 32), (1, 1, 32)], ids=str)
+@pytest.mark.parametrize("few_tokens", [0, 8])
+@pytest.mark.parametrize("min_tokens", [0, 99])
+def test_tokens_of_any_shape(shape: tuple[int, ...], few_tokens: int, min_tokens: int) -> None:
+    w = make_weights(32, 256, f32)
+    w = w._replace(down=w.down.T.contiguous().T)
+    plan = Plan(n_neurons=256, hot=torch.arange(128), cap=8, min_tokens=min_tokens, few_tokens=few_tokens)
+    x = torch.randn(shape)
+    y = ops.gated_ffn(x, w.gate, w.up, w.down, plan=plan, backend="triton")
+    assert y.shape == shape
+    assert_right(y.reshape(-1, 32), x.reshape(-1, 32), w)
+    odd = torch.randn(64).as_strided((1, 32), (7, 1))  # contiguous for torch, which knows that there is one row
+    assert_right(ops.gated_ffn(odd, w.gate, w.up, w.down, plan=plan, backend="triton"), odd, w)
+
+
 # -- in a module ------------------------------------------------------------------------------------------
 
 

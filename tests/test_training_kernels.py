@@ -17,7 +17,7 @@ from interpreted import shorten_lists
 pytest.importorskip("triton")
 
 from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
-from twell.kernels import dense, hybrid, lists, split, tail_backward, transpose, turn
+from twell.kernels import dense, hot, hybrid, lists, split, tail_backward, transpose, turn
 from twell.plan import Costs, Plan
 from twell.reference import Weights
 from twell.saved import Parts, Sizes, runs_in_parts
@@ -262,6 +262,43 @@ def test_rows_of_hot_neurons_are_put_among_others(wanted: str, gated: bool) -> N
     turn.put_rows_(given, order, inputs, part["down"], 3, gated=gated)
     for name, t in targets.items():
         assert torch.equal(t, expected[name])
+
+
+@pytest.mark.parametrize("use_tma", [False, True])
+@pytest.mark.parametrize("shape", [(37, 48, 80), (1, 16, 16), (64, 20, 32), (5, 0, 16)], ids=str)
+def test_products_are_added(shape: tuple[int, int, int], use_tma: bool) -> None:
+    M, K, N = shape
+    out, a, b = torch.randn(M, N).half(), torch.randn(M, K).half(), torch.randn(K, N).half()
+    expected = out.double() + a.double() @ b.double()
+    hot.add_product_(out, a, b, tile=gpu._INTERPRETED.gate._replace(BN=32), programs=2, use_tma=use_tma)
+    assert relative_error(out, expected) < TOLERANCE[f16]
+
+
+@pytest.mark.parametrize("use_tma", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("dtype", "squared", "masked"), [(f32, False, True), (f16, True, False), (f16, False, None)])
+def test_gradients_of_hot_neurons(
+    dtype: torch.dtype, squared: bool, masked: bool | None, gated: bool, use_tma: bool
+) -> None:
+    """``masked`` None: without L1."""
+    M, D, H = 21, 48, 20
+    dy, down, z, u = (torch.randn(n, m).to(dtype) for n, m in ((M, D), (H, D), (M, H), (M, H)))
+    mask = torch.rand(M) < 0.5 if masked else None
+    dl1 = None if masked is None else torch.tensor(0.25)
+    sums = torch.stack([z, u], 2).flatten(1) if gated else z
+    given: Any = {"tile": gpu._INTERPRETED.heavy, "programs": 2, "use_tma": use_tma and dtype == f16}
+    gradients, h = hot.hot_gradients(dy, down, sums, dl1, mask, gated=gated, squared=squared, **given)
+    leaf_z, leaf_u = z.double().requires_grad_(), u.double().requires_grad_()
+    a = torch.relu(leaf_z) ** (2 if squared else 1)
+    expected = a * leaf_u if gated else a
+    loss = (expected * (dy.double() @ down.double().T)).sum()
+    if dl1 is not None:
+        loss = loss + 0.25 * (expected.abs() if mask is None else expected.abs()[mask]).sum()
+    loss.backward()
+    assert leaf_z.grad is not None
+    wanted = torch.stack([leaf_z.grad, leaf_u.grad], 2).flatten(1) if leaf_u.grad is not None else leaf_z.grad
+    assert relative_error(h, expected.detach()) < TOLERANCE[dtype] and gradients.shape == sums.shape
+    assert relative_error(gradients, wanted) < TOLERANCE[dtype]
 
 
 # -- through the operations and modules -------------------------------------------------------------------

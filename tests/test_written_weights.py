@@ -761,3 +761,28 @@ def test_a_call_that_sees_a_change_serves_replays(M: int) -> None:
         layer(planned_tokens(2, layer))
         graph.replay()
         assert_planned(layer, x, y)
+
+
+@each_layout
+def test_compiled_code_sees_what_a_frozen_layer_sees(strided: bool) -> None:
+    """It is compiled once: whether weights have changed is looked at when it runs."""
+    layer = make_layer(strided)
+    layer.freeze()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        first = compiled(tokens(1, layer.down_proj.weight))
+        layer.gate_proj.weight.mul_(2)
+        assert error(compiled(tokens(1, first)), dense(layer, tokens(1, first))) < 1e-5
+        layer.gate_proj.weight = nn.Parameter(layer.gate_proj.weight * -1)
+        assert error(compiled(tokens(1, first)), dense(layer, tokens(1, first))) < 1e-5
+        assert layer.frozen is not None and layer.frozen.nbytes > 0
+
+
+def test_a_captured_layer_keeps_its_plan_where_another_is_refused() -> None:
+    layer = make_layer(True)
+    layer.freeze()
+    before, layer.frozen._make = layer.plan, lambda *_: [torch.zeros(1)]  # type: ignore[union-attr, method-assign, assignment]
+    layer.frozen._is_captured = True  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
+        layer.set_plan(twell.plan.dense_plan(F))
+    assert layer.plan is before

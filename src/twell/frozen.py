@@ -10,6 +10,7 @@ counter, an address) rewrites them in place at the next call. A write through ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,11 +27,11 @@ class Frozen:
         self.backend = backend
         self._is_captured = False
         self._tensors = self._make(w, plan)
-        _wait(w)
-        self._seen: tuple[Any, ...] | None = _seen(w, plan)
+        self._seen: tuple[Any, ...] | None = None
+        self._written(w, plan)
 
     def tensors(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
-        """Up to date, as far as changes can be seen."""
+        """Up to date, as far as changes can be seen. (Compiled code is made once: there ``are_of`` looks.)"""
         if not torch.compiler.is_compiling():
             if not self._is_of(w, plan):
                 self.rewrite(w, plan)
@@ -68,15 +69,25 @@ class Frozen:
             )
         else:
             self._tensors = new
-        _wait(w)
-        self._seen = _seen(w, plan)
+        self._written(w, plan)
+
+    def _written(self, w: Weights, plan: Plan | None) -> None:
+        if w.gate.device.type == "cuda":  # kernels read it before the one before them has ended
+            torch.cuda.current_stream(w.gate.device).synchronize()
+        states = _states(w)
+        self._seen = plan, [(t, *state) for t, state in zip(w, states, strict=True)]  # see _is_of
+        if self._tensors:
+            self._tensors[0].twell_states = states  # type: ignore[attr-defined]
 
     def _is_of(self, w: Weights, plan: Plan | None) -> bool:
-        """Whether no change is to be seen: the same tensors at the same addresses, with their version counters."""
+        """Whether no change is to be seen: the same tensors at the same addresses, with their version counters. (They
+        are held themselves: torch.utils.swap_tensors refuses tensors with weak references.)"""
         if self._seen is None or plan is not self._seen[0]:
             return False
         for t, (tensor, address, version) in zip(w, self._seen[1], strict=True):
-            if t is not tensor or (t is not None and (t.data_ptr() != address or _version(t) != version)):
+            if t is not tensor:
+                return False
+            if t is not None and (t.data_ptr() != address or (version >= 0 and t._version != version)):
                 return False
         return True
 
@@ -103,16 +114,11 @@ def _is_capturing(w: Weights) -> bool:
     return w.gate.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _wait(w: Weights) -> None:
-    """Kernels read what is frozen, the gate too, before the one before them has ended: it must be written by now."""
-    if w.gate.device.type == "cuda":
-        torch.cuda.current_stream(w.gate.device).synchronize()
+def _states(w: Weights) -> list[tuple[int, int]]:
+    """Address and version of each; tensors of inference mode have no version."""
+    return [(0, -1) if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version) for t in w]
 
 
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
-
-
-def _seen(w: Weights, plan: Plan | None) -> tuple[Any, ...]:
-    """Holds the tensors themselves: torch.utils.swap_tensors refuses those with weak references."""
-    return plan, [(t, 0, 0) if t is None else (t, t.data_ptr(), _version(t)) for t in w]
+def are_of(tensors: Sequence[Tensor], w: Weights) -> bool:
+    """Whether frozen tensors were written from these weights, as far as can be seen."""
+    return getattr(tensors[0], "twell_states", None) == _states(w)

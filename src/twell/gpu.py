@@ -68,8 +68,8 @@ def _where_the_tensors_are(function: Callable[P, R]) -> Callable[P, R]:
 
 @_where_the_tensors_are
 def forward(x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, frozen: Sequence[Tensor] = ()) -> Tensor:
-    """y [M, D] for x [M, D]. Without a plan densely. ``frozen``: see ``Frozen``, or empty."""
-    M = x.shape[0]
+    """y [..., D] for x [..., D]. Without a plan densely. ``frozen``: see ``Frozen``, or empty."""
+    M = x.numel() // x.shape[-1]
     if plan is None or M == 0:
         return dense.infer(x, w, activation)
     few, least = tokens_of(plan)
@@ -91,7 +91,7 @@ def forward(x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, fr
 def _few_tokens(x: Tensor, w: Weights, activation: str, down: Tensor | None, kept: Frozen | None) -> Tensor:
     rows = split.by_rows(w, down)
     screened = None
-    if kept is not None and x.shape[0] == 1 and kept.q.shape[0]:
+    if kept is not None and x.numel() == x.shape[-1] and kept.q.shape[0]:
         screened = screen.Screen(kept.q, kept.scale, kept.reach)
     settled = kept is not None and rows.gate is w.gate  # frozen, and read where it is
     return decode.forward(x, rows, activation, None, screened, settled=settled)

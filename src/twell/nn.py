@@ -216,14 +216,19 @@ class SparseFFNBase(nn.Module):
         n_neurons = len(self.neuron_counts)
         if plan is not None and plan.n_neurons != n_neurons:
             raise ValueError(f"the plan is for {plan.n_neurons} neurons, the layer has {n_neurons}")
-        self.plan = plan
+        before, self.plan = self.plan, plan
+        try:
+            self.refresh()
+        except RuntimeError:  # a CUDA graph reads what is frozen
+            self.plan = before
+            raise
         self._place_plan()
-        self.refresh()
 
-    def _place_plan(self) -> None:
+    def _place_plan(self, device: torch.device | None = None) -> None:
         """Have the plan's tensors on the layer's device. A layer without one takes those of a dense plan on a GPU, so
         that compiled code is the same whatever the plan."""
-        device = self.neuron_counts.device
+        device = self.neuron_counts.device if device is None else device
+        self._plan_device = device
         self._plan_eager: Sequence[Tensor | None] = ops.NO_PLAN
         self._plan_captured: Sequence[Tensor | None] = ops.NO_PLAN
         if device.type != "meta" and ops.why_unavailable("triton", device) is None:
@@ -373,8 +378,12 @@ class SparseFFNBase(nn.Module):
         gate = w.gate
         if x.dtype != gate.dtype or x.shape[-1] != gate.shape[1] or x.device != gate.device or token_mask is not None:
             ops.check(type(self).__name__, x, w, self.activation, token_mask)
+        if x.device != self._plan_device:  # parameters were moved one by one
+            self._place_plan(x.device)
         plan = self._plan_captured if ops.is_captured(x.device) else self._plan_eager
-        frozen = () if self.frozen is None else self.frozen.tensors(w, self.plan)
+        frozen: tuple[Tensor, ...] = ()
+        if self.frozen is not None and ops.reads_frozen(x, self.backend, plan):
+            frozen = self.frozen.tensors(w, self.plan)
         return ops.run(x, w, self.activation, self.backend, plan, frozen, token_mask, return_stats)
 
     def _call_projections(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from twell import cpu, reference
+from twell.frozen import are_of
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
 from twell.reference import ACTIVATIONS, Weights, sum_dtype
 from twell.saved import saved_length
@@ -96,7 +97,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
 
 def _fits_triton(x: Tensor, w: Weights) -> bool:
     D, F = w.down.shape
-    return x.dtype != torch.float64 and D % 16 == 0 and F % 16 == 0
+    return x.dtype != torch.float64 and D % 16 == 0 and F % 16 == 0 and D * F > 0
 
 
 @functools.cache
@@ -132,12 +133,18 @@ class Call(NamedTuple):
 def infer(
     x: Tensor, w: Weights, activation: str, backend: str, plan: Sequence[Tensor | None], frozen: Sequence[Tensor]
 ) -> Tensor:
+    """y [..., D] for x [..., D]."""
     chosen = choose_backend(backend, x.device)
     if chosen == "triton" and _fits_triton(x, w):
+        if x.dim() == 1:
+            return infer(x[None], w, activation, backend, plan, frozen)[0]
         return _gpu().forward(x, w, activation, None if plan[0] is None else PlanTensors(*plan), frozen)  # type: ignore[arg-type]
+    x_MD = x.reshape(-1, x.shape[-1])
     if chosen == "cpu":
-        return cpu.forward(x, w, activation, None, want_stats=False, save=False, frozen=tuple(frozen)).y
-    return reference.forward(x, w, activation, want_stats=False).y
+        y = cpu.forward(x_MD, w, activation, None, want_stats=False, save=False, frozen=tuple(frozen)).y
+    else:
+        y = reference.forward(x_MD, w, activation, want_stats=False).y
+    return y.view(x.shape)
 
 
 def _train(x: Tensor, w: Weights, call: Call) -> tuple[Tensor, ...]:
@@ -196,7 +203,10 @@ _library.define(
 
 def _infer_op(x: Tensor, *rest: Any) -> Tensor:
     *weights, order, places, sizes, tokens, frozen, activation, backend = rest
-    return infer(x, Weights(*weights), activation, backend, (order, places, sizes, tokens), frozen)
+    w = Weights(*weights)
+    if frozen and not are_of(frozen, w):  # compiled code took them without a look
+        frozen = ()
+    return infer(x, w, activation, backend, (order, places, sizes, tokens), frozen)
 
 
 def _train_op(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -276,13 +286,15 @@ _library.impl("ffn", _infer_with_gradients, "Autograd")
 
 class _Train(torch.autograd.Function):
     """ffn_train with its backward. (torch.library.register_autograd does the same, and takes 300 us more of host
-    time.) ``straight``: to the kernels, without the dispatcher."""
+    time.) ``straight``: to the kernels, without the dispatcher, and of x [..., D]: a view outside would be another node
+    of autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *weights, call, straight = rest
         if straight:
-            output = _train(x, Weights(*weights), call)
+            y, *others = _train(x.reshape(-1, x.shape[-1]), Weights(*weights), call)
+            output = y.view(x.shape), *others
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 output = torch.ops.twell.ffn_train.default(x, *weights, *call)
@@ -301,7 +313,9 @@ class _Train(torch.autograd.Function):
         call, needs = ctx.call if mask is None else ctx.call._replace(token_mask=mask), ctx.needs_input_grad[:7]
         dy = torch.zeros_like(x) if dy is None else dy
         if goes_straight(dy) and not torch.is_grad_enabled():
-            grads: Any = _backward(dy, dl1, x, Weights(*weights), call, kept, needs)
+            flat = -1, x.shape[-1]
+            dx, *others = _backward(dy.reshape(flat), dl1, x.reshape(flat), Weights(*weights), call, kept, needs)
+            grads: Any = dx.view(x.shape) if needs[0] and dx is not None else None, *others
         else:
             given = *weights, *call[:5], kept, call.activation, call.backend, list(needs)
             grads = torch.ops.twell.ffn_backward.default(dy, dl1, x, *given)
@@ -442,6 +456,15 @@ def is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def reads_frozen(x: Tensor, backend: str, plan: Sequence[Tensor | None]) -> bool:
+    """Whether a call has use for frozen state: to look whether it is up to date takes host time. On a GPU batches that
+    run densely have none."""
+    if plan[0] is None or torch.compiler.is_compiling() or choose_backend(backend, x.device) != "triton":
+        return True
+    few, least = tokens_of(plan)  # type: ignore[arg-type]
+    return not few < x.numel() // max(1, x.shape[-1]) < least
+
+
 def goes_straight(x: Tensor) -> bool:
     """Whether a call would reach its kernels unchanged: the dispatcher's two stops take 25 us of host time.
 
@@ -449,6 +472,7 @@ def goes_straight(x: Tensor) -> bool:
     """
     return (
         type(x) is Tensor
+        and x.device.type in ("cuda", "cpu")
         and not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
@@ -474,26 +498,24 @@ def run(
         not straight and not torch.compiler.is_compiling()
     ):  # which would compile anew for every change of what is chosen
         choose_backend(backend, x.device)  # raises here, with a clean traceback
-    shape = x.shape
-    x = x if len(shape) == 2 else x.reshape(-1, shape[-1])
     save = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in w))
     if not save and not return_stats:
         if straight:
-            y = infer(x, w, activation, backend, plan, frozen)
-        else:
-            y = torch.ops.twell.ffn.default(x, *w, *plan, frozen, activation, backend)
-        return y if len(shape) == 2 else y.view(shape)
+            return infer(x, w, activation, backend, plan, frozen)
+        return torch.ops.twell.ffn.default(x.reshape(-1, x.shape[-1]), *w, *plan, frozen, activation, backend).view(
+            x.shape
+        )
     mask = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
     order, places, sizes, n_tokens = plan
     call = Call(mask, order, places, sizes, n_tokens, activation, backend, return_stats, save)
     if save and straight:
         y, l1_sum, counts, _ = _Train.apply(x, *w, call, True)
     else:
-        y, l1_sum, counts, _ = torch.ops.twell.ffn_train.default(x, *w, *call)
-    y = y if len(shape) == 2 else y.view(shape)
+        y, l1_sum, counts, _ = torch.ops.twell.ffn_train.default(x.reshape(-1, x.shape[-1]), *w, *call)
+        y = y.view(x.shape)
     if not return_stats:
         return y
-    tokens = x.new_full((), x.shape[0], dtype=torch.int64) if mask is None else mask.sum()
+    tokens = x.new_full((), x[..., 0].numel(), dtype=torch.int64) if mask is None else mask.sum()
     return y, Stats(l1_sum, counts, tokens)
 
 

@@ -110,9 +110,9 @@ class ParallelFFN(SparseFFNBase):
         counts = self._of_own(self.neuron_counts if counts is None else counts)
         return super().plan_from_counts(counts, tokens, training=training)
 
-    def _place_plan(self) -> None:
+    def _place_plan(self, device: torch.device | None = None) -> None:
         with self._as_own_neurons():
-            super()._place_plan()
+            super()._place_plan(device)
 
     def _look_at(self, x: Tensor) -> None:
         with self._as_own_neurons():

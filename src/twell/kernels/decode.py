@@ -37,6 +37,7 @@ from twell.kernels import screen
 from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.kernels.replay import INTERPRETED, Recorded, Space
 from twell.kernels.screen import Screen
+from twell.kernels.split import aligned
 from twell.kernels.tiles import device_facts, popcount, popcount64, prefetch, relu, start_after, take
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
@@ -442,21 +443,20 @@ def forward(
     *,
     settled: bool = False,
 ) -> Tensor:
-    """y [M, D] for x [M, D], M from 1 to 64.
+    """y [..., D] for x [..., D], of 1 to 64 tokens.
 
     ``w``: all weights as rows [F, D] (``split.by_rows``); ``screened``: the gate's, for M 1. ``settled``: the gate was
     written before the kernel before this was launched, so that it may be read while that runs."""
-    M = x.shape[0]
+    M = x.numel() // x.shape[-1]
     if not 0 < M <= MAX_FEW_TOKENS:
         raise ValueError(f"decode.forward takes 1 to {MAX_FEW_TOKENS} tokens, got {M}")
     if screened is not None and M > 1:
         raise ValueError(f"a screened gate is for one token, got {M}")
-    if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
+    x = aligned(x)
     gate, up, down, b_gate, b_up, b_down = w
     flags = (up is not None, activation == "relu2", b_gate is not None, b_up is not None)
     y = x.new_empty(x.shape)
-    key = (x.shape, x.stride(0), x.dtype, gate.shape[0], flags, b_down is None, tiles, settled, screened is None)
+    key = (x.shape, x.stride(-2), x.dtype, gate.shape[0], flags, b_down is None, tiles, settled, screened is None)
     if screened is None:
         _several_tokens(key, (x, y, gate, b_gate, up, b_up, down, b_down), tiles, settled, flags)
     else:
@@ -480,7 +480,7 @@ def _one_token(
     reach: Tensor,
     flags: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
-    D, F = x.shape[1], len(gate)
+    D, F = x.shape[-1], len(gate)
     h, words = space.take(F), space.take(ceil_div(F, 32), dtype=torch.int32)
     first, second = _kernels_of_one(x.dtype, D, F, down_bias is not None, flags, can_overlap())
     weights = (0 if t is None else t for t in (gate, gate_bias, up, up_bias, down))
@@ -536,6 +536,7 @@ def _several_tokens(
     settled: bool,
     flags: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
+    x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     (M, D), F = x.shape, len(gate)
     neurons, sums = tiles or tiles_of(x, F)
     BM, BN, TN = max(16, power_of_2(M)), neurons.BN, neurons.TN or neurons.BN

@@ -53,7 +53,7 @@ def _launch(space: Space, z: Tensor, u: Tensor | None, squared: bool) -> tuple[T
 
 
 def infer(x: Tensor, w: Weights, activation: str) -> Tensor:
-    """y [M, D] for x [M, D]."""
+    """y [..., D] for x [..., D]."""
     gate, up, down, b_gate, b_up, b_down = w
     z = nnf.linear(x, gate, b_gate)
     u = None if up is None else nnf.linear(x, up, b_up)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from twell.kernels.gate import gate_and_bitmap, hot_activations
 from twell.kernels.heavy import write_heavy_
-from twell.kernels.hot import add_product_
 from twell.kernels.lists import list_active
 from twell.kernels.replay import Recorded, Space
 from twell.kernels.tiles import RowTile, Tiles
@@ -84,10 +83,14 @@ def plain(t: Any) -> Any:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """``t`` [n, D], or a copy where the copy engine could not read it: rows lie apart, at multiples of 16 elements."""
-    apart, step = t.stride()
-    if step == 1 and apart >= t.shape[1] and apart % 16 == 0 and t.data_ptr() % 16 == 0:
-        return t
+    """``t`` [n, D] or contiguous [..., D], or a copy where the copy engine could not read it: rows lie apart, at
+    multiples of 16 elements."""
+    apart, step = t.stride()[-2:]
+    if t.data_ptr() % 16 == 0 and step == 1:
+        if apart == t.shape[-1] and t.is_contiguous():
+            return t
+        if t.dim() == 2 and apart >= t.shape[1] and apart % 16 == 0:
+            return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
@@ -143,7 +146,8 @@ def forward(
     down: Tensor | None = None,
     layout: Layout | None = None,
 ) -> Tensor:
-    """y [M, D] for x [M, D]. ``down``, ``layout``: Wd neuron by neuron and a layout, where a frozen layer has them."""
+    """y [..., D] for x [..., D]. ``down``, ``layout``: Wd neuron by neuron and a layout, where a frozen layer has
+    them."""
     x, w = aligned(x), ready(w)
     gate, up, own_down, b_gate, b_up, b_down = w
     n_hot, y = split.n_hot, x.new_empty(x.shape)
@@ -156,11 +160,14 @@ def forward(
     else:
         kept, hot_bias, cold_bias = (layout.hot, layout.hot_down, layout.cold), layout.hot_bias, layout.cold_bias
     key = (
-        x.shape, x.stride(0), x.dtype, gate.shape[0], split, activation, turns, layout is None, up is None,
+        x.shape, x.stride(-2), x.dtype, gate.shape[0], split, activation, turns, layout is None, up is None,
         b_up is None, b_down is None, hot_bias is None, cold_bias is None,
     )  # fmt: skip
     tensors = (x, y, gate, up, down, b_up, b_down, order, *kept, hot_bias, cold_bias)
-    _launch(key, tensors, split, activation == "relu2", turns, tiles, programs)
+    hot = _launch(key, tensors, split, activation == "relu2", turns, tiles, programs)
+    if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
+        h, hot_down = hot if layout is None else (*hot, layout.hot_down)
+        (y if y.dim() == 2 else y.view(h.shape[0], -1)).addmm_(h, hot_down)
     return y
 
 
@@ -186,6 +193,8 @@ def _launch(
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
+    """Everything but the hot neurons' last GEMM, for which it returns h and Wd_hot, if that is not kept."""
+    x, y = x.view(-1, x.shape[-1]) if x.dim() != 2 else x, y.view(-1, y.shape[-1])
     gated, (n_hot, cap, first) = up is not None, split
     rows = Weights(gate, up, turned(down, space) if turns else down, cold_bias, up_bias, down_bias)
     if hot is None or hot_down is None or cold is None:
@@ -200,7 +209,7 @@ def _launch(
     tile = tail_tile(tiles, x, first)
     write_tail(y, x, lists, rows, rows.down, squared=squared, has_hot=n_hot > 0, tile=tile)
     write_heavy_(y, x, r, bitmap, marks, rows, rows.down, order, squared=squared, tile=tiles.heavy, programs=programs)
-    if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
-        h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, space=space, **common)
-        add_product_(y, h, layout.hot_down, **common)
-    return ()
+    if n_hot == 0:
+        return ()
+    h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, space=space, **common)
+    return (h, layout.hot_down) if hot is None else (h,)

@@ -1,0 +1,241 @@
+"""Recorded launches: what is repeated is what was launched, with other addresses. The driver is a fake."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from twell.kernels import replay
+from twell.kernels.launch import ANY, LONG, Descriptor
+from twell.kernels.replay import Launch, Matrix, Recorded, Space
+
+# Every launch becomes a line: function, programs, threads, shared memory, flags, stream and parameters, of which those
+# of 128 bytes show what stands for an address in a tensor map here: its first eight bytes.
+FAKE_DRIVER = r"""
+#include <cuda.h>
+#include <stdio.h>
+#include <stdint.h>
+#include <string.h>
+static const size_t sizes[] = {8, 8, 4, 8, 8, 8};
+CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra) {
+  if ((uintptr_t)f == 99) return 1;
+  FILE *log = fopen(LOG, "a");
+  int overlaps = 0, cooperative = 0;
+  for (unsigned i = 0; i < c->numAttrs; i++) {
+    overlaps |= c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    cooperative |= c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+  }
+  fprintf(log, "%lu %u %u %u %d %d %lu", (uintptr_t)f, c->gridDimX, c->blockDimX, c->sharedMemBytes, cooperative,
+          overlaps, (uintptr_t)c->hStream);
+  int n = (uintptr_t)f == 7 ? 9 : 6;
+  for (int i = 0; i < n; i++) fprintf(log, " %lu", *(uint64_t *)params[i]);
+  fprintf(log, "\n");
+  fclose(log);
+  return 0;
+}
+CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) { memcpy(map, &address, 8); return 0; }
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+    const cuuint64_t *shape, const cuuint64_t *strides, const cuuint32_t *box, const cuuint32_t *steps,
+    CUtensorMapInterleave a, CUtensorMapSwizzle b, CUtensorMapL2promotion c, CUtensorMapFloatOOBfill d) {
+  memset(map, 0, sizeof *map); memcpy(map, &address, 8); return 0;
+}
+CUresult cuFuncGetParamInfo(CUfunction f, size_t i, size_t *offset, size_t *size) {
+  if (i >= 6) return 1;
+  *offset = 8 * i; *size = sizes[i];
+  return 0;
+}
+CUresult cuGetErrorString(CUresult code, const char **text) { *text = "as it was told to"; return 0; }
+"""
+SIZES = [8, 8, 4, 8, 8, 8]  # of the fake kernel: two pointers, a number, a long one, and scratch memory's two
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    import triton.backends.nvidia
+    from triton.runtime.build import compile_module_from_src
+
+    folder = tmp_path_factory.mktemp("driver")
+    (folder / "fake.c").write_text(FAKE_DRIVER)
+    include = str(Path(triton.backends.nvidia.__file__).parent / "include")
+    log = folder / "launches"
+    define = f'-DLOG="{log}"'
+    command = ["gcc", "-shared", "-fPIC", define, f"-I{include}", str(folder / "fake.c"), "-o", str(folder / "fake.so")]
+    subprocess.run(command, check=True)
+    source = Path(replay.__file__).with_suffix(".c").read_text()
+    built = compile_module_from_src(source, "twell_replay", include_dirs=[include])
+    built.load(str(folder / "fake.so"))
+    return SimpleNamespace(built=built, log=log)
+
+
+@pytest.fixture
+def launches(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[list[int]]]]:
+    """The launches since it was asked last, as numbers."""
+    module.log.write_text("")
+    monkeypatch.setattr(replay, "_module", lambda: module.built)
+    monkeypatch.setattr(replay, "_replay", lambda: module.built.replay)
+    monkeypatch.setattr(replay, "INTERPRETED", False)
+    monkeypatch.setattr(replay, "CHECKED", False)
+    monkeypatch.setattr(replay, "current_device", lambda: 0)
+    monkeypatch.setattr(replay, "current_stream", lambda _: 5)
+
+    def read() -> list[list[int]]:
+        lines = module.log.read_text().splitlines()
+        module.log.write_text("")
+        return [[int(n) for n in line.split()] for line in lines]
+
+    yield read
+
+
+def compiled(function: int = 3, **changes: Any) -> Any:
+    metadata = SimpleNamespace(num_warps=4, shared=1024, launch_cooperative_grid=False, launch_pdl=True)
+    declared = (torch.float32, torch.float32, ANY, LONG)
+    fields = {"function": function, "declared": declared, "metadata": metadata, "param_sizes": SIZES}
+    return SimpleNamespace(name="fake", **fields | {"matches": None} | changes)
+
+
+def launch(kernel: Any, programs: int, *arguments: Any) -> None:
+    assert replay.recording.launches is not None
+    replay.recording.launches.append(Launch(kernel, programs, arguments))
+
+
+def function_of(kernel: Any, runs: list[int] | None = None) -> Recorded:
+    @Recorded
+    def function(space: Space, x: Tensor, y: Tensor | None, n: int) -> tuple[Tensor, ...]:
+        if runs is not None:
+            runs.append(n)
+        part, wanted = space.take(3), space.take(4, 5)
+        launch(kernel, n, x[2:], wanted[1], n, 1 << 40)
+        launch(kernel, n + 1, part, 0 if y is None else y, n, 7)
+        return wanted.t(), part
+
+    return function
+
+
+def test_a_second_call_launches_the_same_with_its_own_addresses(launches: Callable[[], list[list[int]]]) -> None:
+    runs: list[int] = []
+    function = function_of(compiled(), runs)
+    x, y = torch.zeros(8), torch.zeros(8)
+    function("key", (x, y), 6)
+    assert launches() == [] and runs == [6]  # the first call ran the function, whose kernels are fakes
+    other, another = torch.zeros(100), torch.zeros(100)
+    wanted, part = function("key", (other, another), 6)
+    assert runs == [6] and wanted.shape == (5, 4) and wanted.stride() == (1, 5) and part.shape == (3,)
+    start = part.data_ptr()
+    assert wanted.data_ptr() == start + 256
+    assert launches() == [
+        [3, 6, 128, 1024, 0, 1, 5, other.data_ptr() + 8, start + 256 + 20, 6, 1 << 40, 0, 0],
+        [3, 7, 128, 1024, 0, 1, 5, start, another.data_ptr(), 6, 7, 0, 0],
+    ]
+    function("another key", (x, None), 9)
+    assert runs == [6, 9]
+    function("another key", (other, None), 9)
+    assert runs == [6, 9] and launches()[1][-5] == 0
+
+
+def test_a_matrix_has_its_address_in_a_tensor_map(launches: Callable[[], list[list[int]]]) -> None:
+    metadata = SimpleNamespace(num_warps=8, shared=0, launch_cooperative_grid=True, launch_pdl=False)
+    metadata.tensordesc_meta = [{"block_size": [8, 8], "swizzle": 0}]
+    declared = (Descriptor(torch.float16, (8, 8)), torch.float32, ANY)
+    sizes = [128, 4, 4, 8, 8, 8, 4, 8, 8]
+    kernel = compiled(7, declared=declared, metadata=metadata, param_sizes=sizes, matches=True)
+
+    @Recorded
+    def function(space: Space, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        launch(kernel, 2, Matrix(w[4:]), x, 17)
+        return ()
+
+    function(1, (torch.zeros(4), torch.zeros(16, 8, dtype=torch.float16)))
+    x, w = torch.zeros(4), torch.zeros(16, 8, dtype=torch.float16)
+    function(1, (x, w))
+    (said,) = launches()
+    address, *numbers = said[7:]
+    assert said[:7] == [7, 2, 256, 0, 1, 0, 5] and address == w.data_ptr() + 64
+    as_told = [n & 0xFFFFFFFF for n in (numbers[0], numbers[1])] + numbers[2:]
+    assert as_told == [12, 8, 8, 1, x.data_ptr(), 17, 0, 0]
+
+
+def test_what_cannot_be_told_apart_is_run_every_time(launches: Callable[[], list[list[int]]]) -> None:
+    runs: list[int] = []
+    function, x = function_of(compiled(), runs), torch.zeros(64)
+    for _ in range(2):
+        function("key", (x, x[16:]), 1)  # which overlap
+    assert runs == [1, 1] and launches() == []
+    for _ in range(2):
+        function("key", (x, torch.zeros(3)), 1)
+    assert runs == [1, 1, 1] and len(launches()) == 2
+
+
+def test_an_address_of_nothing_known_is_not_kept(
+    launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, runs, kernel = torch.zeros(9), [], compiled()
+
+    @Recorded
+    def function(space: Space, x: Tensor) -> tuple[Tensor, ...]:
+        runs.append(1)
+        launch(kernel, 1, x, elsewhere, 1, 1)
+        return ()
+
+    for _ in range(2):
+        function("key", (torch.zeros(5),))
+    assert len(runs) == 2
+    monkeypatch.setattr(replay, "CHECKED", True)
+    with pytest.raises(AssertionError, match="an address of no tensor"):
+        function("key", (torch.zeros(5),))
+
+
+def test_a_key_that_tells_too_little_is_found(
+    launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "CHECKED", True)
+    function = function_of(compiled())
+    function("key", (torch.zeros(8), torch.zeros(8)), 1)
+    function("key", (torch.zeros(8), torch.zeros(8)), 1)
+    with pytest.raises(AssertionError, match="something else for the same key"):
+        function("key", (torch.zeros(8), torch.zeros(8)), 2)
+
+
+def test_kernels_with_other_parameters_are_launched_by_triton(launches: Callable[[], list[list[int]]]) -> None:
+    runs: list[int] = []
+    function = function_of(compiled(param_sizes=[8, 8, 8, 8, 8, 8]), runs)
+    with pytest.warns(UserWarning, match="other parameters than expected"):
+        function("key", (torch.zeros(8), torch.zeros(8)), 1)
+    function("key", (torch.zeros(8), torch.zeros(8)), 1)
+    assert runs == [1, 1] and launches() == []
+
+
+def test_faults(launches: Callable[[], list[list[int]]]) -> None:
+    function = function_of(compiled(99))
+    function("key", (torch.zeros(8), torch.zeros(8)), 1)
+    with pytest.raises(RuntimeError, match="CUDA error 1, as it was told to"):
+        function("key", (torch.zeros(8), torch.zeros(8)), 1)
+    fine = function_of(compiled())
+    fine("key", (torch.zeros(8), torch.zeros(8)), 1)
+    with pytest.raises(ValueError, match="tensor 1 is not aligned"):
+        fine("key", (torch.zeros(9)[1:], torch.zeros(8)), 1)
+
+
+def test_programs_are_not_kept_for_ever(
+    launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "_MOST_PROGRAMS", 4)
+    function = function_of(compiled())
+    for n in range(10):
+        function(n, (torch.zeros(8), torch.zeros(8)), 1)
+    assert len(function._programs) <= 4
+
+
+def test_the_c_code_and_python_agree_on_sizes() -> None:
+    assert replay._LAUNCH.size == 32 and replay._PARAM.size == 16 and struct.calcsize("<I4x") == 8
