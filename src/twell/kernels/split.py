@@ -68,8 +68,10 @@ def by_rows(w: Weights, down: Tensor | None = None, space: Space | None = None) 
 def ready(w: Weights) -> Weights:
     """The weights where recorded calls take them: contiguous and aligned, Wd either way round."""
     gate, up, down, b_gate, b_up, b_down = w
-    if not (is_neuron_major(down) and down.data_ptr() % 16 == 0):
+    if not is_neuron_major(down):
         down = plain(down)
+    elif down.data_ptr() % 16:  # its layout stays: so will its gradient's
+        down = plain(down.t()).t()
     if b_gate is None and b_up is None and b_down is None:
         return Weights(plain(gate), plain(up), down, None, None, None)
     return Weights(plain(gate), plain(up), down, plain(b_gate), plain(b_up), plain(b_down))
