@@ -10,7 +10,6 @@ counter, an address) rewrites them in place at the next call. A write through ``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class Frozen:
         self._written(w, plan)
 
     def tensors(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
-        """Up to date, as far as changes can be seen. (Compiled code is made once: there ``are_of`` looks.)"""
+        """Up to date, as far as changes can be seen. (Compiled code is made once: for it ops.py looks.)"""
         if not torch.compiler.is_compiling():
             if not self._is_of(w, plan):
                 self.rewrite(w, plan)
@@ -74,7 +73,7 @@ class Frozen:
     def _written(self, w: Weights, plan: Plan | None) -> None:
         if w.gate.device.type == "cuda":  # kernels read it before the one before them has ended
             torch.cuda.current_stream(w.gate.device).synchronize()
-        states = _states(w)
+        states = w.states()
         self._seen = plan, [(t, *state) for t, state in zip(w, states, strict=True)]  # see _is_of
         if self._tensors:
             self._tensors[0].twell_states = states  # type: ignore[attr-defined]
@@ -112,13 +111,3 @@ class Frozen:
 
 def _is_capturing(w: Weights) -> bool:
     return w.gate.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _states(w: Weights) -> list[tuple[int, int]]:
-    """Address and version of each; tensors of inference mode have no version."""
-    return [(0, -1) if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version) for t in w]
-
-
-def are_of(tensors: Sequence[Tensor], w: Weights) -> bool:
-    """Whether frozen tensors were written from these weights, as far as can be seen."""
-    return getattr(tensors[0], "twell_states", None) == _states(w)

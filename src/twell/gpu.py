@@ -66,9 +66,10 @@ def _where_the_tensors_are(function: Callable[P, R]) -> Callable[P, R]:
 # ---------------------------------------------------------------------------------------------------------
 
 
-@_where_the_tensors_are
-def forward(x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, frozen: Sequence[Tensor] = ()) -> Tensor:
-    """y [..., D] for x [..., D]. Without a plan densely. ``frozen``: see ``Frozen``, or empty."""
+def forward_here(
+    x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, frozen: Sequence[Tensor] = ()
+) -> Tensor:
+    """y [..., D] for x [..., D] on the current device. Without a plan densely. ``frozen``: see ``Frozen``, or empty."""
     M = x.numel() // x.shape[-1]
     if plan is None or M == 0:
         return dense.infer(x, w, activation)
@@ -88,8 +89,22 @@ def forward(x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, fr
     return split.forward(x, w, plan.order, parts, activation, *launch_facts(x), down, layout)
 
 
+forward = _where_the_tensors_are(forward_here)
+_NO_BIASES = (None, None, None)
+
+
+def _are_in_place(gate: Tensor, up: Tensor | None) -> bool:
+    """Whether kernels find these weights where they are, in fewer steps than ``split.by_rows``."""
+    if not gate.is_contiguous() or gate.data_ptr() % 16:
+        return False
+    return up is None or (up.is_contiguous() and up.data_ptr() % 16 == 0)
+
+
 def _few_tokens(x: Tensor, w: Weights, activation: str, down: Tensor | None, kept: Frozen | None) -> Tensor:
-    rows = split.by_rows(w, down)
+    down = w.down if down is None else down
+    rows = w._replace(down=down)
+    if not _are_in_place(*w[:2]) or down.data_ptr() % 16 or w[3:] != _NO_BIASES:
+        rows = split.by_rows(w, down)
     screened = None
     if kept is not None and x.numel() == x.shape[-1] and kept.q.shape[0]:
         screened = screen.Screen(kept.q, kept.scale, kept.reach)

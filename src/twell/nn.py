@@ -32,6 +32,8 @@ _KNOWN_ACTIVATIONS = {
 LOOK_TOKENS = 4096  # what a layer sees before it plans by itself
 LOOK_AT_LEAST = 256  # in a batch: to look costs another gate, which decoding should not pay
 FIRST_LOOK = MAX_FEW_TOKENS  # what it sees before it plans for few tokens
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
+_KERNELS = ("auto", "triton")  # backends that are the kernels on a GPU
 _NO_PARAMETERS: dict[str, Any] = {"weight": None, "bias": None}
 INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as OPT's decoder layer does
 
@@ -231,9 +233,13 @@ class SparseFFNBase(nn.Module):
         self._plan_device = device
         self._plan_eager: Sequence[Tensor | None] = ops.NO_PLAN
         self._plan_captured: Sequence[Tensor | None] = ops.NO_PLAN
+        self._kernels_on: int | None = None  # the GPU on which all calls go to the kernels
         if device.type != "meta" and ops.why_unavailable("triton", device) is None:
             plan = self.plan or dense_plan(len(self.neuron_counts))
             self._plan_eager, self._plan_captured = plan.on(device), plan.on(device, captured=True)
+            down: Any = getattr(self, self.projections[-1])
+            if device.type == "cuda" and ops.fits_kernels(*down.weight.shape):
+                self._kernels_on, self._plan_tokens = device.index, [plan.tokens(captured=c) for c in (False, True)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -358,11 +364,9 @@ class SparseFFNBase(nn.Module):
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
         """y [..., D] for x [..., D]; (y, Stats) with ``return_stats``."""
-        want_stats = return_stats or self.track_counts
-        result = self._ffn(x, token_mask, want_stats)
-        if not want_stats:
-            return result
-        y, stats = result
+        if not (return_stats or self.track_counts):
+            return self._ffn(x, token_mask, False)
+        y, stats = self._ffn(x, token_mask, True)
         if self.track_counts:
             self.commit(stats)
         return (y, stats) if return_stats else y
@@ -373,18 +377,44 @@ class SparseFFNBase(nn.Module):
             if self.why_called() is not None:
                 return self._call_projections(x, token_mask, return_stats)
             w = self._weights()
+        gate, index = w.gate, self._kernels_on
+        if (  # inference on a GPU, in few steps: inside a model each takes 3 us of host time
+            index is not None
+            and not (return_stats or self._plans_itself or torch.is_grad_enabled())
+            and self.backend in _KERNELS
+            and type(x) is Tensor
+            and x.get_device() == gate.get_device() == index == _current_device()
+            and x.dtype == gate.dtype != torch.float64
+            and x.dim() > 1
+            and x.shape[-1] == gate.shape[1]
+            and ops.nothing_stands_before("cuda")
+        ):
+            captured, gpu = torch.cuda.is_current_stream_capturing(), ops.kernels()
+            few, least = self._plan_tokens[captured]
+            if few < x.numel() // gate.shape[1] < least:
+                return gpu.dense.infer(x, w, self.activation)
+            kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
+            plan = self._plan_captured if captured else self._plan_eager
+            return gpu.forward_here(x, w, self.activation, plan, kept)
+        if torch.compiler.is_compiling() and index is not None and not return_stats and not torch.is_grad_enabled():
+            few, least = self._plan_tokens[False]
+            if few < x.numel() // gate.shape[1] < least:
+                return self._call_projections(x, None, False)  # a compiler makes the best of a dense layer
         if self._plans_itself and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._look_at(x)
-        gate = w.gate
         if x.dtype != gate.dtype or x.shape[-1] != gate.shape[1] or x.device != gate.device or token_mask is not None:
             ops.check(type(self).__name__, x, w, self.activation, token_mask)
         if x.device != self._plan_device:  # parameters were moved one by one
             self._place_plan(x.device)
         plan = self._plan_captured if ops.is_captured(x.device) else self._plan_eager
-        frozen: tuple[Tensor, ...] = ()
-        if self.frozen is not None and ops.reads_frozen(x, self.backend, plan):
-            frozen = self.frozen.tensors(w, self.plan)
-        return ops.run(x, w, self.activation, self.backend, plan, frozen, token_mask, return_stats)
+        kept = () if self.frozen is None else self._frozen_for(x, w, plan)
+        return ops.run(x, w, self.activation, self.backend, plan, kept, token_mask, return_stats)
+
+    def _frozen_for(self, x: Tensor, w: Weights, plan: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """What is frozen, if a call has use for it: to look whether it is up to date takes host time."""
+        if self.frozen is None or not ops.reads_frozen(x, self.backend, plan):
+            return ()
+        return self.frozen.tensors(w, self.plan)
 
     def _call_projections(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
         *inputs, down = (getattr(self, name) for name in self.projections)

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from twell import cpu, reference
-from twell.frozen import are_of
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
 from twell.reference import ACTIVATIONS, Weights, sum_dtype
 from twell.saved import saved_length
@@ -34,6 +33,8 @@ _AUTOMATIC = ("cpu", "triton", "reference")  # the first that can run
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NO_PLAN = (None, None, None, None)
+_count_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+_tracing = torch._C._get_tracing_state
 
 
 class Stats(NamedTuple):
@@ -96,12 +97,15 @@ def choose_backend(requested: str, device: torch.device) -> str:
 
 
 def _fits_triton(x: Tensor, w: Weights) -> bool:
-    D, F = w.down.shape
-    return x.dtype != torch.float64 and D % 16 == 0 and F % 16 == 0 and D * F > 0
+    return x.dtype != torch.float64 and fits_kernels(*w.down.shape)
+
+
+def fits_kernels(D: int, F: int) -> bool:
+    return D % 16 == 0 and F % 16 == 0 and D * F > 0
 
 
 @functools.cache
-def _gpu() -> Any:
+def kernels() -> Any:
     from twell import gpu  # needs Triton
 
     return gpu
@@ -138,7 +142,7 @@ def infer(
     if chosen == "triton" and _fits_triton(x, w):
         if x.dim() == 1:
             return infer(x[None], w, activation, backend, plan, frozen)[0]
-        return _gpu().forward(x, w, activation, None if plan[0] is None else PlanTensors(*plan), frozen)  # type: ignore[arg-type]
+        return kernels().forward(x, w, activation, None if plan[0] is None else PlanTensors(*plan), frozen)  # type: ignore[arg-type]
     x_MD = x.reshape(-1, x.shape[-1])
     if chosen == "cpu":
         y = cpu.forward(x_MD, w, activation, None, want_stats=False, save=False, frozen=tuple(frozen)).y
@@ -150,7 +154,7 @@ def infer(
 def _train(x: Tensor, w: Weights, call: Call) -> tuple[Tensor, ...]:
     chosen, (mask, *_, activation, _, want_stats, save) = choose_backend(call.backend, x.device), call
     if chosen == "triton" and _fits_triton(x, w):
-        return _gpu().train(x, w, activation, call.plan, mask, want_stats=want_stats, save=save)
+        return kernels().train(x, w, activation, call.plan, mask, want_stats=want_stats, save=save)
     if chosen == "cpu":
         out = cpu.forward(x, w, activation, mask, want_stats=want_stats, save=save)
     else:
@@ -168,7 +172,7 @@ def _backward(
     """Gradients of x and of the six weights; empty or None where one is not needed."""
     chosen, mask, activation = choose_backend(call.backend, x.device), call.token_mask, call.activation
     if chosen == "triton" and _fits_triton(x, w):
-        gradients = _gpu().backward(dy, dl1, x, w, kept, activation, call.plan, mask, needs)
+        gradients = kernels().backward(dy, dl1, x, w, kept, activation, call.plan, mask, needs)
     else:
         path = cpu.backward if chosen == "cpu" else reference.backward
         parts = kept.view(1 if w.up is None else 2, len(x), len(w.gate))
@@ -204,7 +208,7 @@ _library.define(
 def _infer_op(x: Tensor, *rest: Any) -> Tensor:
     *weights, order, places, sizes, tokens, frozen, activation, backend = rest
     w = Weights(*weights)
-    if frozen and not are_of(frozen, w):  # compiled code took them without a look
+    if frozen and getattr(frozen[0], "twell_states", None) != w.states():  # compiled code takes them without a look
         frozen = ()
     return infer(x, w, activation, backend, (order, places, sizes, tokens), frozen)
 
@@ -466,19 +470,19 @@ def reads_frozen(x: Tensor, backend: str, plan: Sequence[Tensor | None]) -> bool
 
 
 def goes_straight(x: Tensor) -> bool:
-    """Whether a call would reach its kernels unchanged: the dispatcher's two stops take 25 us of host time.
+    """Whether a call would reach its kernels unchanged: the dispatcher's two stops take 25 us of host time."""
+    return type(x) is Tensor and x.device.type in ("cuda", "cpu") and nothing_stands_before(x.device.type)
 
-    Not where something stands before them: a compiler, a tracer, a mode, a function transform, tangents, autocast.
-    """
+
+def nothing_stands_before(device_type: str) -> bool:
+    """No compiler, tracer, mode, function transform, tangents or autocast."""
     return (
-        type(x) is Tensor
-        and x.device.type in ("cuda", "cpu")
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and not torch.is_autocast_enabled(x.device.type)
+        and _count_modes() == 0
+        and _transform() is None
+        and _tracing() is None
+        and not torch.is_autocast_enabled(device_type)
     )
 
 

@@ -41,6 +41,10 @@ class Weights(NamedTuple):
     def to(self, dtype: torch.dtype) -> Weights:
         return Weights._make(None if w is None else w.to(dtype) for w in self)
 
+    def states(self) -> list[tuple[int, int]]:
+        """Address and version of each; tensors of inference mode have no version."""
+        return [(0, -1) if t is None else (t.data_ptr(), -1 if t.is_inference() else t._version) for t in self]
+
 
 class Forward(NamedTuple):
     """What a forward returns: the output, its statistics, and the activations a backward needs."""

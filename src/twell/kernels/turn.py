@@ -14,7 +14,7 @@ from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div
 from twell.kernels.replay import Space
 from twell.kernels.tiles import start_after
 
-_WIDE = 1024  # of a row, by one program
+_WIDE = 2048  # of a row, by one program
 
 
 @triton.jit
