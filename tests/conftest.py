@@ -67,7 +67,7 @@ def small_shapes_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def interpreter_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not torch.cuda.is_available() and "twell.kernels.split" in sys.modules:
+    if not torch.cuda.is_available() and "twell.gpu.prefill.split" in sys.modules:
         interpreted.look_through_triton_once()
         interpreted.gather_in_torch(monkeypatch.setattr)
 

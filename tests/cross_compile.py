@@ -19,23 +19,13 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from twell.kernels import (
-    activation,
-    decode,
-    dense,
-    gate,
-    heavy,
-    hot,
-    lists,
-    statistics,
-    tail_backward,
-    transpose,
-    turn,
-    up_down,
-    weight_gradients,
-)
-from twell.kernels.launch import Kernel, power_of_2
-from twell.kernels.tiles import tiles_for
+from twell.gpu import dense
+from twell.gpu.decode import few as decode
+from twell.gpu.prefill import gate, heavy, lists, up_down
+from twell.gpu.shared import rows
+from twell.gpu.shared.launch import Kernel, power_of_2
+from twell.gpu.shared.tiles import tiles_for
+from twell.gpu.training import activation, hot, statistics, tail_backward, transpose, weight_gradients
 from twell.saved import bitmap_words, index_dtype
 
 FEW_TOKENS = (1, 8, 16, 32, 64)
@@ -80,9 +70,9 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
     split = tail_backward.SPLIT
     yield tail_backward._kernel(dtype, narrow, D, tiles.tail_backward, *flags.values(), split, overlaps)
     yield from weight_gradients._kernels(dtype, D, split, (yes,) * 5, overlaps)
-    yield turn._turn(dtype, overlaps)
-    yield turn._put(dtype, yes, (yes,) * 3, overlaps)
-    yield turn._gather(dtype, yes, overlaps)
+    yield rows._transpose(dtype, overlaps)
+    yield rows._put(dtype, yes, (yes,) * 3, overlaps)
+    yield rows._gather(dtype, yes, overlaps)
     for interleaved in (no, yes):
         yield activation._kernel(dtype, yes, yes, interleaved, not interleaved, yes, yes, yes, overlaps)
         yield activation._gradient_kernel(dtype, yes, yes, interleaved, yes, yes, yes, overlaps)

@@ -32,7 +32,7 @@ def look_through_triton_once() -> None:
 
 def gather_in_torch(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """The kernel has a program a row, which the interpreter takes a second for; test_kernels.py tests it."""
-    from twell.kernels import split
+    from twell.gpu.prefill import split
 
     set_attribute(split, "gathered", gathered)
 
@@ -40,7 +40,7 @@ def gather_in_torch(set_attribute: Callable[[Any, str, Any], None] = setattr) ->
 def gathered(
     gate: Tensor, up: Tensor | None, down: Tensor, order: Tensor, n_hot: int, *, cold: bool, space: Any = None
 ) -> Tensor:
-    """As kernels/turn.py's, which goes by down's address."""
+    """As gpu/shared/rows.py's, which goes by down's address."""
     down = down if down.is_contiguous() else down.t()
     hot, others = order[:n_hot].long(), order[n_hot:].long()
     both = gate[hot] if up is None else torch.stack([gate[hot], up[hot]], 1).flatten(0, 1)
@@ -54,7 +54,8 @@ def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, l
     The interpreter runs a program for each long token there could be: fewer are also faster.
     """
     from twell import saved
-    from twell.kernels import heavy, hybrid, lists, tail_backward, transpose, up_down, weight_gradients
+    from twell.gpu.prefill import heavy, lists, up_down
+    from twell.gpu.training import hybrid, tail_backward, transpose, weight_gradients
 
     def rooms(M: Any) -> tuple[Any, Any]:
         return M * 0 + 2, M // 8

@@ -183,7 +183,7 @@ def test_tokens_at_a_kink_are_replaced() -> None:
 @pytest.mark.usefixtures("small_splits")
 @pytest.mark.parametrize("gated", [True, False])
 def test_ffn_by_the_kernels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twell.kernels import hybrid
+    from twell.gpu.training import hybrid
 
     (row,) = train.run([case(workload="skew3", M=8, D=16, F=128, gated=gated, backend="triton")], seconds=0)
     assert row["backend"] == "triton" and row["plan"]["hot"] == 0
@@ -202,7 +202,7 @@ def test_ffn_by_the_kernels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_layers_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that splits, with hot neurons, long and heavy tokens, and one that runs densely."""
     from twell.bench import traced, train_trace
-    from twell.kernels import hybrid
+    from twell.gpu.training import hybrid
 
     active = torch.rand(16, 384) < 0.01
     active[:, :100], active[9, 200:240], active[12, 200:220] = torch.rand(16, 100) < 0.9, True, True

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from twell.kernels import launch
+from twell.gpu.shared import launch
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 SHAPE, LARGE_SHAPE = (2048, 5632), (8192, 28672)  # of a 1.5B and of a 70B model
@@ -54,6 +54,6 @@ def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tm
 
 def in_source() -> set[str]:
     """Names of all kernels but those of hopper.py and of heavy_backward.py, which has a test of its own."""
-    files = Path(launch.__file__).parent.glob("*.py")
+    files = Path(launch.__file__).parent.parent.rglob("*.py")
     source = "".join(f.read_text() for f in files if f.stem not in ("hopper", "heavy_backward"))
     return set(re.findall(r"^@triton\.jit\ndef (\w+_kernel)\(", source, re.MULTILINE))

@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 from test_kernels import assert_right, make_weights, timed_once
 from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
 from twell.bench import cases, tune, tune_few
-from twell.kernels import decode, screen, split
+from twell.gpu.decode import few as decode
+from twell.gpu.decode import screen
+from twell.gpu.prefill import split
 from twell.nn import neuron_major_
 from twell.plan import dense_plan
 from twell.reference import Weights

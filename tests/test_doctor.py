@@ -265,7 +265,7 @@ def test_the_kernels_pass(interpreted: dict[str, Any]) -> None:
 def test_a_broken_part_of_the_kernels_is_found(
     interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    from twell.kernels import split
+    from twell.gpu.prefill import split
 
     right, changed = getattr(split, part), []
 
@@ -291,7 +291,8 @@ def test_a_broken_part_of_the_kernels_is_found(
 def test_broken_kernels_for_few_tokens_and_for_training_are_found(
     interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, module: str, part: str
 ) -> None:
-    from twell.kernels import decode, hybrid
+    from twell.gpu.decode import few as decode
+    from twell.gpu.training import hybrid
 
     broken = {"decode": decode, "hybrid": hybrid}[module]
     right = getattr(broken, part)
@@ -362,7 +363,7 @@ def test_kernels_that_cannot_be_built_are_a_finding(
     def fail(*args: Any) -> None:
         raise LookupError("no C compiler\nand much more")
 
-    monkeypatch.setattr("twell.kernels.split.forward", fail)
+    monkeypatch.setattr("twell.gpu.prefill.split.forward", fail)
     assert doctor.kernel_problem(**interpreted) == "Triton kernels: LookupError: no C compiler"
 
 

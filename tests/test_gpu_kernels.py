@@ -16,8 +16,9 @@ import twell
 from twell import gpu, reference
 from twell.bench import cases, ffn
 from twell.bench.parts import bitmap_of
-from twell.kernels import gate, launch
-from twell.kernels.tiles import device_facts, tiles_for
+from twell.gpu.prefill import gate
+from twell.gpu.shared import launch
+from twell.gpu.shared.tiles import device_facts, tiles_for
 from twell.nn import neuron_major_
 from twell.plan import Plan, choose_plan, costs_for, dense_plan
 from twell.reference import Weights
@@ -274,7 +275,7 @@ def test_unaligned_tensors(M: int) -> None:
 
 @torch.no_grad()
 def test_few_tokens_of_a_contiguous_down_projection_run_densely(monkeypatch: pytest.MonkeyPatch) -> None:
-    from twell.kernels import decode
+    from twell.gpu.decode import few as decode
 
     seen: list[int] = []
     forward = decode.forward

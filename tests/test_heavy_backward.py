@@ -21,9 +21,9 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from twell import reference
-from twell.kernels import heavy_backward
-from twell.kernels.heavy_backward import HeavyTiles, add_heavy_gradients_
-from twell.kernels.weight_gradients import NeuronGradients
+from twell.gpu.training import heavy_backward
+from twell.gpu.training.heavy_backward import HeavyTiles, add_heavy_gradients_
+from twell.gpu.training.weight_gradients import NeuronGradients
 from twell.reference import Weights
 
 f16, f32 = torch.float16, torch.float32
@@ -403,7 +403,7 @@ def compile_kernel(capability: int, dtype: torch.dtype, *, gated: bool = True) -
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from twell.kernels.launch import MULTIPLE
+    from twell.gpu.shared.launch import MULTIPLE
 
     kind = (gated, not gated, True, gated, True)
     wants = (True, True, gated, True, True, gated)

@@ -21,7 +21,6 @@ LEVELS = {
     "saved": 1,
     "reference": 2,
     "cpu": 3,
-    "kernels": 3,
     "gpu": 4,
     "ops": 5,
     "frozen": 6,
@@ -75,6 +74,16 @@ def back_edges(name: str, source: str) -> list[str]:
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=module_name)
 def test_imports_go_one_way(path: Path) -> None:
     assert back_edges(module_name(path), path.read_text()) == []
+
+
+ROOMS = {"shared": 0, "prefill": 1, "decode": 2, "training": 2, "dense": 3, "__init__": 4}  # of gpu/
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "gpu").rglob("*.py")), ids=module_name)
+def test_rooms_of_the_kernels_go_one_way(path: Path) -> None:
+    room = path.relative_to(SOURCE / "gpu").parts[0].removesuffix(".py")
+    inside = (name.split(".") for name in imported_modules(path.read_text()) if name.startswith("gpu."))
+    assert [name for _, name, *_ in inside if name != room and ROOMS[name] >= ROOMS[room]] == []
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from twell.bench import model as model_bench
 from twell.bench import timing, traced
 from twell.bench import tune as tuning
 from twell.bench.parts import Parts, bitmap_of
-from twell.kernels import gate, split, tiles, turn, up_down
+from twell.gpu.prefill import gate, split, up_down
+from twell.gpu.shared import rows, tiles
 from twell.plan import Plan, costs_for, dense_plan
 from twell.reference import Weights
 from twell.saved import n_early
@@ -175,7 +176,7 @@ def test_with_lists_and_rows_as_they_are_elsewhere(monkeypatch: pytest.MonkeyPat
         order = make_plan(304, 32, 16).on(x.device).order
         for cold in (True, False):
             arguments = (w.gate, w.up, w.down.T.contiguous(), order, 32)
-            assert torch.equal(turn.gathered(*arguments, cold=cold), interpreted.gathered(*arguments, cold=cold))
+            assert torch.equal(rows.gathered(*arguments, cold=cold), interpreted.gathered(*arguments, cold=cold))
 
 
 @pytest.mark.parametrize("plan", [None, dense_plan(256)])

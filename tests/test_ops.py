@@ -701,7 +701,7 @@ def test_plans_change_no_result(kind: str, gated: bool) -> None:
 @pytest.mark.usefixtures("short_lists")
 def test_calls_without_a_plan_are_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU: which neurons fire often is not known."""
-    from twell.kernels.launch import Kernel
+    from twell.gpu.shared.launch import Kernel
 
     launched: list[str] = []
     run = Kernel.__call__

@@ -26,8 +26,8 @@ pytest.importorskip("triton")
 
 from interpreted import gather_in_torch, look_through_triton_once, shorten_lists
 from twell import GatedSparseFFN
+from twell.gpu.training import hybrid
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM, SparseCausalLMOutput, models
-from twell.kernels import hybrid
 from twell.plan import Plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")

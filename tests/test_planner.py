@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from interpreted import shorten_lists
 from twell import GatedSparseFFN, SparseFFN, Stats, ops
-from twell.kernels import hybrid
+from twell.gpu.training import hybrid
 from twell.nn import SparseFFNBase
 from twell.plan import Plan, costs_for
 from twell.sparsity import Planner

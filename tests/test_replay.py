@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from twell.kernels import replay
-from twell.kernels.launch import ANY, LONG, Descriptor
-from twell.kernels.replay import Launch, Matrix, Recorded, Space
+from twell.gpu.shared import replay
+from twell.gpu.shared.launch import ANY, LONG, Descriptor
+from twell.gpu.shared.replay import Launch, Matrix, Recorded, Space
 
 # Every launch becomes a line: function, programs, threads, shared memory, flags, stream and parameters, of which those
 # of 128 bytes show what stands for an address in a tensor map here: its first eight bytes.

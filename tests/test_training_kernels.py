@@ -17,7 +17,10 @@ from interpreted import shorten_lists
 pytest.importorskip("triton")
 
 from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
-from twell.kernels import dense, hot, hybrid, lists, split, tail_backward, transpose, turn
+from twell.gpu import dense
+from twell.gpu.prefill import lists, split
+from twell.gpu.shared import rows
+from twell.gpu.training import hot, hybrid, tail_backward, transpose
 from twell.plan import Costs, Plan
 from twell.reference import Weights
 from twell.saved import Parts, Sizes, runs_in_parts
@@ -242,8 +245,8 @@ def test_room_for_shares_does_not_grow_without_end(M: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("shape", [(16, 16), (64, 64), (80, 144), (0, 16)])
 def test_turned(shape: tuple[int, int]) -> None:
     t = torch.randn(shape)
-    assert torch.equal(turn.turned(t), t.t())
-    assert turn.turned(t).is_contiguous()
+    assert torch.equal(rows.transposed(t), t.t())
+    assert rows.transposed(t).is_contiguous()
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -259,7 +262,7 @@ def test_rows_of_hot_neurons_are_put_among_others(wanted: str, gated: bool) -> N
     inputs = torch.stack([part["gate"], part["up"]], 1).flatten(0, 1) if gated else part["gate"]
     order = torch.tensor([*hot, 1, 2, 3, 4, 5, 6], dtype=torch.int32)
     given = tuple(targets.get(name) for name in ("gate", "up", "down"))
-    turn.put_rows_(given, order, inputs, part["down"], 3, gated=gated)
+    rows.put_rows_(given, order, inputs, part["down"], 3, gated=gated)
     for name, t in targets.items():
         assert torch.equal(t, expected[name])
 

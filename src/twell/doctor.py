@@ -92,7 +92,8 @@ def _kernels(gpu: torch.device | None) -> str:
     why_none = "torch sees no GPU" if gpu is None else ops.why_unavailable("triton", gpu)
     if gpu is None or why_none:
         return f"none: {why_none}; {plans_by}"
-    from twell.kernels import decode, tiles  # need triton
+    from twell.gpu.decode import few as decode
+    from twell.gpu.shared import tiles
 
     major, minor = torch.cuda.get_device_capability(gpu)
     capability = 10 * major + minor
@@ -262,7 +263,7 @@ def frozen_bytes(layer: SparseFFNBase, chosen: plan.Plan | None) -> int | None:
         return F * (D + 6) if pays and cpu._blas_habits().int8_gate else 0
     if chosen is None:
         return None
-    from twell.kernels import screen  # needs triton
+    from twell.gpu.decode import screen  # needs triton
 
     H, each = len(chosen.hot), len(layer.projections) - 1
     ordered = ((each + 1) * H + F - H) * D * dtype.itemsize if 0 < H < F else 0

@@ -18,7 +18,7 @@ has no dense backward, a pair gathers seven rows instead of two. It keeps what i
 shorter lists are worth a little time; and it plans for a longer tail than was counted, since too small a hot set costs
 more than too large a one when other text comes.
 
-A few tokens, as in generation, are bound by the bytes of the weights, and split otherwise (kernels/decode.py): all of
+A few tokens, as in generation, are bound by the bytes of the weights, and split otherwise (gpu/decode/few.py): all of
 the gate is read, of up and down the U neurons that fire for any of M tokens, densely 3 F rows. That pays where
 
     start + gate * F + 2 * gather * U(M)  <  3 F / 1.05        U(M) = sum over neurons of 1 - (1 - p)^M
@@ -65,7 +65,7 @@ _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it kee
 # 0.08 ms a forward, 0.8 ms a forward and backward. Forward, then training; the second ones for calls that are captured.
 _MIN_TOKENS, _MIN_TOKENS_CAPTURED = 2048, 2048
 _MIN_TOKENS_TRAINING, _MIN_TOKENS_TRAINING_CAPTURED = 4096, 4096
-MAX_FEW_TOKENS = 64  # that kernels/decode.py takes at once
+MAX_FEW_TOKENS = 64  # that gpu/decode/few.py takes at once
 # In rows of a dense FFN's weights that take as long to read, by tokens at once: what there is to do besides, and a
 # gathered row. Fitted to an H200's times of 4 to 3800 neurons of 5632 (D 2048), as CUDA graphs. Where hopper.py's first
 # kernel cannot run, up to 16 tokens take longer: at 8 by 2000 rows.
@@ -288,7 +288,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
 
 
 def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool) -> int:
-    """The most tokens up to which every batch pays by kernels/decode.py; 0: none. ``frequency`` [F] of neurons.
+    """The most tokens up to which every batch pays by gpu/decode/few.py; 0: none. ``frequency`` [F] of neurons.
 
     Not more than the ``tokens`` that were seen: of neurons that wait for rarer ones nothing is known.
     """

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-LONG = 256  # neurons of a long token's list: see kernels/lists.py
-CHUNK = 256  # tokens, see kernels/transpose.py
-GROUP = 128  # neurons of four bitmap words, see kernels/tiles.py
+LONG = 256  # neurons of a long token's list: see gpu/prefill/lists.py
+CHUNK = 256  # tokens, see gpu/training/transpose.py
+GROUP = 128  # neurons of four bitmap words, see gpu/shared/tiles.py
 LEAST = 2  # elements: a compiler treats 0 and 1 apart, and would compile for either
 
 
 class Parts(NamedTuple):
-    """Of what is kept in three parts. H hot neurons; K keys and P chunks: see Columns in kernels/transpose.py."""
+    """Of what is kept in three parts. H hot neurons; K keys and P chunks: see Columns in gpu/training/transpose.py."""
 
     sums: Tensor  # [M, 2 H]: z and u of the hot neurons, interleaved; plain FFN: [M, H], z
     bits: Tensor  # int32 [ceil(M / 32), K], and offsets, int32 [K P + 1]: Columns
     offsets: Tensor
-    marks: Tensor  # int32: see Lists in kernels/lists.py
+    marks: Tensor  # int32: see Lists in gpu/prefill/lists.py
     rows: Tensor  # int16 or int32 [entries]: see Lists
     values: Tensor  # [entries]: r of every entry, and u; plain FFN: none
     up: Tensor | None

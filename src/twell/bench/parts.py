@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from twell import gpu
-from twell.kernels import gate, heavy, lists, split, up_down
-from twell.kernels.split import Layout, Split
-from twell.kernels.tiles import GateTile, RowTile
+from twell.gpu.prefill import gate, heavy, lists, split, up_down
+from twell.gpu.prefill.split import Layout, Split
+from twell.gpu.shared.tiles import GateTile, RowTile
 from twell.plan import Plan
 from twell.reference import Weights
 from twell.saved import GROUP, bitmap_words, n_long
@@ -138,7 +138,7 @@ def bitmap_of(active: Tensor) -> Tensor:
     M, C = active.shape
     words = bitmap_words(C)
     padded = torch.nn.functional.pad(active, (0, 32 * words - C))
-    parts = padded.view(M, -1, GROUP // 8, 4, 2).permute(0, 1, 3, 4, 2).reshape(M, words, 32)  # see kernels/tiles.py
+    parts = padded.view(M, -1, GROUP // 8, 4, 2).permute(0, 1, 3, 4, 2).reshape(M, words, 32)  # see gpu/shared/tiles.py
     weights = 1 << torch.arange(32, device=active.device)
     rows = 1 + (1 << 22) // max(1, words)  # a few at a time: the products are 64 times the bitmap
     return torch.cat([(part.long() * weights).sum(-1).int() for part in parts.split(rows)])

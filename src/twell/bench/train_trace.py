@@ -16,7 +16,8 @@ from torch import Tensor
 
 from twell.bench import cases, ffn, timing, traced, train
 from twell.bench.parts import Parts
-from twell.kernels import hybrid, lists
+from twell.gpu.prefill import lists
+from twell.gpu.training import hybrid
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
 

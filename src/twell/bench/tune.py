@@ -1,4 +1,4 @@
-"""``twell tune``: time the kernels with other tile sizes, to fill the table in ``kernels/tiles.py``.
+"""``twell tune``: time the kernels with other tile sizes, to fill the table in ``gpu/shared/tiles.py``.
 
 For up to 64 tokens see tune_few.py.
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from twell.bench import cases, timing, tune_few
 from twell.bench.parts import Parts
-from twell.kernels.tiles import GateTile, RowTile
+from twell.gpu.shared.tiles import GateTile, RowTile
 from twell.plan import MAX_FEW_TOKENS, choose_plan, costs_for
 from twell.reference import Weights
 

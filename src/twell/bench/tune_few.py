@@ -1,4 +1,4 @@
-"""``twell tune`` for up to 64 tokens: the two kernels of few tokens with other tiles, for ``kernels/decode.py``.
+"""``twell tune`` for up to 64 tokens: the two kernels of few tokens with other tiles, for ``gpu/decode/few.py``.
 
 They take microseconds and overlap, so they are timed together, as CUDA graphs of layers with weights of their own: the
 neurons kernel with other tiles before the usual sums, then other sums after the usual neurons kernel.
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from twell.bench import cases, ffn, timing
-from twell.kernels import decode, split
-from twell.kernels.tiles import device_facts
+from twell.gpu.decode import few as decode
+from twell.gpu.prefill import split
+from twell.gpu.shared.tiles import device_facts
 from twell.reference import Weights
 
 R = TypeVar("R")

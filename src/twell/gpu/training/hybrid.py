@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from twell import reference
-from twell.kernels.activation import activate
-from twell.kernels.gate import gate_and_bitmap, hot_activations
-from twell.kernels.heavy import write_heavy_
-from twell.kernels.heavy_backward import add_heavy_gradients_
-from twell.kernels.hot import add_product_, hot_gradients
-from twell.kernels.lists import Lists, list_active
-from twell.kernels.replay import Recorded, Space
-from twell.kernels.split import Split, aligned, biases_of, lay_out, ready, tail_tile
-from twell.kernels.statistics import write_statistics
-from twell.kernels.tail_backward import write_tail_gradients
-from twell.kernels.tiles import Tiles
-from twell.kernels.transpose import Columns, transpose
-from twell.kernels.turn import put_rows_, turned
-from twell.kernels.up_down import write_tail
-from twell.kernels.weight_gradients import NeuronGradients, write_weight_gradients
+from twell.gpu.prefill.gate import gate_and_bitmap, hot_activations
+from twell.gpu.prefill.heavy import write_heavy_
+from twell.gpu.prefill.lists import Lists, list_active
+from twell.gpu.prefill.split import Split, aligned, biases_of, lay_out, ready, tail_tile
+from twell.gpu.prefill.up_down import write_tail
+from twell.gpu.shared.replay import Recorded, Space
+from twell.gpu.shared.rows import put_rows_, transposed
+from twell.gpu.shared.tiles import Tiles
+from twell.gpu.training.activation import activate
+from twell.gpu.training.heavy_backward import add_heavy_gradients_
+from twell.gpu.training.hot import add_product_, hot_gradients
+from twell.gpu.training.statistics import write_statistics
+from twell.gpu.training.tail_backward import write_tail_gradients
+from twell.gpu.training.transpose import Columns, transpose
+from twell.gpu.training.weight_gradients import NeuronGradients, write_weight_gradients
 from twell.reference import Gradients, Weights, is_neuron_major
 from twell.saved import Parts, Sizes, n_long, saved_length
 
@@ -112,7 +112,7 @@ def _launch_forward(
 ) -> tuple[Tensor, ...]:
     M, F, gated, (n_hot, cap, first) = len(x), len(gate), up is not None, split
     parts = Parts.of(kept, M, F, n_hot, cap, gated=gated)
-    rows = Weights(gate, up, turned(down, space) if turns else down, cold_bias, up_bias, down_bias)
+    rows = Weights(gate, up, transposed(down, space) if turns else down, cold_bias, up_bias, down_bias)
     layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), space=space)
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     if r is None or bitmap is None:
@@ -233,7 +233,7 @@ def _launch_backward(
     them: gradients of z and u, interleaved, [2 H, M], h [H, M], and [2 H, D] and [H, D]; in large batches also the hot
     neurons' rows (see Layout), whose part of dx is yet to be added."""
     M, (F, D), gated, (n_hot, cap, _) = len(x), gate.shape, up is not None, split
-    parts, down = Parts.of(kept, M, F, n_hot, cap, gated=gated), turned(down, space) if turns else down
+    parts, down = Parts.of(kept, M, F, n_hot, cap, gated=gated), transposed(down, space) if turns else down
     out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
     columns = Columns(parts.bits, parts.offsets) if any(g is not None for g in out) else None
     lists = Lists(parts.rows, parts.values, parts.marks, cap)
@@ -289,5 +289,5 @@ def _launch_last(
     if inputs is not None and downs is not None:
         put_rows_((d_gate, d_up, d_down), order, inputs, downs, n_hot, gated=gated)
     if turned_down is not None and d_down is not None:
-        turned(d_down, out=turned_down)
+        transposed(d_down, out=turned_down)
     return ()

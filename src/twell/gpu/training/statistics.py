@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, Kernel, can_overlap, ceil_div
-from twell.kernels.tiles import start_after
+from twell.gpu.shared.launch import ANY, Kernel, can_overlap, ceil_div
+from twell.gpu.shared.tiles import start_after
 
 _NEURONS, _ROWS, _LINE = 64, 64, 4096  # neurons of a program, parts at once; numbers of |h| at once
 

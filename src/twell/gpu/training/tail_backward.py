@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
-from twell.kernels.launch import LONG as LONG_NUMBER
-from twell.kernels.lists import LONG, Lists, n_programs, rooms, token_of_program
-from twell.kernels.replay import Space
-from twell.kernels.tiles import RowTile, bit_of_neuron, start_after
-from twell.kernels.transpose import CHUNK, Columns, is_listed, place_of
+from twell.gpu.prefill.lists import LONG, Lists, n_programs, rooms, token_of_program
+from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
+from twell.gpu.shared.launch import LONG as LONG_NUMBER
+from twell.gpu.shared.replay import Space
+from twell.gpu.shared.tiles import RowTile, bit_of_neuron, start_after
+from twell.gpu.training.transpose import CHUNK, Columns, is_listed, place_of
 
 SPLIT = 512  # pairs of a share, at least: see ``weight_gradients.py``
 _MOST_SHARES = 4096  # there may be: room for their sums is 100 MB at D 2048

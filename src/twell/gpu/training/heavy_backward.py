@@ -30,11 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.heavy import BARRIER, leave_for_all, wait_for_all
-from twell.kernels.launch import ANY, MULTIPLE, Kernel, ceil_div
-from twell.kernels.replay import INTERPRETED, Space
-from twell.kernels.tiles import device_facts, relu, tile_of
-from twell.kernels.weight_gradients import NeuronGradients
+from twell.gpu.prefill.heavy import BARRIER, leave_for_all, wait_for_all
+from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, ceil_div
+from twell.gpu.shared.replay import INTERPRETED, Space
+from twell.gpu.shared.tiles import device_facts, relu, tile_of
+from twell.gpu.training.weight_gradients import NeuronGradients
 
 _CHUNK = 2048  # heavy tokens at once
 _ROUNDINGS = 4  # of a 16-bit gradient, at most, if nothing is kept of what they take

@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twell.kernels import tiles
+from twell.gpu.shared import tiles
 
 _prefetch = gluon.jit(tiles.prefetch.fn)
 _popcount = gluon.jit(tiles.popcount64.fn)

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, LONG, LONG_MULTIPLE, MULTIPLE, Kernel, can_overlap, ceil_div
-from twell.kernels.replay import Space
-from twell.kernels.tiles import relu, start_after
+from twell.gpu.shared.launch import ANY, LONG, LONG_MULTIPLE, MULTIPLE, Kernel, can_overlap, ceil_div
+from twell.gpu.shared.replay import Space
+from twell.gpu.shared.tiles import relu, start_after
 
 _ROWS = 32  # tokens of a part
 _COLUMNS = 512

@@ -15,11 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from twell import reference
-from twell.kernels.activation import activate, activation_gradients_
-from twell.kernels.launch import LONG_MULTIPLE, Kernel, ceil_div
-from twell.kernels.replay import Recorded, Space
-from twell.kernels.statistics import write_statistics
-from twell.kernels.tiles import relu
+from twell.gpu.shared.launch import LONG_MULTIPLE, Kernel, ceil_div
+from twell.gpu.shared.replay import Recorded, Space
+from twell.gpu.shared.tiles import relu
+from twell.gpu.training.activation import activate, activation_gradients_
+from twell.gpu.training.statistics import write_statistics
 from twell.reference import Gradients, Weights
 from twell.saved import saved_length
 

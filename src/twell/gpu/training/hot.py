@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.gate import GROUP_M, load_tile
-from twell.kernels.launch import ANY, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
-from twell.kernels.replay import Matrix, Space
-from twell.kernels.tiles import GateTile, relu, start_after, tile_of
+from twell.gpu.prefill.gate import GROUP_M, load_tile
+from twell.gpu.shared.launch import ANY, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
+from twell.gpu.shared.replay import Matrix, Space
+from twell.gpu.shared.tiles import GateTile, relu, start_after, tile_of
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell import int8
-from twell.kernels.tiles import INTERPRETED, let_next_kernel_start, prefetch, relu, take, wait_for_kernel_before
+from twell.gpu.shared.tiles import INTERPRETED, let_next_kernel_start, prefetch, relu, take, wait_for_kernel_before
 from twell.plan import Plan
 
 BN, BK, WARPS = 8, 2048, 4  # neurons of a program: six programs a processor hold 85 kB of q on their way

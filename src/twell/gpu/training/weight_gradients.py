@@ -25,11 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, LONG, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
-from twell.kernels.replay import Space
-from twell.kernels.tail_backward import Pairs, split_at
-from twell.kernels.tiles import neuron_of_bit, start_after
-from twell.kernels.transpose import CHUNK, Columns
+from twell.gpu.shared.launch import ANY, LONG, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
+from twell.gpu.shared.replay import Space
+from twell.gpu.shared.tiles import neuron_of_bit, start_after
+from twell.gpu.training.tail_backward import Pairs, split_at
+from twell.gpu.training.transpose import CHUNK, Columns
 
 _BLOCK_D = 256  # of x and dy: 16384 rows of both are 17 MB in bf16
 _TOKENS = 2  # rows gathered at once

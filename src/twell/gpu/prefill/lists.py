@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, power_of_2
-from twell.kernels.tiles import neuron_of_bit, popcount, start_after
+from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, power_of_2
+from twell.gpu.shared.tiles import neuron_of_bit, popcount, start_after
 from twell.saved import LONG, index_dtype, list_size, n_early, n_long
 
 _CHUNK = 64  # entries that get their values at once

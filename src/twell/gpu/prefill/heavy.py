@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, INTERPRETED, MULTIPLE, Kernel
-from twell.kernels.lists import rooms
-from twell.kernels.tiles import GateTile, bit_of_neuron, few, tile_of
+from twell.gpu.prefill.lists import rooms
+from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Kernel
+from twell.gpu.shared.tiles import GateTile, bit_of_neuron, few, tile_of
 from twell.reference import Weights
 
 FEW = 128  # heavy tokens

@@ -13,9 +13,13 @@ from typing import NamedTuple, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from twell.kernels import decode, dense, hybrid, screen, split
-from twell.kernels.split import Split
-from twell.kernels.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
+from twell.gpu import dense
+from twell.gpu.decode import few as few_tokens
+from twell.gpu.decode import screen
+from twell.gpu.prefill import split
+from twell.gpu.prefill.split import Split
+from twell.gpu.shared.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
+from twell.gpu.training import hybrid
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
 from twell.reference import Gradients, Weights, is_neuron_major
 from twell.saved import runs_in_parts
@@ -109,7 +113,7 @@ def _few_tokens(x: Tensor, w: Weights, activation: str, down: Tensor | None, kep
     if kept is not None and x.numel() == x.shape[-1] and kept.q.shape[0]:
         screened = screen.Screen(kept.q, kept.scale, kept.reach)
     settled = kept is not None and rows.gate is w.gate  # frozen, and read where it is
-    return decode.forward(x, rows, activation, None, screened, settled=settled)
+    return few_tokens.forward(x, rows, activation, None, screened, settled=settled)
 
 
 def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:

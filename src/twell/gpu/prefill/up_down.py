@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, power_of_2
-from twell.kernels.lists import LONG, Lists, n_programs, token_of_program
-from twell.kernels.tiles import RowTile, start_after
+from twell.gpu.prefill.lists import LONG, Lists, n_programs, token_of_program
+from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, power_of_2
+from twell.gpu.shared.tiles import RowTile, start_after
 from twell.reference import Weights
 
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell.kernels.replay import CHECKED, INTERPRETED, Launch, Matrix, current_device, current_stream, recording
-from twell.kernels.tiles import device_facts
+from twell.gpu.shared.replay import CHECKED, INTERPRETED, Launch, Matrix, current_device, current_stream, recording
+from twell.gpu.shared.tiles import device_facts
 
 # How a number is declared, by an example of it.
 MULTIPLE = 16  # a multiple of 16, at least 16, below 2^31: rows of so many elements are read 16 bytes at a time

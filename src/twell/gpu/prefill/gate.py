@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
-from twell.kernels.replay import Matrix, Space
-from twell.kernels.tiles import (
+from twell.gpu.shared.launch import ANY, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
+from twell.gpu.shared.replay import Matrix, Space
+from twell.gpu.shared.tiles import (
     GateTile,
     pack_bits,
     pack_pairs,

@@ -2,7 +2,7 @@
 
 Two steps, both deterministic: no atomics, and what a place is follows from counts alone.
 
-1. ``transpose``: the bitmap turned over, a word for 32 tokens of one neuron, and how often each neuron fired in every
+1. ``transpose``: the bitmap by neurons, a word for 32 tokens of one neuron, and how often each neuron fired in every
    chunk of CHUNK tokens. Summed up, neuron by neuron and chunk by chunk, these counts are offsets. (The first pass
    counts for the statistics: those of other tokens, with the heavy ones and without the ones that do not count.)
 2. ``place_of`` (called by the kernel that has something to put there): the place of the pair (token, neuron) is its
@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.launch import ANY, Kernel, can_overlap, ceil_div
-from twell.kernels.lists import LONG, Lists, rooms
-from twell.kernels.replay import Space
-from twell.kernels.tiles import bit_of_neuron, neuron_of_bit, popcount, start_after
+from twell.gpu.prefill.lists import LONG, Lists, rooms
+from twell.gpu.shared.launch import ANY, Kernel, can_overlap, ceil_div
+from twell.gpu.shared.replay import Space
+from twell.gpu.shared.tiles import bit_of_neuron, neuron_of_bit, popcount, start_after
 from twell.saved import CHUNK
 
 _CHUNKS_AT_ONCE = 64

@@ -33,12 +33,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels import screen
-from twell.kernels.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
-from twell.kernels.replay import INTERPRETED, Recorded, Space
-from twell.kernels.screen import Screen
-from twell.kernels.split import aligned
-from twell.kernels.tiles import device_facts, popcount, popcount64, prefetch, relu, start_after, take
+from twell.gpu.decode import screen
+from twell.gpu.decode.screen import Screen
+from twell.gpu.prefill.split import aligned
+from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
+from twell.gpu.shared.replay import INTERPRETED, Recorded, Space
+from twell.gpu.shared.tiles import device_facts, popcount, popcount64, prefetch, relu, start_after, take
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
 
@@ -583,7 +583,7 @@ def _first_kernel(
     arguments: tuple[Any, ...] = (*[dtype] * 7, _BITS[tile.BN], ANY, MULTIPLE, MULTIPLE, MULTIPLE)
     constants: dict[str, Any]
     if isinstance(tile, HopperTile):
-        from twell.kernels import hopper  # needs Gluon, of which there is none in the interpreter
+        from twell.gpu.decode import hopper  # needs Gluon, of which there is none in the interpreter
 
         constants = {
             "OVERLAPS": overlaps,
@@ -620,7 +620,7 @@ def _second_kernel(
     pointers: tuple[Any, ...] = (dtype, torch.int64, dtype, dtype, dtype)
     constants: dict[str, Any]
     if isinstance(tile, HopperSumTile):
-        from twell.kernels import hopper
+        from twell.gpu.decode import hopper
 
         constants = {
             "STRIDE": stride,

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell.kernels.gate import gate_and_bitmap, hot_activations
-from twell.kernels.heavy import write_heavy_
-from twell.kernels.lists import list_active
-from twell.kernels.replay import Recorded, Space
-from twell.kernels.tiles import RowTile, Tiles
-from twell.kernels.turn import gathered, turned
-from twell.kernels.up_down import write_tail
+from twell.gpu.prefill.gate import gate_and_bitmap, hot_activations
+from twell.gpu.prefill.heavy import write_heavy_
+from twell.gpu.prefill.lists import list_active
+from twell.gpu.prefill.up_down import write_tail
+from twell.gpu.shared.replay import Recorded, Space
+from twell.gpu.shared.rows import gathered, transposed
+from twell.gpu.shared.tiles import RowTile, Tiles
 from twell.plan import PlanTensors, sizes_of
 from twell.reference import Weights, is_neuron_major
 from twell.saved import index_dtype, list_size
@@ -61,7 +61,7 @@ def by_rows(w: Weights, down: Tensor | None = None, space: Space | None = None) 
     gate, up, own_down, b_gate, b_up, b_down = w
     if down is None:  # one that lies neuron by neuron is taken as it is: kernels go by its address
         is_ready = is_neuron_major(own_down) and own_down.data_ptr() % 16 == 0
-        down = own_down if is_ready else turned(plain(own_down), space)
+        down = own_down if is_ready else transposed(plain(own_down), space)
     return Weights(plain(gate), plain(up), down, plain(b_gate), plain(b_up), plain(b_down))
 
 
@@ -198,7 +198,7 @@ def _launch(
     """Everything but the hot neurons' last GEMM, for which it returns h and Wd_hot, if that is not kept."""
     x, y = x.view(-1, x.shape[-1]) if x.dim() != 2 else x, y.view(-1, y.shape[-1])
     gated, (n_hot, cap, first) = up is not None, split
-    rows = Weights(gate, up, turned(down, space) if turns else down, cold_bias, up_bias, down_bias)
+    rows = Weights(gate, up, transposed(down, space) if turns else down, cold_bias, up_bias, down_bias)
     if hot is None or hot_down is None or cold is None:
         layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), space=space)
     else:

@@ -1,0 +1,1 @@
+"""Few tokens, as in generation."""

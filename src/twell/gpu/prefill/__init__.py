@@ -1,0 +1,1 @@
+"""Batches of many tokens in three parts: hot neurons, heavy tokens, the tail."""

@@ -1,0 +1,1 @@
+"""Forward that keeps what a backward needs, and the backward."""
