@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 
 from twell.gpu import dense
 from twell.gpu.decode import few as decode
+from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import gate, heavy, lists, up_down
 from twell.gpu.shared import rows
 from twell.gpu.shared.launch import Kernel, power_of_2
@@ -84,13 +85,13 @@ def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[
     overlaps, flags = capability >= 90, (True, False, False, False)
     if dtype != torch.float32:
         yield from decode._kernels_of_one(dtype, D, F, False, flags, overlaps)
-    has_hopper = decode.why_not_hopper(capability) is None
+    has_hopper = few_tiles.why_not_hopper(capability) is None
     for in_triton in (False, True) if has_hopper else (True,):
         if in_triton and has_hopper:
-            decode.why_not_hopper = lambda *_: "compiled for other versions of Triton"  # type: ignore[assignment]
+            few_tiles.why_not_hopper = lambda *_: "compiled for other versions of Triton"  # type: ignore[assignment]
         for M in FEW_TOKENS:
-            tiles = decode.tiles_for(M, D, F, element_size=dtype.itemsize, capability=capability)
-            for settled in (False, True) if isinstance(tiles[0], decode.HopperTile) else (False,):
+            tiles = few_tiles.tiles_for(M, D, F, element_size=dtype.itemsize, capability=capability)
+            for settled in (False, True) if isinstance(tiles[0], few_tiles.HopperTile) else (False,):
                 yield from decode.kernels_of(dtype, M, D, *tiles, settled, False, flags, overlaps)
 
 

@@ -19,8 +19,8 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 SHAPE, LARGE_SHAPE = (2048, 5632), (8192, 28672)  # of a 1.5B and of a 70B model
 CASES = [(capability, "bfloat16", SHAPE) for capability in SHARED_KIB if capability != 89]
 CASES += [(90, "float32", SHAPE), (90, "bfloat16", LARGE_SHAPE)]
-ONLY_16_BITS = {"screened_neurons_kernel", "_sum_kernel"}
-SPILLED = {"_neurons_kernel": 32, "screened_neurons_kernel": 128}  # bytes, for another program a processor
+ONLY_16_BITS = {"screened_neurons_kernel", "sum_kernel"}
+SPILLED = {"neurons_kernel": 32, "screened_neurons_kernel": 128}  # bytes, for another program a processor
 MORE = [(89, "bfloat16", SHAPE), (86, "float32", SHAPE), (90, "float16", SHAPE)]  # nearly the same as others
 
 
@@ -40,9 +40,9 @@ def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tm
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     kernels = {row["kernel"] for row in rows}
     on_hopper = capability == 90 and dtype != "float32"
-    assert ("sums_kernel" in kernels) == on_hopper
-    assert ("neurons_kernel" in kernels) == (on_hopper and shape == SHAPE)
-    others = kernels - {"sums_kernel", "neurons_kernel"}
+    assert ("hopper_sums_kernel" in kernels) == on_hopper
+    assert ("hopper_neurons_kernel" in kernels) == (on_hopper and shape == SHAPE)
+    others = kernels - {"hopper_sums_kernel", "hopper_neurons_kernel"}
     assert others == in_source() - (ONLY_16_BITS if dtype == "float32" else set())
     for row in rows:
         assert row["shared"] <= SHARED_KIB[capability] * 1024, row

@@ -18,6 +18,7 @@ from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
 from twell.bench import cases, tune, tune_few
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import screen
+from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import split
 from twell.nn import neuron_major_
 from twell.plan import dense_plan
@@ -32,8 +33,8 @@ ONE_TOKEN_WAYS = [*WAYS, {"screened": True}]
 
 
 def run(x: Tensor, w: Weights, activation: str = "relu", *, screened: bool = False, **tile: int) -> Tensor:
-    neurons = decode.NeuronTile(16, 32, 4, 2)
-    sums = decode.SumTile(32, 4, 2, BW=2)
+    neurons = few_tiles.NeuronTile(16, 32, 4, 2)
+    sums = few_tiles.SumTile(32, 4, 2, BW=2)
     neurons = neurons._replace(**{k: v for k, v in tile.items() if k in neurons._fields})
     sums = sums._replace(**{k: v for k, v in tile.items() if k in sums._fields})
     copy = screen.screen_of(w.gate) if screened else None
@@ -143,69 +144,69 @@ def test_only_few_tokens_are_taken() -> None:
 
 def test_tiles_fit_every_count() -> None:
     for M in range(1, 65):
-        neurons, sums = decode.tiles_for(M, 2048, 5632)
+        neurons, sums = few_tiles.tiles_for(M, 2048, 5632)
         assert neurons.BN == 64 and neurons.TN == 44 and neurons.programs == 132
-        assert isinstance(sums, decode.HopperSumTile) == (M <= 32)
-        assert isinstance(neurons, decode.HopperTile) == (M <= 16)
-        narrow, _ = decode.tiles_for(M, 2048, 5632, element_size=4)
-        assert isinstance(narrow, decode.NeuronTile) and narrow.slots == 0  # those dots are tf32
+        assert isinstance(sums, few_tiles.HopperSumTile) == (M <= 32)
+        assert isinstance(neurons, few_tiles.HopperTile) == (M <= 16)
+        narrow, _ = few_tiles.tiles_for(M, 2048, 5632, element_size=4)
+        assert isinstance(narrow, few_tiles.NeuronTile) and narrow.slots == 0  # those dots are tf32
         for capability in (80, 86, 100, 120):  # test_cross_compile sees that they fit
-            tile, sums = decode.tiles_for(M, 2048, 5632, capability=capability)
-            assert isinstance(tile, decode.NeuronTile) and 1 <= tile.stages <= 6
-            assert isinstance(sums, decode.SumTile) and 1 <= sums.stages <= 4
+            tile, sums = few_tiles.tiles_for(M, 2048, 5632, capability=capability)
+            assert isinstance(tile, few_tiles.NeuronTile) and 1 <= tile.stages <= 6
+            assert isinstance(sums, few_tiles.SumTile) and 1 <= sums.stages <= 4
             assert (44 if capability == 120 else 0) == tile.TN
 
 
 @pytest.mark.parametrize("M", [17, 32, 33, 64])
 def test_more_neurons_than_one_program_a_processor_takes_run_two_at_once(M: int) -> None:
-    neurons, sums = decode.tiles_for(M, 4096, 14336)
-    assert isinstance(neurons, decode.NeuronTile) and 132 < neurons.programs <= 2 * 132
+    neurons, sums = few_tiles.tiles_for(M, 4096, 14336)
+    assert isinstance(neurons, few_tiles.NeuronTile) and 132 < neurons.programs <= 2 * 132
     BM = 32 if M <= 32 else 64
     assert 2 * neurons.stages * (neurons.BN + BM) * neurons.BK * 2 <= 227 * 1024
-    assert sums == (decode.HopperSumTile(6, 8) if M <= 32 else decode.SumTile(32, 4, 4, BS=2))
-    narrower, sums = decode.tiles_for(M, 4096, 8448)  # one program a processor
-    assert isinstance(narrower, decode.NeuronTile) and narrower.stages == 6 and narrower.programs == 132
-    assert sums == decode.tiles_for(M, 2048, 5632)[1]
+    assert sums == (few_tiles.HopperSumTile(6, 8) if M <= 32 else few_tiles.SumTile(32, 4, 4, BS=2))
+    narrower, sums = few_tiles.tiles_for(M, 4096, 8448)  # one program a processor
+    assert isinstance(narrower, few_tiles.NeuronTile) and narrower.stages == 6 and narrower.programs == 132
+    assert sums == few_tiles.tiles_for(M, 2048, 5632)[1]
     for how in ({"element_size": 4}, {"capability": 120}):
-        _, sums = decode.tiles_for(M, 4096, 14336, **how)
-        assert isinstance(sums, decode.SumTile) and sums.BD == 16
+        _, sums = few_tiles.tiles_for(M, 4096, 14336, **how)
+        assert isinstance(sums, few_tiles.SumTile) and sums.BD == 16
 
 
 def test_up_to_16_tokens_of_many_neurons_keep_all_stages() -> None:
-    neurons, _ = decode.tiles_for(16, 4096, 14336)
-    assert isinstance(neurons, decode.NeuronTile) and neurons.stages == 6
+    neurons, _ = few_tiles.tiles_for(16, 4096, 14336)
+    assert isinstance(neurons, few_tiles.NeuronTile) and neurons.stages == 6
 
 
 def test_hopper_has_its_own_kernel_where_the_gate_fits() -> None:
     def kind(D: int, F: int, **facts: int) -> type:
-        return type(decode.tiles_for(8, D, F, **facts)[0])
+        return type(few_tiles.tiles_for(8, D, F, **facts)[0])
 
-    assert kind(2048, 5632) is kind(1024, 4096) is kind(16, 16) is decode.HopperTile
+    assert kind(2048, 5632) is kind(1024, 4096) is kind(16, 16) is few_tiles.HopperTile
     for D, F in ((2048, 8192), (4096, 5632), (8192, 28672)):
-        assert kind(D, F) is decode.NeuronTile
-    assert kind(2048, 5632, element_size=4) is kind(2048, 5632, processors=66) is decode.NeuronTile
+        assert kind(D, F) is few_tiles.NeuronTile
+    assert kind(2048, 5632, element_size=4) is kind(2048, 5632, processors=66) is few_tiles.NeuronTile
     for version, answer in (("3.6.0", None), ("3.7.1", None), ("3.8.0", "tried with Triton 3.6 and 3.7, not 3.8.0")):
-        assert decode.why_not_hopper(90, version) == answer
-    assert decode.why_not_hopper(100) == decode.why_not_hopper(89) == "for sm_90"
+        assert few_tiles.why_not_hopper(90, version) == answer
+    assert few_tiles.why_not_hopper(100) == few_tiles.why_not_hopper(89) == "for sm_90"
 
 
 @given(F=st.integers(1, 30000), most=st.sampled_from([16, 64]), processors=st.integers(1, 200))
 def test_neurons_are_divided_among_all_processors(F: int, most: int, processors: int) -> None:
-    TN, programs = decode._divided(F, most, processors)
+    TN, programs = few_tiles._divided(F, most, processors)
     assert 1 <= TN <= most and TN * programs >= F
     assert programs % processors == 0 and (programs - processors) * most < F  # not a round more than needed
 
 
 @pytest.mark.usefixtures("timed_once")
 def test_tune_tries_tiles_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    neurons, sums = decode.NeuronTile(32, 16, 4, 2), decode.SumTile(16, 4, 2, BW=4)
-    impossible = decode.NeuronTile(24, 16, 4, 2)
+    neurons, sums = few_tiles.NeuronTile(32, 16, 4, 2), few_tiles.SumTile(16, 4, 2, BW=4)
+    impossible = few_tiles.NeuronTile(24, 16, 4, 2)
     monkeypatch.setattr(tune_few, "neuron_candidates", lambda *_, **__: [neurons, impossible])
     monkeypatch.setattr(tune_few, "sum_candidates", lambda **_: [sums])
     arguments = ("skew10", 4, 32, 96, f32, torch.device("cpu"))
     seen: list[tuple[int, int]] = []
     trials = list(tune.tune(*arguments, progress=lambda tried, total: seen.append((tried, total))))
-    usual = decode.tiles_of(torch.empty(1, 16), 16)
+    usual = few_tiles.tiles_of(torch.empty(1, 16), 16)
     assert [(t.kernel, t.tile) for t in trials] == [
         ("neurons", usual[0]),
         ("neurons", neurons),
@@ -228,10 +229,10 @@ def test_tune_tries_tiles_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tune_has_candidates_for_every_gpu() -> None:
     facts = {"processors": 132, "sixteen_bits": True, "hopper": True}
     few, many = (list(tune_few.neuron_candidates(M, 2048, 5632, **facts)) for M in (8, 64))
-    assert {*map(type, few)} == {decode.NeuronTile, decode.HopperTile}
-    assert {*map(type, many)} == {decode.NeuronTile}
-    assert {*map(type, tune_few.sum_candidates(hopper=True))} == {decode.SumTile, decode.HopperSumTile}
-    assert {*map(type, tune_few.sum_candidates(hopper=False))} == {decode.SumTile}
+    assert {*map(type, few)} == {few_tiles.NeuronTile, few_tiles.HopperTile}
+    assert {*map(type, many)} == {few_tiles.NeuronTile}
+    assert {*map(type, tune_few.sum_candidates(hopper=True))} == {few_tiles.SumTile, few_tiles.HopperSumTile}
+    assert {*map(type, tune_few.sum_candidates(hopper=False))} == {few_tiles.SumTile}
 
 
 # -- one token, by the int8 copy of the gate ----------------------------------------------------------------

@@ -17,6 +17,7 @@ from twell import gpu, reference
 from twell.bench import cases, ffn
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import screen
+from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import split
 from twell.plan import choose_plan, costs_for, dense_plan
 from twell.reference import Weights
@@ -73,7 +74,7 @@ def test_one_token_by_the_int8_copy(seed: int) -> None:
     w = random_weights(D, F, dtype, rng.uniform(-1, 3), gated=rng.random() < 0.7, bias=rng.random() < 0.5)
     x = torch.randn(1, D, device="cuda").to(dtype)
     activation = rng.choice(["relu", "relu2"])
-    copy, rows, tiles = screen.screen_of(w.gate), split.by_rows(w), decode.tiles_of(x, F)
+    copy, rows, tiles = screen.screen_of(w.gate), split.by_rows(w), few_tiles.tiles_of(x, F)
     assert copy is not None
     y = decode.forward(x, rows, activation, tiles, copy)
     whole = decode.forward(x, rows, activation, tiles)

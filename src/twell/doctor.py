@@ -92,14 +92,14 @@ def _kernels(gpu: torch.device | None) -> str:
     why_none = "torch sees no GPU" if gpu is None else ops.why_unavailable("triton", gpu)
     if gpu is None or why_none:
         return f"none: {why_none}; {plans_by}"
-    from twell.gpu.decode import few as decode
+    from twell.gpu.decode import tiles as few_tiles
     from twell.gpu.shared import tiles
 
     major, minor = torch.cuda.get_device_capability(gpu)
     capability = 10 * major + minor
     chosen = tiles.tiles_for(capability, torch.bfloat16)
     made_for = next(c for c, known in tiles._BY_CAPABILITY.items() if known is chosen)
-    why_no_gluon = decode.why_not_hopper(capability)
+    why_no_gluon = few_tiles.why_not_hopper(capability)
     gluon = "in Gluon" if why_no_gluon is None else f"not in Gluon ({why_no_gluon})"
     return f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; a few tokens {gluon}; {plans_by}"
 

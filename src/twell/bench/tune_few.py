@@ -16,6 +16,7 @@ from torch import Tensor
 
 from twell.bench import cases, ffn, timing
 from twell.gpu.decode import few as decode
+from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import split
 from twell.gpu.shared.tiles import device_facts
 from twell.reference import Weights
@@ -24,8 +25,8 @@ R = TypeVar("R")
 
 KERNELS = ("neurons", "sums")
 
-Neurons = decode.NeuronTile | decode.HopperTile
-Sums = decode.SumTile | decode.HopperSumTile
+Neurons = few_tiles.NeuronTile | few_tiles.HopperTile
+Sums = few_tiles.SumTile | few_tiles.HopperSumTile
 Tiles = tuple[Neurons, Sums]
 
 
@@ -33,21 +34,21 @@ def neuron_candidates(
     M: int, D: int, F: int, *, processors: int, sixteen_bits: bool, hopper: bool
 ) -> Iterator[Neurons]:
     """Those of Triton, and where they can run those of hopper.py."""
-    divided = decode._divided(F, 64, processors)
-    yield decode.NeuronTile(64, 128, 4, 6)
+    divided = few_tiles._divided(F, 64, processors)
+    yield few_tiles.NeuronTile(64, 128, 4, 6)
     shapes = ((64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3))
     for (BK, stages), slots in itertools.product(shapes, (0, 16) if sixteen_bits else (0,)):
-        yield decode.NeuronTile(64, BK, 4, stages, slots, *divided)
-    if hopper and (tile := decode._hopper_tile(M, D, F, processors)) is not None:
+        yield few_tiles.NeuronTile(64, BK, 4, stages, slots, *divided)
+    if hopper and (tile := few_tiles._hopper_tile(M, D, F, processors)) is not None:
         yield tile
 
 
 def sum_candidates(*, hopper: bool) -> Iterator[Sums]:
     for BD, stages, BS in itertools.product((16, 32), (2, 4, 6), (1, 2)):
-        yield decode.SumTile(BD, 4, stages, BS)
+        yield few_tiles.SumTile(BD, 4, stages, BS)
     if hopper:
         for BS, chains in itertools.product((2, 3, 4, 6, 8, 10, 12), (4, 8)):
-            yield decode.HopperSumTile(BS, chains)
+            yield few_tiles.HopperSumTile(BS, chains)
 
 
 class Layers:
@@ -61,7 +62,7 @@ class Layers:
         self.weights = [split.by_rows(Weights(*(w.clone() for w in own))) for _ in range(n)]
 
     def usual(self) -> Tiles:
-        return decode.tiles_of(self.x, len(self.weights[0].gate))
+        return few_tiles.tiles_of(self.x, len(self.weights[0].gate))
 
     def run(self, tiles: Tiles) -> Callable[[], Tensor]:
         """All layers: the last one's y."""
@@ -89,7 +90,7 @@ def tune(
     neurons, sums = usual = layers.usual()
     capability, processors = device_facts(layers.x.device.index) if layers.on_gpu else (0, 1)
     sixteen_bits = dtype != torch.float32
-    hopper = decode.why_not_hopper(capability) is None and sixteen_bits and D % 16 == 0
+    hopper = few_tiles.why_not_hopper(capability) is None and sixteen_bits and D % 16 == 0
     others = neuron_candidates(M, D, F, processors=processors, sixteen_bits=sixteen_bits, hopper=hopper)
     candidates: dict[str, list[Tiles]] = {
         "neurons": [(tile, sums) for tile in others],

@@ -118,7 +118,7 @@ def _products(rows, x, sums, summed: gl.constexpr, CHAINS: gl.constexpr, BM: gl.
 
 
 @gluon.jit
-def neurons_kernel(
+def hopper_neurons_kernel(
     i_x,  # [M, D]
     i_gate,  # [F, D]
     i_gate_bias,  # [F] or unused
@@ -226,7 +226,7 @@ def _copy_neurons(i_rows, neuron, width, column, inside, block):
 
 
 @gluon.jit
-def sums_kernel(
+def hopper_sums_kernel(
     i_h,  # [F, BM]
     i_words,  # int64 [n_words]: bit b of word w is neuron w * STRIDE + b
     i_down,  # [F, D]
@@ -244,7 +244,8 @@ def sums_kernel(
     CHAINS: gl.constexpr,
     HAS_DOWN_BIAS: gl.constexpr,
 ):
-    """As decode._sums_kernel, with BS bits of each of BW words on their way at once, and words divided among warps."""
+    """As sums_kernel of steps.py, with BS bits of each of BW words on their way at once; words are divided among
+    warps."""
     dtype: gl.constexpr = o_y.dtype.element_ty
     ROWS: gl.constexpr = BW // CHAINS  # words of a warp
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHAINS, 1, 1], [1, 16, 8])

@@ -112,7 +112,7 @@ def screened_neurons_kernel(
     HAS_GATE_BIAS: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
 ):
-    """As decode._neurons_kernel, for one token."""
+    """As neurons_kernel of steps.py, for one token."""
     let_next_kernel_start(OVERLAPS)
     tile = tl.program_id(0)
     dtype = o_h.dtype.element_ty
