@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("triton")
 
@@ -208,6 +209,22 @@ def test_cuda_graph_and_compile() -> None:
     graph.replay()
     assert torch.equal(out, expected)
     assert torch.equal(torch.compile(call, fullgraph=True)(x), expected)
+
+
+@torch.no_grad()
+def test_compiled_layers_compile_nothing_anew_for_another_plan() -> None:
+    """One graph for few tokens, one for batches that run densely, one for those in parts."""
+    inputs = cases.make("skew29", 2048, dtype=bf16, device="cuda")
+    counter = CompileCounterWithBackend("inductor")
+    layer = layer_of(inputs, None)
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for few, least, n_hot in ((8, 1000, 512), (16, 1500, 256), (4, 2048, 0)):
+        layer.set_plan(
+            Plan(n_neurons=5632, hot=torch.arange(n_hot), cap=64, first=16, min_tokens=least, few_tokens=few)
+        )
+        for M in (3, 300, 2048):
+            torch.testing.assert_close(compiled(inputs.x[:M]), layer(inputs.x[:M]), rtol=0.02, atol=0.02)
+    assert counter.frame_count == 3
 
 
 @pytest.mark.parametrize("M", [1, 8, 64, 2048])

@@ -18,7 +18,7 @@ from twell.plan import (
     _MIN_TOKENS_CAPTURED,
     _MIN_TOKENS_TRAINING,
     _MIN_TOKENS_TRAINING_CAPTURED,
-    _MOST_TOKENS,
+    _TOKENS,
     Costs,
     Plan,
     choose_plan,
@@ -280,9 +280,9 @@ def test_numbers_travel_as_shapes_without_memory() -> None:
     assert (plan.tokens(captured=False), plan.tokens(captured=True)) == ((32, 900), (64, 300))
     assert {t.untyped_storage().nbytes() for t in (eager.sizes, eager.tokens)} == {0}
     assert eager.sizes.clone().shape == eager.sizes.shape
-    sizes = [n for t in (*eager[2:], *captured[2:]) for n in t.shape[:-1]]
-    assert min(sizes) > 1 << 17  # not 0 or 1, and no tensor's size: a compiler would treat those apart
-    assert tokens_of(Plan(n_neurons=16, hot=torch.arange(2), cap=0, min_tokens=1 << 60).on(cpu)) == (0, _MOST_TOKENS)
+    sizes = [t.shape[1] for t in (*eager[2:], *captured[2:])]
+    assert min(sizes) > 1 << 59  # not 0 or 1, and no tensor's size: a compiler would treat those apart
+    assert tokens_of(Plan(n_neurons=16, hot=torch.arange(2), cap=0, min_tokens=1 << 60).on(cpu)) == (0, _TOKENS - 1)
 
 
 def test_tensors_are_made_once_a_device() -> None:

@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from twell import ops, reference
 from twell.frozen import Frozen
-from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan
+from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan, tokens_of
 from twell.reference import ACTIVATIONS, Weights, is_neuron_major
 
 # Activation modules and functions by name, as PyTorch and transformers call them.
@@ -397,7 +397,7 @@ class SparseFFNBase(nn.Module):
             plan = self._plan_captured if captured else self._plan_eager
             return gpu.forward_here(x, w, self.activation, plan, kept)
         if torch.compiler.is_compiling() and index is not None and not return_stats and not torch.is_grad_enabled():
-            few, least = self._plan_tokens[False]
+            few, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # as symbols: others compile nothing anew
             if few < x.numel() // gate.shape[1] < least:
                 return self._call_projections(x, None, False)  # a compiler makes the best of a dense layer
         if self._plans_itself and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -439,7 +439,8 @@ class SparseFFNBase(nn.Module):
         parts.append(f"backend={self.backend}")
         reason = self.why_called()
         if reason is not None:
-            parts.append(f"runs densely: {reason}")
+            is_sharded = reason.endswith("DTensor")  # which is plain while FSDP runs the layer
+            parts.append("its weights are sharded" if is_sharded else f"runs densely: {reason}")
         if self.neuron_counts.device.type == "meta":
             return ", ".join(parts)
         mean = self.mean_active

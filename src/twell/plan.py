@@ -93,37 +93,37 @@ def costs_for(device: torch.device, *, training: bool = False) -> Costs:
 class PlanTensors(NamedTuple):
     """A plan as operations take it: on the layer's device, with nothing on the host to read.
 
-    ``sizes`` and ``tokens`` hold numbers as their shapes, and no memory. A compiler treats shapes as symbols, so a new
-    plan compiles nothing anew. The numbers are shifted apart, and from other sizes: equal sizes would become one
-    symbol."""
+    ``sizes`` and ``tokens`` hold numbers as a size of theirs, [0, number], and no memory. A compiler treats sizes as
+    symbols, so a new plan compiles nothing anew; each symbol costs compiled code a call of Python, so several numbers
+    are packed into one. Large offsets keep them from being equal to other sizes, which would become one symbol."""
 
     order: Tensor  # int32 [F]: the neurons, hot ones first
     places: Tensor  # int32 [F]: of a cold neuron among the cold ones; 0 for hot ones
-    sizes: Tensor  # H, cap, first
-    tokens: Tensor  # few_tokens, min_tokens
+    sizes: Tensor  # H, cap, first, of 18 bits each
+    tokens: Tensor  # few_tokens, min_tokens of 22 bits
 
 
-_SHIFT_HOT, _SHIFT_CAP, _SHIFT_FIRST = 3 << 18, 1 << 18, 2 << 18
-_MOST_TOKENS = 1 << 22  # that a shape has to tell: more are run as so many are
+_SIZE, _TOKENS = 1 << 18, 1 << 22  # which numbers are below; more tokens are run as so many are
+_OFFSET_SIZES, _OFFSET_TOKENS = 1 << 60, 1 << 61
 
 
-def _as_shape(*numbers: int, device: torch.device) -> Tensor:
-    t = torch.empty(0, dtype=torch.int8, device=device).expand(*numbers, 0)  # of no elements: it may be copied
+def _as_size(number: int, device: torch.device) -> Tensor:
+    t = torch.empty(0, 1, dtype=torch.int8, device=device).expand(0, number)  # of no elements: it may be copied
     if not torch.compiler.is_compiling():  # symbols from the first time on: else layers would compile anew one by one
-        torch._dynamo.maybe_mark_dynamic(t, list(range(len(numbers))))
+        torch._dynamo.maybe_mark_dynamic(t, 1)
     return t
 
 
 def sizes_of(plan: PlanTensors) -> tuple[int, int, int]:
     """H, cap, first."""
-    n_hot, cap, first, _ = plan.sizes.shape
-    return n_hot - _SHIFT_HOT, cap - _SHIFT_CAP, first - _SHIFT_FIRST
+    packed = plan.sizes.shape[1] - _OFFSET_SIZES
+    return packed // (_SIZE * _SIZE), packed // _SIZE % _SIZE, packed % _SIZE
 
 
 def tokens_of(plan: PlanTensors) -> tuple[int, int]:
     """few_tokens, min_tokens."""
-    few, least, _ = plan.tokens.shape
-    return few - _SHIFT_CAP, least - _SHIFT_FIRST
+    packed = plan.tokens.shape[1] - _OFFSET_TOKENS
+    return packed // _TOKENS, packed % _TOKENS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -214,9 +214,9 @@ class Plan:
         other = self.__dict__["_on"].get((device, not captured))
         few, least = self.tokens(captured=captured)
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be kept
-            hot, cap, first = len(self.hot) + _SHIFT_HOT, self.cap + _SHIFT_CAP, self.first + _SHIFT_FIRST
-            sizes = _as_shape(hot, cap, first, device=device)
-            tokens = _as_shape(few + _SHIFT_CAP, min(least, _MOST_TOKENS) + _SHIFT_FIRST, device=device)
+            packed = (len(self.hot) * _SIZE + self.cap) * _SIZE + self.first
+            sizes = _as_size(packed + _OFFSET_SIZES, device)
+            tokens = _as_size(few * _TOKENS + min(least, _TOKENS - 1) + _OFFSET_TOKENS, device)
             if other is not None:
                 return PlanTensors(other.order, other.places, sizes, tokens)
             order = self.order()
