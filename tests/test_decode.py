@@ -453,6 +453,21 @@ def test_layers_plan_for_few_tokens_by_the_first_ones(
     assert calls == [3, 1]
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_nothing_need_be_aligned(which: int, calls: list[int]) -> None:
+    """The launcher checks: see TWELL_CHECK_LAUNCHES."""
+    w, plan = make_weights(32, 64, f32), dense_plan(64, few_tokens=8).on(torch.device("cpu"))
+    w = w._replace(down=w.down.T.contiguous().T)
+    given = [torch.randn(3, 32), w.gate, w.up, w.down]
+    t = given[which]
+    assert t is not None
+    given[which] = t.new_empty(t.numel() + 1)[1:].as_strided(t.shape, t.stride()).copy_(t)
+    assert given[which].data_ptr() % 16  # type: ignore[union-attr]
+    x, *weights = given
+    assert_right(gpu.forward(x, Weights(*weights), "relu", plan), x, w)  # type: ignore[arg-type]
+    assert calls == [3]
+
+
 def test_training_does_not_use_them(calls: list[int]) -> None:
     layer = of_few_tokens(GatedSparseFFN).requires_grad_(True)
     layer(torch.randn(2, 32)).sum().backward()
