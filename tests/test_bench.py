@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from twell import nn, ops
+from twell import backends, nn, ops
 from twell.bench import cases, ffn, timing
 from twell.cli.common import print_speed_table
 from twell.plan import Plan
@@ -164,7 +164,7 @@ def test_as_many_layers_as_outgrow_the_l2_cache() -> None:
     assert ffn.called_layers(3 * 4096 * 14336 * 2, gpu) == 4 and ffn.called_layers(of_a_layer, torch.device("cpu")) == 4
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or not ops._HAS_TRITON, reason="the interpreter runs without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available() or not backends._HAS_TRITON, reason="the interpreter runs without a GPU")
 def test_a_row_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from interpreted import shorten_lists
 

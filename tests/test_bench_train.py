@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from interpreted import shorten_lists
-from twell import cli, cpu, nn, ops, reference
+from twell import backends, cli, cpu, nn, reference
 from twell.bench import cases, energy, ffn, timing, train, train_model
 from twell.reference import Weights
 from twell.trace import Trace
@@ -23,7 +23,7 @@ SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0", "--device", "cpu"
 GRADIENTS = ["dx", "dw_gate", "dw_up", "dw_down"]
 
 in_the_interpreter = pytest.mark.skipif(
-    torch.cuda.is_available() or not ops._HAS_TRITON, reason="the interpreter runs where there is no GPU"
+    torch.cuda.is_available() or not backends._HAS_TRITON, reason="the interpreter runs where there is no GPU"
 )
 
 

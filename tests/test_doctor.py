@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from interpreted import shorten_lists
-from twell import cli, doctor, nn, ops, plan
+from twell import backends, cli, doctor, nn, plan
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
@@ -168,7 +168,7 @@ def test_frozen_bytes_on_a_gpu_are_those_of_freezing(
     layer.set_plan(chosen)
     layer.freeze()
     monkeypatch.setattr(doctor, "_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(ops, "why_unavailable", lambda *_: None)
+    monkeypatch.setattr(backends, "why_unavailable", lambda *_: None)
     assert doctor.frozen_bytes(layer, chosen) == layer.frozen_bytes() > 0
     assert doctor.frozen_bytes(layer, None) is None
 
@@ -194,7 +194,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(ops, "_HAS_TRITON", True)
+    monkeypatch.setattr(backends, "_HAS_TRITON", True)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_why_no_kernels_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._kernels(None) == "none: torch sees no GPU; plans: measured costs of sm_90"
     pretend_gpu(monkeypatch, (7, 5))
     assert doctor._kernels(torch.device("cuda")).startswith("none: it needs compute capability 8.0")
-    monkeypatch.setattr(ops, "_HAS_TRITON", False)
+    monkeypatch.setattr(backends, "_HAS_TRITON", False)
     assert doctor._kernels(torch.device("cuda")).startswith("none: triton is not installed")
 
 

@@ -22,6 +22,8 @@ LEVELS = {
     "reference": 2,
     "cpu": 3,
     "gpu": 4,
+    "backends": 4.5,
+    "registered": 4.8,
     "ops": 5,
     "frozen": 6,
     "nn": 6.5,

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import interpreted
 from interpreted import shorten_lists
-from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
+from twell import GatedSparseFFN, SparseFFN, backends, gpu, ops, reference
 from twell.bench import ffn as ffn_bench
 from twell.bench import model as model_bench
 from twell.bench import timing, traced
@@ -321,12 +321,12 @@ def test_statistics_gradients_and_odd_widths_take_the_reference() -> None:
 
 
 def test_why_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ops.why_unavailable("triton", torch.device("cpu")) is None  # in the interpreter
-    assert ops.choose_backend("auto", torch.device("cpu")) == "cpu"
+    assert backends.why_unavailable("triton", torch.device("cpu")) is None  # in the interpreter
+    assert backends.choose_backend("auto", torch.device("cpu")) == "cpu"
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert "on the CPU" in (ops.why_unavailable("triton", torch.device("cpu")) or "")
-    monkeypatch.setattr("twell.ops._HAS_TRITON", False)
-    assert ops.why_unavailable("triton", torch.device("cuda")) == "triton is not installed"
+    assert "on the CPU" in (backends.why_unavailable("triton", torch.device("cpu")) or "")
+    monkeypatch.setattr("twell.backends._HAS_TRITON", False)
+    assert backends.why_unavailable("triton", torch.device("cuda")) == "triton is not installed"
 
 
 def test_tiles_of_architectures() -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from interpreted import shorten_lists
-from twell import cpu, ops, reference
+from twell import backends, cpu, ops, reference
 from twell.plan import Plan, dense_plan
 from twell.saved import saved_length
 
@@ -33,7 +33,7 @@ each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain
 each_activation = pytest.mark.parametrize("activation", ["relu", "relu2"])
 with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 kernels = pytest.mark.skipif(
-    torch.cuda.is_available() or not ops._HAS_TRITON, reason="the interpreter runs where there is no GPU"
+    torch.cuda.is_available() or not backends._HAS_TRITON, reason="the interpreter runs where there is no GPU"
 )
 
 
@@ -791,11 +791,11 @@ def test_padding_that_is_not_finite_does_not_leak(backend: str, gated: bool, val
 
 
 def test_choose_backend() -> None:
-    assert ops.choose_backend("auto", torch.device("cpu")) == "cpu"
-    assert ops.choose_backend("auto", torch.device("meta")) == "reference"
-    assert ops.choose_backend("reference", torch.device("cpu")) == "reference"
+    assert backends.choose_backend("auto", torch.device("cpu")) == "cpu"
+    assert backends.choose_backend("auto", torch.device("meta")) == "reference"
+    assert backends.choose_backend("reference", torch.device("cpu")) == "reference"
     with pytest.raises(ValueError, match=r"backend 'cpu' is not available: .* CPU tensors, and these are on cuda:1"):
-        ops.choose_backend("cpu", torch.device("cuda:1"))
+        backends.choose_backend("cpu", torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(("backend", "ran"), [("auto", "cpu"), ("cpu", "cpu"), ("reference", "reference")])
@@ -824,7 +824,7 @@ def test_the_requested_backend_runs(backend: str, ran: str, monkeypatch: pytest.
 )
 def test_backend_errors(gated: bool, backend: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(ops, "_chosen", {})
+    monkeypatch.setattr(backends, "_chosen", {})
     with pytest.raises(ValueError, match=re.escape(message)):
         call(*case(3, gated=gated), backend=backend)
 

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from interpreted import shorten_lists
-from twell import GatedSparseFFN, SparseFFN, Stats, ops
+from twell import GatedSparseFFN, SparseFFN, Stats, backends
 from twell.gpu.training import hybrid
 from twell.nn import SparseFFNBase
 from twell.plan import Plan, costs_for
@@ -121,7 +121,7 @@ def test_nothing_happens_where_the_kernels_cannot_run(backends: tuple[str, str])
 
 def test_nothing_happens_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET")
-    monkeypatch.setattr(ops, "_chosen", {})
+    monkeypatch.setattr(backends, "_chosen", {})
     planner = Planner(layers(backend="auto"), every=1)
     assert advance(planner, *[seen(SPARSE, SPARSE)] * 3) == [[None, None]] * 3
     assert advance(Planner([]), [], []) == [[], []]

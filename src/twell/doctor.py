@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell import cpu, ops, plan
+from twell import backends, cpu, ops, plan
 from twell.bench import cases, ffn, timing, train
 from twell.nn import FIRST_LOOK, LOOK_TOKENS, SparseFFNBase, sparse_ffns
 from twell.reference import Weights
@@ -41,7 +41,7 @@ def examine() -> Report:
     """
     bf16, gpu = bf16_problem(), _gpu()
     self_test, passed = _self_test(), "sparse equals dense, forward and backward"
-    if self_test is None and gpu is not None and ops.why_unavailable("triton", gpu) is None:
+    if self_test is None and gpu is not None and backends.why_unavailable("triton", gpu) is None:
         self_test, passed = kernel_problem(gpu), f"{passed}, on the GPU too"
     facts = {
         "twell": _version_of("twell"),
@@ -78,9 +78,9 @@ def _version_of(package: str) -> str:
 def _backend_and_why(device: torch.device) -> str:
     if device.type == "cuda" and not torch.cuda.is_available():
         return "none: torch sees no GPU"
-    others = ((b, ops.why_unavailable(b, device)) for b in ops.BACKENDS[1:])
+    others = ((b, backends.why_unavailable(b, device)) for b in backends.BACKENDS[1:])
     reasons = "; ".join(f"not {b}: {why}" for b, why in others if why)
-    chosen = ops.choose_backend("auto", device)
+    chosen = backends.choose_backend("auto", device)
     return f"{chosen} ({reasons})" if reasons else chosen
 
 
@@ -89,7 +89,7 @@ def _kernels(gpu: torch.device | None) -> str:
     costs = plan.costs_for(gpu or torch.device("cpu"))
     measured_on = next(capability for capability, known in plan._COSTS.items() if known is costs)
     plans_by = f"plans: measured costs of sm_{measured_on}"
-    why_none = "torch sees no GPU" if gpu is None else ops.why_unavailable("triton", gpu)
+    why_none = "torch sees no GPU" if gpu is None else backends.why_unavailable("triton", gpu)
     if gpu is None or why_none:
         return f"none: {why_none}; {plans_by}"
     from twell.gpu.decode import tiles as few_tiles
@@ -258,7 +258,7 @@ def frozen_bytes(layer: SparseFFNBase, chosen: plan.Plan | None) -> int | None:
     gate = getattr(layer, layer.projections[0])
     F, D, dtype = gate.out_features, gate.in_features, gate.weight.dtype
     gpu = _gpu()
-    if gpu is None or ops.why_unavailable("triton", gpu) is not None:
+    if gpu is None or backends.why_unavailable("triton", gpu) is not None:
         pays = dtype == torch.float32 and F * D >= cpu._MIN_INT8_GATE and D % cpu._INT8_WIDTH == 0
         return F * (D + 6) if pays and cpu._blas_habits().int8_gate else 0
     if chosen is None:

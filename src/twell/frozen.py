@@ -30,7 +30,7 @@ class Frozen:
         self._written(w, plan)
 
     def tensors(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
-        """Up to date, as far as changes can be seen. (Compiled code is made once: for it ops.py looks.)"""
+        """Up to date, as far as changes can be seen. (Compiled code is made once: for it registered.py looks.)"""
         if not torch.compiler.is_compiling():
             if not self._is_of(w, plan):
                 self.rewrite(w, plan)
@@ -95,10 +95,10 @@ class Frozen:
         return {**self.__dict__, "_seen": None, "_is_captured": False}
 
     def _make(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
-        from twell import cpu, ops
+        from twell import backends, cpu
 
         w = Weights._make(None if t is None else t.detach() for t in w)
-        chosen = ops.choose_backend(self.backend, w.gate.device)
+        chosen = backends.choose_backend(self.backend, w.gate.device)
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be written over
             if chosen == "cpu":
                 return cpu.freeze(w)

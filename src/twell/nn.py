@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from twell import ops, reference
+from twell import backends, ops, reference, registered
 from twell.frozen import Frozen
 from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan, tokens_of
 from twell.reference import ACTIVATIONS, Weights, is_neuron_major
@@ -127,8 +127,8 @@ class SparseFFNBase(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-        if backend not in ops.BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(ops.BACKENDS)}, got {backend!r}")
+        if backend not in backends.BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(backends.BACKENDS)}, got {backend!r}")
         self.activation = activation
         self.backend = backend
         self.track_counts = track_counts
@@ -234,11 +234,11 @@ class SparseFFNBase(nn.Module):
         self._plan_eager: Sequence[Tensor | None] = ops.NO_PLAN
         self._plan_captured: Sequence[Tensor | None] = ops.NO_PLAN
         self._kernels_on: int | None = None  # the GPU on which all calls go to the kernels
-        if device.type != "meta" and ops.why_unavailable("triton", device) is None:
+        if device.type != "meta" and backends.why_unavailable("triton", device) is None:
             plan = self.plan or dense_plan(len(self.neuron_counts))
             self._plan_eager, self._plan_captured = plan.on(device), plan.on(device, captured=True)
             down: Any = getattr(self, self.projections[-1])
-            if device.type == "cuda" and ops.fits_kernels(*down.weight.shape):
+            if device.type == "cuda" and backends.fits_kernels(*down.weight.shape):
                 self._kernels_on, self._plan_tokens = device.index, [plan.tokens(captured=c) for c in (False, True)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -279,7 +279,7 @@ class SparseFFNBase(nn.Module):
         x_MD = x.reshape(-1, x.shape[-1])
         counts, tokens = (0, 0) if self._first_batches is None else self._first_batches
         is_small = len(x_MD) < LOOK_AT_LEAST and tokens >= FIRST_LOOK
-        if is_small or len(x_MD) == 0 or ops.choose_backend(self.backend, x.device) != "triton":
+        if is_small or len(x_MD) == 0 or backends.choose_backend(self.backend, x.device) != "triton":
             return
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
@@ -387,9 +387,9 @@ class SparseFFNBase(nn.Module):
             and x.dtype == gate.dtype != torch.float64
             and x.dim() > 1
             and x.shape[-1] == gate.shape[1]
-            and ops.nothing_stands_before("cuda")
+            and registered.nothing_stands_before("cuda")
         ):
-            captured, gpu = torch.cuda.is_current_stream_capturing(), ops.kernels()
+            captured, gpu = torch.cuda.is_current_stream_capturing(), backends.kernels()
             few, least = self._plan_tokens[captured]
             if few < x.numel() // gate.shape[1] < least:
                 return gpu.dense.infer(x, w, self.activation)

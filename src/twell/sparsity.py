@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twell.backends import choose_backend
 from twell.host import HostCopy
 from twell.nn import SparseFFNBase
-from twell.ops import Stats, choose_backend
+from twell.ops import Stats
 from twell.plan import Plan
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from twell import ops
+from twell import backends
 from twell.bench import cases, energy, ffn, timing
 from twell.bench.model import check_logits
 from twell.hf.convert import sparsify_
@@ -51,7 +51,7 @@ def measure(
     plan = None
     for layer in sparse.model.layers:
         assert isinstance(layer.mlp, SparseFFNBase)
-        if ops.choose_backend(layer.mlp.backend, device) == "triton":
+        if backends.choose_backend(layer.mlp.backend, device) == "triton":
             plan = layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS)
     frozen = freeze_(sparse)
     for each in (model, sparse):

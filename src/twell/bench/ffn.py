@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from twell import ops, reference
+from twell import backends, reference
 from twell.bench import cases, timing
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, neuron_major_, sparse_ffns
 from twell.plan import Plan, choose_plan, costs_for
@@ -72,7 +72,7 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
         key = dataclasses.replace(case, M=0)
         if inputs is None or made_for != key:
             largest = max(c.M for c in cases_ if dataclasses.replace(c, M=0) == key)
-            if ops.choose_backend(case.backend, torch.device(case.device)) == "triton":
+            if backends.choose_backend(case.backend, torch.device(case.device)) == "triton":
                 largest += PLAN_TOKENS
             inputs = cases.make(
                 case.workload,
@@ -89,7 +89,7 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
 
 def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, Any]:
     x = inputs.x[: case.M].contiguous()
-    backend = ops.choose_backend(case.backend, x.device)
+    backend = backends.choose_backend(case.backend, x.device)
     plan = _plan(case, inputs) if backend == "triton" else None
     forget_compiled(x.device)
     runs = alternatives(case, inputs, x, plan)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from twell import ops, reference
+from twell import backends, ops, reference
 from twell.bench import cases, energy, ffn, timing
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
@@ -81,7 +81,7 @@ class Problem(NamedTuple):
 def run(cases_: Sequence[ffn.Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]:
     """Measure each case; yields one JSON-ready row per case, as it is done."""
     for case in cases_:
-        backend = ops.choose_backend(case.backend, torch.device(case.device))
+        backend = backends.choose_backend(case.backend, torch.device(case.device))
         n_seen = ffn.PLAN_TOKENS if backend == "triton" else 0
         inputs = cases.make(
             case.workload, case.M + n_seen, case.D, case.F, seed=case.seed, dtype=case.dtype, device=case.device
@@ -126,7 +126,7 @@ def _run_case(case: ffn.Case, p: Problem, plan: Plan | None, seconds: float) -> 
     del loops, checked
     return make_row(
         case,
-        ops.choose_backend(case.backend, device),
+        backends.choose_backend(case.backend, device),
         plan,
         mean_active=counts.sum().item() / case.M,
         times=times,

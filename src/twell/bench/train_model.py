@@ -16,7 +16,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from twell import ops
+from twell import backends
 from twell.bench import cases, energy, ffn, timing, train
 from twell.hf.convert import sparsify_
 from twell.nn import SparseFFNBase
@@ -134,7 +134,7 @@ def _facts(level: str, setting: _Setting) -> dict[str, Any]:
         "F": setting.config.intermediate_size,
         "length": setting.length,
         "dtype": str(setting.dtype).removeprefix("torch."),
-        "backend": ops.choose_backend(setting.backend, setting.device),
+        "backend": backends.choose_backend(setting.backend, setting.device),
     }
 
 
@@ -234,7 +234,7 @@ def _make_sparse(model: Any, fired: Tensor, backend: str) -> Plan | None:
     plan = None
     for layer in model.model.layers:
         layer.mlp.backend = backend
-        if ops.choose_backend(backend, fired.device) == "triton":
+        if backends.choose_backend(backend, fired.device) == "triton":
             plan = layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS, training=True)
     return plan
 

@@ -63,14 +63,14 @@ def bench_ffn(
     """
     import torch
 
-    from twell import ops
+    from twell import backends
     from twell.bench import cases, ffn
     from twell.doctor import bf16_problem
 
     torch_device = device_of(device)
     dtype = dtype or ("bfloat16" if torch_device.type == "cuda" else "float32")
     torch_dtype = dtype_of(dtype)
-    ops.choose_backend(backend, torch_device)
+    backends.choose_backend(backend, torch_device)
     if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
     names, sizes = workload or ["skew29"], tokens or [1, 16, 256, 2048]
@@ -83,7 +83,7 @@ def bench_ffn(
     if trace is not None and (workload or plain or graph):
         raise ValueError("--trace times gated FFNs as they were recorded: it takes no --workload, --plain or --graph")
     if trace is not None:
-        ops.choose_backend("triton", torch_device)
+        backends.choose_backend("triton", torch_device)
         from twell.bench import traced
 
         n_rows, measured = trace_rows(
@@ -284,7 +284,7 @@ def _random_model_rows(
     import torch
     from transformers import LlamaForCausalLM
 
-    from twell import ops
+    from twell import backends
     from twell.bench import cases
     from twell.bench import model as bench
     from twell.trace import Trace
@@ -292,7 +292,7 @@ def _random_model_rows(
 
     recipe = recipes.preset(preset)
     cases.get_workload(workload)
-    ops.choose_backend("triton", device)
+    backends.choose_backend("triton", device)
     patterns = None
     if trace is not None:
         recorded = Trace.load(trace)

@@ -59,13 +59,13 @@ def bench_train(
     """
     import torch
 
-    from twell import ops
+    from twell import backends
     from twell.bench import cases
     from twell.doctor import bf16_problem
 
     torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch_dtype = dtype_of(dtype or ("bfloat16" if torch_device.type == "cuda" else "float32"))
-    ops.choose_backend(backend, torch_device)
+    backends.choose_backend(backend, torch_device)
     if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
     for name in workload or []:
@@ -84,7 +84,7 @@ def bench_train(
     if trace is not None and (workload or plain):
         raise ValueError("--trace times gated FFNs as they were recorded: it takes no --workload or --plain")
     if trace is not None:
-        ops.choose_backend("triton", torch_device)
+        backends.choose_backend("triton", torch_device)
     how: dict[str, Any] = {"dtype": torch_dtype, "device": torch_device, "seconds": seconds}
     names = workload or ["skew29"]
     if whole_model:
