@@ -10,13 +10,31 @@ counter, an address) rewrites them in place at the next call. A write through ``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from twell.plan import Plan
 from twell.reference import Weights
+
+
+class _Seen(NamedTuple):
+    """Of which weights frozen state is. They are held themselves, so that no other takes one's place: weak references
+    would keep torch.utils.swap_tensors from working."""
+
+    plan: Plan | None
+    ids: tuple[int, ...]
+    held: list[Tensor]
+    addresses: list[int]
+    counted: list[Tensor]  # of them; tensors of inference mode have no version
+    versions: list[int]
+
+    @classmethod
+    def of(cls, w: Weights, plan: Plan | None) -> _Seen:
+        held = [t for t in w if t is not None]
+        counted = [t for t in held if not t.is_inference()]
+        return cls(plan, tuple(map(id, w)), held, [t.data_ptr() for t in held], counted, [t._version for t in counted])
 
 
 class Frozen:
@@ -26,7 +44,7 @@ class Frozen:
         self.backend = backend
         self._is_captured = False
         self._tensors = self._make(w, plan)
-        self._seen: tuple[Any, ...] | None = None
+        self._seen: _Seen | None = None
         self._written(w, plan)
 
     def tensors(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
@@ -34,7 +52,7 @@ class Frozen:
         if not torch.compiler.is_compiling():
             if not self._is_of(w, plan):
                 self.rewrite(w, plan)
-            self._is_captured |= _is_capturing(w)
+            self._is_captured = self._is_captured or _is_capturing(w)
         return self._tensors
 
     def forget(self) -> None:
@@ -73,22 +91,21 @@ class Frozen:
     def _written(self, w: Weights, plan: Plan | None) -> None:
         if w.gate.device.type == "cuda":  # kernels read it before the one before them has ended
             torch.cuda.current_stream(w.gate.device).synchronize()
-        states = w.states()
-        self._seen = plan, [(t, *state) for t, state in zip(w, states, strict=True)]  # see _is_of
+        self._seen = _Seen.of(w, plan)
         if self._tensors:
-            self._tensors[0].twell_states = states  # type: ignore[attr-defined]
+            self._tensors[0].twell_states = w.states()  # type: ignore[attr-defined]
 
     def _is_of(self, w: Weights, plan: Plan | None) -> bool:
-        """Whether no change is to be seen: the same tensors at the same addresses, with their version counters. (They
-        are held themselves: torch.utils.swap_tensors refuses tensors with weak references.)"""
-        if self._seen is None or plan is not self._seen[0]:
-            return False
-        for t, (tensor, address, version) in zip(w, self._seen[1], strict=True):
-            if t is not tensor:
-                return False
-            if t is not None and (t.data_ptr() != address or (version >= 0 and t._version != version)):
-                return False
-        return True
+        """Whether no change is to be seen: the same tensors at the same addresses, with their version counters. Every
+        call asks."""
+        seen = self._seen
+        return (
+            seen is not None
+            and plan is seen.plan
+            and tuple(map(id, w)) == seen.ids
+            and [t.data_ptr() for t in seen.held] == seen.addresses
+            and [t._version for t in seen.counted] == seen.versions
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is of other tensors: it is written anew when first used."""

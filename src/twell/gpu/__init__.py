@@ -78,7 +78,7 @@ def forward_here(
     if plan is None or M == 0:
         return dense.infer(x, w, activation)
     few, least = tokens_of(plan)
-    kept = Frozen(*frozen) if frozen else None
+    kept = (frozen if type(frozen) is Frozen else Frozen(*frozen)) if frozen else None
     down = None if kept is None or kept.down.shape[0] == 0 else kept.down
     if few >= M and (down is not None or is_neuron_major(w.down)):  # else turning Wd would take as long as dense does
         return _few_tokens(x, w, activation, down, kept)
