@@ -212,6 +212,14 @@ def test_cuda_graph_and_compile() -> None:
 
 
 @torch.no_grad()
+def test_a_mask_that_does_not_fit_is_refused() -> None:
+    inputs = cases.make("skew29", 8, dtype=bf16, device="cuda")
+    layer = layer_of(inputs, dense_plan(5632, few_tokens=8))
+    with pytest.raises(ValueError, match="token_mask must have shape"):
+        layer(inputs.x, token_mask=torch.ones(3, dtype=torch.bool, device="cuda"))
+
+
+@torch.no_grad()
 def test_compiled_layers_compile_nothing_anew_for_another_plan() -> None:
     """One graph for few tokens, one for batches that run densely, one for those in parts."""
     inputs = cases.make("skew29", 2048, dtype=bf16, device="cuda")

@@ -34,7 +34,6 @@ LOOK_AT_LEAST = 256  # in a batch: to look costs another gate, which decoding sh
 FIRST_LOOK = MAX_FEW_TOKENS  # what it sees before it plans for few tokens
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
 _KERNELS = ("auto", "triton")  # backends that are the kernels on a GPU
-_NO_PARAMETERS: dict[str, Any] = {"weight": None, "bias": None}
 INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as OPT's decoder layer does
 
 
@@ -332,23 +331,17 @@ class SparseFFNBase(nn.Module):
         """The weights, if no projection has anything that ``why_called`` would have to look at: for every call."""
         if torch_module._has_any_global_hook():
             return None
-        modules = self._modules
-        found: list[dict[str, Any]] = []
         for name in self.projections:
-            linear: Any = modules[name]
+            linear: Any = self._modules[name]
             if type(linear) is not nn.Linear or linear.__dict__.get("forward") is not None:
                 return None
             if linear._forward_hooks or linear._forward_pre_hooks:
                 return None
             if linear._backward_hooks or linear._backward_pre_hooks:
                 return None
-            own = linear._parameters
-            if type(own.get("weight")) is not nn.Parameter:
+            if type(linear._parameters.get("weight")) is not nn.Parameter:
                 return None
-            found.append(own)
-        gate, down = found[0], found[-1]
-        up = found[1] if len(found) == 3 else _NO_PARAMETERS
-        return Weights(gate["weight"], up["weight"], down["weight"], gate["bias"], up["bias"], down["bias"])
+        return self._weights()
 
     @staticmethod
     def _why_called(linear: nn.Module, name: str) -> str | None:
@@ -381,6 +374,7 @@ class SparseFFNBase(nn.Module):
         if (  # inference on a GPU, in few steps: inside a model each takes 3 us of host time
             index is not None
             and not (return_stats or self._plans_itself or torch.is_grad_enabled())
+            and token_mask is None
             and self.backend in _KERNELS
             and type(x) is Tensor
             and x.get_device() == gate.get_device() == index == _current_device()
@@ -396,7 +390,8 @@ class SparseFFNBase(nn.Module):
             kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
             plan = self._plan_captured if captured else self._plan_eager
             return gpu.forward_here(x, w, self.activation, plan, kept)
-        if torch.compiler.is_compiling() and index is not None and not return_stats and not torch.is_grad_enabled():
+        may_be_dense = index is not None and token_mask is None and not (return_stats or torch.is_grad_enabled())
+        if may_be_dense and torch.compiler.is_compiling():
             few, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # as symbols: others compile nothing anew
             if few < x.numel() // gate.shape[1] < least:
                 return self._call_projections(x, None, False)  # a compiler makes the best of a dense layer
@@ -407,14 +402,8 @@ class SparseFFNBase(nn.Module):
         if x.device != self._plan_device:  # parameters were moved one by one
             self._place_plan(x.device)
         plan = self._plan_captured if ops.is_captured(x.device) else self._plan_eager
-        kept = () if self.frozen is None else self._frozen_for(x, w, plan)
+        kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
         return ops.run(x, w, self.activation, self.backend, plan, kept, token_mask, return_stats)
-
-    def _frozen_for(self, x: Tensor, w: Weights, plan: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """What is frozen, if a call has use for it: to look whether it is up to date takes host time."""
-        if self.frozen is None or not ops.reads_frozen(x, self.backend, plan):
-            return ()
-        return self.frozen.tensors(w, self.plan)
 
     def _call_projections(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
         *inputs, down = (getattr(self, name) for name in self.projections)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twell.backends import choose_backend
-from twell.plan import Plan, tokens_of
+from twell.plan import Plan
 from twell.reference import ACTIVATIONS, Weights
 from twell.registered import Call, Train, goes_straight, infer
 
@@ -100,15 +100,6 @@ def is_captured(device: torch.device) -> bool:
     if torch.compiler.is_compiling():
         return False
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def reads_frozen(x: Tensor, backend: str, plan: Sequence[Tensor | None]) -> bool:
-    """Whether a call has use for frozen state: to look whether it is up to date takes host time. On a GPU batches that
-    run densely have none."""
-    if plan[0] is None or torch.compiler.is_compiling() or choose_backend(backend, x.device) != "triton":
-        return True
-    few, least = tokens_of(plan)  # type: ignore[arg-type]
-    return not few < x.numel() // max(1, x.shape[-1]) < least
 
 
 def run(

@@ -96,18 +96,8 @@ def forward_here(
 forward = _where_the_tensors_are(forward_here)
 
 
-def _are_in_place(w: Weights) -> bool:
-    """Whether kernels find all weights where they are; in fewer steps than ``split.by_rows``."""
-    gate, up, down, b_gate, b_up, b_down = w
-    if not gate.is_contiguous() or gate.data_ptr() % 16 or down.data_ptr() % 16:
-        return False
-    if up is not None and (not up.is_contiguous() or up.data_ptr() % 16):
-        return False
-    return b_gate is None and b_up is None and b_down is None and is_neuron_major(down)
-
-
 def _few_tokens(x: Tensor, w: Weights, activation: str, down: Tensor | None, kept: Frozen | None) -> Tensor:
-    rows = w if down is None and _are_in_place(w) else split.by_rows(w, down)
+    rows = split.by_rows(w, down)
     screened = None
     if kept is not None and x.numel() == x.shape[-1] and kept.q.shape[0]:
         screened = screen.Screen(kept.q, kept.scale, kept.reach)

@@ -53,27 +53,38 @@ class Layout(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------
 
 
-def by_rows(w: Weights, down: Tensor | None = None, space: Space | None = None) -> Weights:
+def by_rows(w: Weights, down: Tensor | None = None) -> Weights:
     """The weights with all rows where kernels find them: contiguous, aligned, Wd as [F, D]. Copies only what is not.
 
     ``down``: a neuron-major copy of Wd, where there is one already.
     """
-    gate, up, own_down, b_gate, b_up, b_down = w
-    if down is None:  # one that lies neuron by neuron is taken as it is: kernels go by its address
-        is_ready = is_neuron_major(own_down) and own_down.data_ptr() % 16 == 0
-        down = own_down if is_ready else transposed(plain(own_down), space)
-    return Weights(plain(gate), plain(up), down, plain(b_gate), plain(b_up), plain(b_down))
+    if down is not None:
+        return ready(w._replace(down=down))
+    own = ready(w)
+    if not is_neuron_major(own.down):
+        return own._replace(down=transposed(own.down))
+    if own.down is w.down:  # which is taken as it is: kernels go by its address
+        return own
+    return own._replace(down=own.down.t())
 
 
 def ready(w: Weights) -> Weights:
     """The weights where recorded calls take them: contiguous and aligned, Wd either way round."""
     gate, up, down, b_gate, b_up, b_down = w
+    if (  # as nearly always, in one step
+        gate.is_contiguous()
+        and (up is None or (up.is_contiguous() and up.data_ptr() % 16 == 0))
+        and (down.is_contiguous() or is_neuron_major(down))
+        and (gate.data_ptr() | down.data_ptr()) % 16 == 0
+        and b_gate is None
+        and b_up is None
+        and b_down is None
+    ):
+        return w
     if not is_neuron_major(down):
         down = plain(down)
     elif down.data_ptr() % 16:  # its layout stays: so will its gradient's
         down = plain(down.t()).t()
-    if b_gate is None and b_up is None and b_down is None:
-        return Weights(plain(gate), plain(up), down, None, None, None)
     return Weights(plain(gate), plain(up), down, plain(b_gate), plain(b_up), plain(b_down))
 
 

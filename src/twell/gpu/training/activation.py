@@ -89,36 +89,8 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
-    i_z,  # [M, N], INTERLEAVED: [M, 2 N]
-    i_u,  # [M, N]; unused if INTERLEAVED or plain
-    m_dh,  # [M, N]: dy Wd^T in, h out
-    i_l1,  # [] or unused
-    i_counted,  # [M] bool or unused
-    o_dz,  # as i_z
-    o_du,  # as i_u
-    n,  # M * N
-    N,
-    GATED: tl.constexpr,
-    SQUARED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_L1: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    start_after(OVERLAPS)
-    dtype = m_dh.dtype.element_ty
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    dh = tl.load(m_dh + at, mask=inside, other=0.0).to(tl.float32)
-    if INTERLEAVED:  # side by side, as memory has them: loads and stores of 16 bytes
-        both = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-        z, u = tl.split(tl.reshape(tl.load(i_z + both, mask=both // 2 < n, other=0.0).to(tl.float32), (BLOCK, 2)))
-    else:
-        z = tl.load(i_z + at, mask=inside, other=0.0).to(tl.float32)
-        if GATED:
-            u = tl.load(i_u + at, mask=inside, other=0.0).to(tl.float32)
+def factors(z, u, GATED: tl.constexpr, SQUARED: tl.constexpr):
+    """(a, slope, h): dz = dh * slope, du = dh * a. ``u`` is not read in a plain FFN."""
     r = relu(z)
     a = r
     slope = tl.where(r != 0, 1.0, 0.0)
@@ -129,18 +101,52 @@ def _backward_kernel(
     if GATED:
         h = a * u
         slope = slope * u
+    return a, slope, h
+
+
+@triton.jit
+def l1_gradient(i_l1, h):
+    """What the gradient of sum |h| adds to dh."""
+    l1 = tl.load(i_l1).to(tl.float32)
+    return tl.where(h > 0, l1, tl.where(h < 0, -l1, 0.0))
+
+
+@triton.jit
+def _backward_kernel(
+    i_z,  # [M, N]
+    i_u,  # [M, N]; plain FFN: unused
+    m_dh,  # [M, N]: dy Wd^T in, h out
+    i_l1,  # [] or unused
+    i_counted,  # [M] bool or unused
+    o_dz,  # as i_z
+    o_du,  # as i_u
+    n,  # M * N
+    N,
+    GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    HAS_L1: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    start_after(OVERLAPS)
+    dtype = m_dh.dtype.element_ty
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    dh = tl.load(m_dh + at, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(i_z + at, mask=inside, other=0.0).to(tl.float32)
+    u = z
+    if GATED:
+        u = tl.load(i_u + at, mask=inside, other=0.0).to(tl.float32)
+    a, slope, h = factors(z, u, GATED, SQUARED)
     if HAS_L1:
-        l1 = tl.load(i_l1).to(tl.float32)
-        sign = tl.where(h > 0, l1, tl.where(h < 0, -l1, 0.0))
+        sign = l1_gradient(i_l1, h)
         if HAS_MASK:
             sign = tl.where(tl.load(i_counted + at // N, mask=inside, other=0) != 0, sign, 0.0)
         dh += sign
-    if INTERLEAVED:
-        tl.store(o_dz + both, tl.reshape(tl.join(dh * slope, dh * a), (2 * BLOCK,)).to(dtype), mask=both // 2 < n)
-    else:
-        tl.store(o_dz + at, (dh * slope).to(dtype), mask=inside)
-        if GATED:
-            tl.store(o_du + at, (dh * a).to(dtype), mask=inside)
+    tl.store(o_dz + at, (dh * slope).to(dtype), mask=inside)
+    if GATED:
+        tl.store(o_du + at, (dh * a).to(dtype), mask=inside)
     tl.store(m_dh + at, h.to(dtype), mask=inside)
 
 
@@ -180,7 +186,6 @@ def _gradient_kernel(
     dtype: torch.dtype,
     gated: bool,
     squared: bool,
-    interleaved: bool,
     has_l1: bool,
     has_mask: bool,
     aligned: bool,
@@ -193,7 +198,6 @@ def _gradient_kernel(
         {
             "GATED": gated,
             "SQUARED": squared,
-            "INTERLEAVED": interleaved,
             "HAS_L1": has_l1,
             "HAS_MASK": has_mask,
             "BLOCK": _BLOCK,
@@ -241,7 +245,6 @@ def activation_gradients_(
     token_mask: Tensor | None,
     *,
     squared: bool,
-    interleaved: bool = False,
     space: Space | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dz, du, h). ``dh`` [M, N] holds dy Wd^T, and is where h goes. Interleaved: dz holds du, too. ``dl1``:
@@ -250,9 +253,9 @@ def activation_gradients_(
     dz = new(*z.shape)
     du = dz if u is None else new(*z.shape)
     if dh.numel():
-        gated, has_l1, has_mask = interleaved or u is not None, dl1 is not None, token_mask is not None
+        gated, has_l1, has_mask = u is not None, dl1 is not None, token_mask is not None
         n, N = dh.numel(), dh.shape[1]
-        kernel = _gradient_kernel(z.dtype, gated, squared, interleaved, has_l1, has_mask, N % 16 == 0, can_overlap())
+        kernel = _gradient_kernel(z.dtype, gated, squared, has_l1, has_mask, N % 16 == 0, can_overlap())
         optional = (0 if t is None else t for t in (dl1, token_mask))
         kernel(ceil_div(n, _BLOCK), z, 0 if u is None else u, dh, *optional, dz, du, n, N)
     return dz, du, dh

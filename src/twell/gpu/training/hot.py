@@ -22,7 +22,8 @@ from torch import Tensor
 from twell.gpu.prefill.gate import GROUP_M, load_tile
 from twell.gpu.shared.launch import ANY, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.replay import Matrix, Space
-from twell.gpu.shared.tiles import GateTile, relu, start_after, tile_of
+from twell.gpu.shared.tiles import GateTile, start_after, tile_of
+from twell.gpu.training.activation import factors, l1_gradient
 
 
 @triton.jit
@@ -113,19 +114,10 @@ def _store_gradients(
         z, u = _load_pairs(i_sums, at, inside)
     else:
         z = tl.load(i_sums + at, mask=inside, other=0.0).to(tl.float32)
-    r = relu(z)
-    a = r
-    slope = tl.where(r != 0, 1.0, 0.0)
-    if SQUARED:
-        a = r * r
-        slope = 2.0 * r
-    h = a
-    if GATED:
-        h = a * u
-        slope = slope * u
+        u = z
+    a, slope, h = factors(z, u, GATED, SQUARED)
     if HAS_L1:
-        l1 = tl.load(i_l1).to(tl.float32)
-        sign = tl.where(h > 0, l1, tl.where(h < 0, -l1, 0.0))
+        sign = l1_gradient(i_l1, h)
         if HAS_MASK:
             counts = tl.load(i_counted + row, mask=row < M, other=0) != 0
             sign = tl.where(counts[:, None], sign, 0.0)
