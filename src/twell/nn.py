@@ -7,6 +7,7 @@ its weight (an adapter, a hook, a subclass), the layer calls its projections one
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
@@ -32,7 +33,11 @@ _KNOWN_ACTIVATIONS = {
 LOOK_TOKENS = 4096  # what a layer sees before it plans by itself
 LOOK_AT_LEAST = 256  # in a batch: to look costs another gate, which decoding should not pay
 FIRST_LOOK = MAX_FEW_TOKENS  # what it sees before it plans for few tokens
-_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there are none in builds without CUDA
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_PARAMETERS_AND_HOOKS = operator.itemgetter(  # of a module's __dict__
+    "_parameters", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 _KERNELS = ("auto", "triton")  # backends that are the kernels on a GPU
 INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as OPT's decoder layer does
 
@@ -328,20 +333,24 @@ class SparseFFNBase(nn.Module):
         return None
 
     def _plain_weights(self) -> Weights | None:
-        """The weights, if no projection has anything that ``why_called`` would have to look at: for every call."""
+        """The weights, if no projection has anything that ``why_called`` would look at: for every eager call."""
         if torch_module._has_any_global_hook():
             return None
+        modules, weights, biases = self._modules, [], []
         for name in self.projections:
-            linear: Any = self._modules[name]
-            if type(linear) is not nn.Linear or linear.__dict__.get("forward") is not None:
+            linear: Any = modules[name]
+            if type(linear) is not nn.Linear:
                 return None
-            if linear._forward_hooks or linear._forward_pre_hooks:
+            own = linear.__dict__
+            parameters, a, b, c, d = _PARAMETERS_AND_HOOKS(own)
+            weight = parameters.get("weight")
+            if a or b or c or d or "forward" in own or type(weight) is not nn.Parameter:
                 return None
-            if linear._backward_hooks or linear._backward_pre_hooks:
-                return None
-            if type(linear._parameters.get("weight")) is not nn.Parameter:
-                return None
-        return self._weights()
+            weights.append(weight)
+            biases.append(parameters["bias"])
+        if len(weights) == 2:  # no up projection
+            return Weights(weights[0], None, weights[1], biases[0], None, biases[1])
+        return Weights(*weights, *biases)
 
     @staticmethod
     def _why_called(linear: nn.Module, name: str) -> str | None:
@@ -365,7 +374,8 @@ class SparseFFNBase(nn.Module):
         return (y, stats) if return_stats else y
 
     def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
-        w = self._plain_weights()
+        is_compiling = torch.compiler.is_compiling()
+        w = None if is_compiling else self._plain_weights()
         if w is None:
             if self.why_called() is not None:
                 return self._call_projections(x, token_mask, return_stats)
@@ -373,6 +383,7 @@ class SparseFFNBase(nn.Module):
         gate, index = w.gate, self._kernels_on
         if (  # inference on a GPU, in few steps: inside a model each takes 3 us of host time
             index is not None
+            and not is_compiling  # compilers cannot follow what comes next
             and not (return_stats or self._plans_itself or torch.is_grad_enabled())
             and token_mask is None
             and self.backend in _KERNELS
@@ -383,19 +394,19 @@ class SparseFFNBase(nn.Module):
             and x.shape[-1] == gate.shape[1]
             and registered.nothing_stands_before("cuda")
         ):
-            captured, gpu = torch.cuda.is_current_stream_capturing(), backends.kernels()
+            captured, gpu = _is_capturing(), backends.kernels()
             few, least = self._plan_tokens[captured]
             if few < x.numel() // gate.shape[1] < least:
                 return gpu.dense.infer(x, w, self.activation)
             kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
             plan = self._plan_captured if captured else self._plan_eager
-            return gpu.forward_here(x, w, self.activation, plan, kept)
+            return gpu.forward_here(x, w, self.activation, plan, few, least, kept)
         may_be_dense = index is not None and token_mask is None and not (return_stats or torch.is_grad_enabled())
-        if may_be_dense and torch.compiler.is_compiling():
+        if may_be_dense and is_compiling:
             few, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # as symbols: others compile nothing anew
             if few < x.numel() // gate.shape[1] < least:
                 return self._call_projections(x, None, False)  # a compiler makes the best of a dense layer
-        if self._plans_itself and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self._plans_itself and not torch.is_grad_enabled() and not is_compiling:
             self._look_at(x)
         if x.dtype != gate.dtype or x.shape[-1] != gate.shape[1] or x.device != gate.device or token_mask is not None:
             ops.check(type(self).__name__, x, w, self.activation, token_mask)

@@ -62,8 +62,9 @@ _STEP = 16  # of cap and first: kernels are compiled anew where a number stops b
 _LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the one counted, since text changes
 _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
 # Fewer tokens leave parts of the GPU idle in every kernel, and in eager calls all of it while the host launches them:
-# 0.08 ms a forward, 0.8 ms a forward and backward. Forward, then training; the second ones for calls that are captured.
-_MIN_TOKENS, _MIN_TOKENS_CAPTURED = 2048, 2048
+# 0.08 ms a forward, half as much again inside a model, where its code is cold; 0.8 ms a forward and backward. Forward,
+# then training; the second ones for calls that are captured.
+_MIN_TOKENS, _MIN_TOKENS_CAPTURED = 3072, 2048
 _MIN_TOKENS_TRAINING, _MIN_TOKENS_TRAINING_CAPTURED = 4096, 4096
 MAX_FEW_TOKENS = 64  # that gpu/decode/few.py takes at once
 # In rows of a dense FFN's weights that take as long to read, by tokens at once: what there is to do besides, and a

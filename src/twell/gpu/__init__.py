@@ -70,39 +70,34 @@ def _where_the_tensors_are(function: Callable[P, R]) -> Callable[P, R]:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def forward_here(
-    x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, frozen: Sequence[Tensor] = ()
-) -> Tensor:
-    """y [..., D] for x [..., D] on the current device. Without a plan densely. ``frozen``: see ``Frozen``, or empty."""
-    M = x.numel() // x.shape[-1]
-    if plan is None or M == 0:
+@_where_the_tensors_are
+def forward(x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, frozen: Sequence[Tensor] = ()) -> Tensor:
+    """y [..., D] for x [..., D]. Without a plan densely. ``frozen``: see ``Frozen``, or empty."""
+    if plan is None:
         return dense.infer(x, w, activation)
-    few, least = tokens_of(plan)
+    return forward_here(x, w, activation, plan, *tokens_of(plan), frozen)
+
+
+def forward_here(
+    x: Tensor, w: Weights, activation: str, plan: PlanTensors, few: int, least: int, frozen: Sequence[Tensor]
+) -> Tensor:
+    """On the current device, with the plan's numbers of tokens: up to ``few`` and from ``least`` on it is sparse."""
+    M = x.numel() // x.shape[-1]
     kept = (frozen if type(frozen) is Frozen else Frozen(*frozen)) if frozen else None
     down = None if kept is None or kept.down.shape[0] == 0 else kept.down
-    if few >= M and (down is not None or is_neuron_major(w.down)):  # else turning Wd would take as long as dense does
-        return _few_tokens(x, w, activation, down, kept)
-    if least > M:
-        return dense.infer(x, w, activation)
+    if 0 < M <= few and (down is not None or is_neuron_major(w.down)):  # else to turn Wd would take as long as dense
+        rows, screened = split.by_rows(w, down), None
+        if kept is not None and M == 1 and kept.q.shape[0]:
+            screened = screen.Screen(kept.q, kept.scale, kept.reach)
+        settled = kept is not None and rows.gate is w.gate  # frozen, and read where it is
+        return few_tokens.forward(x, rows, activation, None, screened, settled=settled)
     parts = Split.of(plan)
-    if parts.n_hot == w.gate.shape[0]:
+    if least > M or M == 0 or parts.n_hot == w.gate.shape[0]:
         return dense.infer(x, w, activation)
     layout = None
     if kept is not None and kept.cold.shape[0]:
         layout = split.Layout(*(t if t.numel() else None for t in kept[1:6]))  # type: ignore[arg-type]
     return split.forward(x, w, plan.order, parts, activation, *launch_facts(x), down, layout)
-
-
-forward = _where_the_tensors_are(forward_here)
-
-
-def _few_tokens(x: Tensor, w: Weights, activation: str, down: Tensor | None, kept: Frozen | None) -> Tensor:
-    rows = split.by_rows(w, down)
-    screened = None
-    if kept is not None and x.numel() == x.shape[-1] and kept.q.shape[0]:
-        screened = screen.Screen(kept.q, kept.scale, kept.reach)
-    settled = kept is not None and rows.gate is w.gate  # frozen, and read where it is
-    return few_tokens.forward(x, rows, activation, None, screened, settled=settled)
 
 
 def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:

@@ -63,9 +63,7 @@ def by_rows(w: Weights, down: Tensor | None = None) -> Weights:
     own = ready(w)
     if not is_neuron_major(own.down):
         return own._replace(down=transposed(own.down))
-    if own.down is w.down:  # which is taken as it is: kernels go by its address
-        return own
-    return own._replace(down=own.down.t())
+    return own if own.down is w.down else own._replace(down=own.down.t())  # as it is: kernels go by its address
 
 
 def ready(w: Weights) -> Weights:
@@ -74,7 +72,7 @@ def ready(w: Weights) -> Weights:
     if (  # as nearly always, in one step
         gate.is_contiguous()
         and (up is None or (up.is_contiguous() and up.data_ptr() % 16 == 0))
-        and (down.is_contiguous() or is_neuron_major(down))
+        and (is_neuron_major(down) or down.is_contiguous())
         and (gate.data_ptr() | down.data_ptr()) % 16 == 0
         and b_gate is None
         and b_up is None
