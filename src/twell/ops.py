@@ -114,9 +114,7 @@ def run(
 ) -> Any:
     """``gated_ffn`` or ``ffn`` of arguments that fit each other. ``plan``: ``PlanTensors``, or four times None."""
     straight = goes_straight(x)
-    if (
-        not straight and not torch.compiler.is_compiling()
-    ):  # which would compile anew for every change of what is chosen
+    if not straight and not torch.compiler.is_compiling():  # what is chosen would be a guard of compiled code
         choose_backend(backend, x.device)  # raises here, with a clean traceback
     save = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in w))
     if not save and not return_stats:
@@ -135,7 +133,7 @@ def run(
         y = y.view(x.shape)
     if not return_stats:
         return y
-    tokens = x.new_full((), x[..., 0].numel(), dtype=torch.int64) if mask is None else mask.sum()
+    tokens = counts.new_full((), x.numel() // x.shape[-1], dtype=torch.int64) if mask is None else mask.sum()
     return y, Stats(l1_sum, counts, tokens)
 
 
