@@ -1,6 +1,8 @@
 """Run every GPU kernel once or more at small, awkward shapes, for compute-sanitizer to watch. Usage, on a GPU:
 
-compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize_kernels.py      (and --tool racecheck)
+compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize_kernels.py
+
+(and --tool racecheck; what it would report of the API is the question for a kernel's parameter after the last one)
 """
 
 from __future__ import annotations

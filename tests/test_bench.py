@@ -226,6 +226,12 @@ def test_rounds_of_calls_alternate_and_go_through_all_layers() -> None:
     assert turns == "ab" + "ab" * 2  # two to warm up, two rounds
 
 
+def test_a_slow_spell_does_not_count() -> None:
+    times = {"a": [1.0, 3.0, 1.2, 1.1, 3.0, 3.1], "b": [2.0, 2.1, 2.2, 2.4, 5.0, 5.5]}
+    spreads = timing.quiet(times)  # of rounds 0, 2 and 3
+    assert (spreads["a"].p50, spreads["b"].p50) == (1.1, 2.2)
+
+
 def test_a_round_is_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "ROUND_MS", 5.0)
     lengths: list[int] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,14 +17,16 @@ from torch import Tensor
 pytest.importorskip("triton")
 from twell.gpu.shared import replay
 from twell.gpu.shared.launch import ANY, LONG, Descriptor
-from twell.gpu.shared.replay import Launch, Matrix, Recorded, Space
+from twell.gpu.shared.replay import Matrix, Recorded, Space, beside, together
 
 # Every launch becomes a line: function, programs, threads, shared memory, flags, stream and parameters, of which those
-# of 128 bytes show what stands for an address in a tensor map here: its first eight bytes.
+# of 128 bytes show what stands for an address in a tensor map here: its first eight bytes. So does an event that is
+# recorded (1) or waited for (2): event and stream.
 FAKE_DRIVER = r"""
 #include <cuda.h>
 #include <stdio.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 static const size_t sizes[] = {8, 8, 4, 8, 8, 8};
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra) {
@@ -55,6 +57,24 @@ CUresult cuFuncGetParamInfo(CUfunction f, size_t i, size_t *offset, size_t *size
   return 0;
 }
 CUresult cuGetErrorString(CUresult code, const char **text) { *text = "as it was told to"; return 0; }
+CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return 0; }
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) { return 0; }
+static uintptr_t made = 1000;
+CUresult cuStreamCreate(CUstream *stream, unsigned flags) {
+  if (flags != CU_STREAM_NON_BLOCKING) return 1;
+  if (getenv("TWELL_TEST_NO_STREAMS")) return 2;
+  *stream = (CUstream)made++;
+  return 0;
+}
+CUresult cuEventCreate(CUevent *event, unsigned flags) { *event = (CUevent)made++; return 0; }
+static CUresult say(uintptr_t what, void *event, void *stream) {
+  FILE *log = fopen(LOG, "a");
+  fprintf(log, "%lu %lu %lu\n", what, (uintptr_t)event, (uintptr_t)stream);
+  fclose(log);
+  return 0;
+}
+CUresult cuEventRecord(CUevent event, CUstream stream) { return say(1, event, stream); }
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) { return say(2, event, stream); }
 """
 SIZES = [8, 8, 4, 8, 8, 8]  # of the fake kernel: two pointers, a number, a long one, and scratch memory's two
 
@@ -106,8 +126,8 @@ def compiled(function: int = 3, **changes: Any) -> Any:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any) -> None:
-    assert replay.recording.launches is not None
-    replay.recording.launches.append(Launch(kernel, programs, arguments))
+    assert replay.recording.log is not None
+    replay.recording.log.add(kernel, programs, arguments)
 
 
 def function_of(kernel: Any, runs: list[int] | None = None) -> Recorded:
@@ -142,6 +162,53 @@ def test_a_second_call_launches_the_same_with_its_own_addresses(launches: Callab
     assert runs == [6, 9]
     function("another key", (other, None), 9)
     assert runs == [6, 9] and launches()[1][-5] == 0
+
+
+def parallel(kernel: Any) -> Recorded:
+    @Recorded
+    def function(space: Space, x: Tensor) -> tuple[Tensor, ...]:
+        for programs in range(1, 8):
+            with beside() if programs in (2, 3, 5, 7) else contextlib.nullcontext():
+                if programs in (6, 7):
+                    together()
+                launch(kernel, programs, x, x, 1, 1)
+        return ()
+
+    return function
+
+
+def test_launches_beside_others_are_joined(
+    launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = parallel(compiled())
+    streams: dict[int, tuple[int, ...]] = {}
+    for stream in (5, 6, 5):
+        monkeypatch.setattr(replay, "current_stream", lambda _, stream=stream: stream)
+        function("key", (torch.zeros(8),))
+        said = launches()
+        if not said:  # recorded: kernels are fakes
+            function("key", (torch.zeros(8),))
+            said = launches()
+        short = [line if len(line) == 3 else [line[1], line[6]] for line in said]
+        second, forked, joined = short[2][2], short[1][1], short[9][1]
+        fork, join = [[1, forked, stream], [2, forked, second]], [[1, joined, second], [2, joined, stream]]
+        assert short == [
+            [1, stream], *fork, [2, second], [3, second], [4, stream], *fork, [5, second],
+            *join, [6, stream], *fork, [7, second], *join,
+        ]  # fmt: skip
+        assert streams.setdefault(stream, (second, forked, joined)) == (second, forked, joined)
+    assert len({name for each in streams.values() for name in each}) == 6
+
+
+def test_without_a_second_stream_launches_are_in_order(
+    launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "current_stream", lambda _: 77)
+    monkeypatch.setenv("TWELL_TEST_NO_STREAMS", "1")
+    function = parallel(compiled())
+    for _ in range(2):
+        function("key", (torch.zeros(8),))
+    assert [line[1:7:5] for line in launches()] == [[n, 77] for n in range(1, 8)]
 
 
 def test_a_matrix_has_its_address_in_a_tensor_map(launches: Callable[[], list[list[int]]]) -> None:
@@ -239,4 +306,4 @@ def test_programs_are_not_kept_for_ever(
 
 
 def test_the_c_code_and_python_agree_on_sizes() -> None:
-    assert replay._LAUNCH.size == 32 and replay._PARAM.size == 16 and struct.calcsize("<I4x") == 8
+    assert replay._HEAD.size == 8 and replay._LAUNCH.size == 32 and replay._PARAM.size == 16

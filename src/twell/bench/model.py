@@ -30,7 +30,7 @@ from twell.reference import Weights
 
 ENERGY_SECONDS = 3.0
 PROMPT_TOKENS, NEW_TOKENS = 32, 64  # of measure_generate
-GENERATE_ROUNDS = 5  # at least
+GENERATE_ROUNDS = 7  # at least
 _TOKENS_OF_A_LAYER = 64  # at least, of a workload: a few tokens are others in every layer
 _LAYER_TOKENS = 16384  # of one FFN's input, where layers are timed one by one
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 1e-3}  # of logits; bf16: 0.01 after 28 layers
@@ -272,7 +272,7 @@ def measure_generate(subject: Subject, ids: Tensor, new_tokens: int, *, seconds:
             taken.append(timed(dense if name == "dense" else sparse))
         thaw_(sparse)
         rounds += 1
-    spreads = {name: timing.spread(taken[1:]) for name, taken in times.items()}  # the first warms up
+    spreads = timing.quiet({name: taken[1:] for name, taken in times.items()})  # the first warms up
     return {
         "bench": "generate",
         **subject.facts,

@@ -111,7 +111,8 @@ def as_called(
 
     An alternative is one call or several, made in turn: the same on different weights, so that a GPU does not find them
     in its L2 cache. A round is at least ``ROUND_MS`` of calls back to back, then one wait for the device; rounds of the
-    alternatives alternate. ``seconds`` bounds the timed part, after ``ROUNDS`` rounds of each.
+    alternatives alternate. ``seconds`` bounds the timed part, after ``ROUNDS`` rounds of each. The quieter half of them
+    counts: see ``quiet``.
     """
     cycles = {name: itertools.cycle(calls) for name, calls in alternatives.items()}
     sizes, slowest = {}, 0.0
@@ -128,7 +129,15 @@ def as_called(
             break
         for name, cycle in cycles.items():
             times[name].append(_round_ms(cycle, sizes[name], device))
-    return {name: spread(t) for name, t in times.items()}
+    return quiet(times)
+
+
+def quiet(times: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
+    """Of the half of the rounds that took the least time, all alternatives together: hosts have spells of twice the
+    time, which begin and end between one alternative and the next. The same rounds count for every alternative."""
+    totals = [sum(each) for each in zip(*times.values(), strict=True)]
+    kept = sorted(range(len(totals)), key=totals.__getitem__)[: (len(totals) + 1) // 2]
+    return {name: spread([each[i] for i in kept]) for name, each in times.items()}
 
 
 def _round_ms(cycle: Iterator[Callable[[], Any]], n: int, device: torch.device) -> float:
@@ -149,7 +158,8 @@ def host_us(
     repeats: int = 50,
     after: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
-    """Microseconds from a call to its return while the GPU has nothing else to do: the host's own time, in the median.
+    """Microseconds from a call to its return while the GPU has nothing else to do: the host's own time, in the
+    median of the quieter half of the repeats.
 
     ``after`` each call, untimed, comes ``after``. Of calls on a CPU it is their whole time.
     """
@@ -164,7 +174,7 @@ def host_us(
         if i >= 2:  # the first ones warm up
             times[name].append(taken)
     _wait(device)
-    return {name: round(spread(t).p50, 1) for name, t in times.items()}
+    return {name: round(spread.p50, 1) for name, spread in quiet(times).items()}
 
 
 def _wait(device: torch.device) -> None:

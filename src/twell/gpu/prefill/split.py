@@ -16,7 +16,7 @@ from twell.gpu.prefill.gate import gate_and_bitmap, hot_activations
 from twell.gpu.prefill.heavy import write_heavy_
 from twell.gpu.prefill.lists import list_active
 from twell.gpu.prefill.up_down import write_tail
-from twell.gpu.shared.replay import Recorded, Space
+from twell.gpu.shared.replay import Recorded, Space, beside
 from twell.gpu.shared.rows import gathered, transposed
 from twell.gpu.shared.tiles import RowTile, Tiles
 from twell.plan import PlanTensors, sizes_of
@@ -214,13 +214,17 @@ def _launch(
         layout = Layout(hot, hot_bias, hot_down, cold, cold_bias)
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     r, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, space=space, **common)
+    h = None
+    if n_hot:
+        with beside():  # bound by FLOPs, the tail by bytes
+            given: dict[str, Any] = {"gated": gated, "squared": squared, "space": space}
+            h = hot_activations(x, layout.hot, layout.hot_bias, **given, **common)
     size = list_size(len(x), cap)
     out = space.take(size, dtype=index_dtype(len(order))), space.take(size, dtype=x.dtype)
     lists = list_active(r, bitmap, marks, order, cap=cap, first=first, out=out)
     tile = tail_tile(tiles, x, first)
     write_tail(y, x, lists, rows, rows.down, squared=squared, has_hot=n_hot > 0, tile=tile)
     write_heavy_(y, x, r, bitmap, marks, rows, rows.down, order, squared=squared, tile=tiles.heavy, programs=programs)
-    if n_hot == 0:
+    if h is None:
         return ()
-    h = hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, space=space, **common)
     return (h, layout.hot_down) if hot is None else (h,)

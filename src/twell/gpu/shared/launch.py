@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell.gpu.shared.replay import CHECKED, INTERPRETED, Launch, Matrix, current_device, current_stream, recording
+from twell.gpu.shared.replay import CHECKED, INTERPRETED, Matrix, current_device, current_stream, recording
 from twell.gpu.shared.tiles import device_facts
 
 # How a number is declared, by an example of it.
@@ -109,8 +109,8 @@ class Kernel:
         if compiled is None:
             compiled = Compiled(self.compile(), self.arguments, tuple(self.constants.values()))
             self._compiled[device] = compiled
-        if recording.launches is not None:
-            recording.launches.append(Launch(compiled, programs, arguments))
+        if recording.log is not None:
+            recording.log.add(compiled, programs, arguments)
         compiled(programs, current_stream(device), arguments)
 
     def compile(self) -> Any:

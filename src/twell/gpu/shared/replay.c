@@ -3,6 +3,10 @@
 // A program is bytes: for every launch a Launch and its Params, then the tensor maps. A parameter is a number, or an
 // address: that of one of the tensors given, plus an offset. A tensor map (what the copy engine is told of a matrix)
 // was made once; only its address is new.
+//
+// Launches that are BESIDE go to a second stream, after all that was launched before them; a launch that JOINS waits for
+// them, and so does what comes after the program. Every stream has a second one of its own, so that a CUDA graph that is
+// captured from one takes in the other, and that no thread's work waits for another's.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,10 +18,13 @@
 #define MOST_TENSORS 32
 #define MOST_PARAMS 64
 #define MOST_MAPS 4
+#define MOST_LANES 64
+
+enum { COOPERATIVE = 1, OVERLAPS = 2, BESIDE = 4, JOINS = 8 };
 
 typedef struct {
   uint64_t function;
-  uint32_t programs, threads, shared, cooperative, overlaps, n_params;
+  uint32_t programs, threads, shared, n_params, flags, unused;
 } Launch;
 
 typedef struct {
@@ -33,7 +40,22 @@ static CUresult (*encode_tiled)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, 
                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 static CUresult (*param_info)(CUfunction, size_t, size_t *, size_t *);
 static CUresult (*error_string)(CUresult, const char **);
+static CUresult (*current_context)(CUcontext *);
+static CUresult (*capture_mode)(CUstreamCaptureMode *);
+static CUresult (*create_stream)(CUstream *, unsigned);
+static CUresult (*create_event)(CUevent *, unsigned);
+static CUresult (*record_event)(CUevent, CUstream);
+static CUresult (*wait_for_event)(CUstream, CUevent, unsigned);
 static PyObject *data_ptr;
+
+typedef struct {
+  CUcontext context;
+  CUstream stream, beside;
+  CUevent forked, joined;
+} Lane;
+
+static Lane lanes[MOST_LANES];
+static int n_lanes;
 
 static PyObject *failed(const char *what, CUresult code) {
   const char *text = NULL;
@@ -48,7 +70,10 @@ static PyObject *load(PyObject *self, PyObject *path) {
   struct { const char *name; void **to; } wanted[] = {
       {"cuLaunchKernelEx", (void **)&launch_kernel},       {"cuTensorMapReplaceAddress", (void **)&replace_address},
       {"cuTensorMapEncodeTiled", (void **)&encode_tiled},  {"cuFuncGetParamInfo", (void **)&param_info},
-      {"cuGetErrorString", (void **)&error_string},
+      {"cuGetErrorString", (void **)&error_string},        {"cuCtxGetCurrent", (void **)&current_context},
+      {"cuThreadExchangeStreamCaptureMode", (void **)&capture_mode},
+      {"cuStreamCreate", (void **)&create_stream},         {"cuEventCreate", (void **)&create_event},
+      {"cuEventRecord", (void **)&record_event},           {"cuStreamWaitEvent", (void **)&wait_for_event},
   };
   for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
     *wanted[i].to = dlsym(library, wanted[i].name);
@@ -89,6 +114,36 @@ static PyObject *tensor_map(PyObject *self, PyObject *args) {
   return PyBytes_FromStringAndSize((const char *)&map, sizeof map);
 }
 
+// The stream beside this one, made when first asked for; NULL where it cannot be. The caller has Python's lock.
+static Lane *lane_of(CUstream stream) {
+  CUcontext context;
+  if (current_context(&context)) return NULL;
+  for (int i = 0; i < n_lanes; i++)
+    if (lanes[i].stream == stream && lanes[i].context == context) return &lanes[i];
+  if (n_lanes == MOST_LANES) return NULL;
+  Lane lane = {.context = context, .stream = stream};
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;  // a stream may be made while a graph is captured
+  capture_mode(&mode);
+  int is_made = !create_stream(&lane.beside, CU_STREAM_NON_BLOCKING) &&
+                !create_event(&lane.forked, CU_EVENT_DISABLE_TIMING) &&
+                !create_event(&lane.joined, CU_EVENT_DISABLE_TIMING);
+  capture_mode(&mode);
+  if (!is_made) return NULL;
+  lanes[n_lanes] = lane;
+  return &lanes[n_lanes++];
+}
+
+// Has what comes next on the second stream wait for what there is on the first.
+static CUresult fork_to(const Lane *lane) {
+  CUresult code = record_event(lane->forked, lane->stream);
+  return code ? code : wait_for_event(lane->beside, lane->forked, 0);
+}
+
+static CUresult join(const Lane *lane) {
+  CUresult code = record_event(lane->joined, lane->beside);
+  return code ? code : wait_for_event(lane->stream, lane->joined, 0);
+}
+
 static CUresult launch_one(const char *program, const Launch *launch, const Param *params, CUstream stream,
                            const uint64_t *addresses) {
   uint64_t values[MOST_PARAMS];
@@ -108,11 +163,11 @@ static CUresult launch_one(const char *program, const Launch *launch, const Para
   }
   CUlaunchAttribute attributes[2];
   memset(attributes, 0, sizeof attributes);
-  if (launch->overlaps) {
+  if (launch->flags & OVERLAPS) {
     attributes[n_attributes].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attributes[n_attributes++].value.programmaticStreamSerializationAllowed = 1;
   }
-  if (launch->cooperative) {
+  if (launch->flags & COOPERATIVE) {
     attributes[n_attributes].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
     attributes[n_attributes++].value.cooperative = 1;
   }
@@ -142,17 +197,27 @@ static PyObject *replay(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (PyErr_Occurred()) return NULL;
     if (addresses[i - 2] % 16) return PyErr_Format(PyExc_ValueError, "tensor %zd is not aligned to 16 bytes", i - 2);
   }
-  uint32_t n_launches;
+  uint32_t n_launches, forks;
   memcpy(&n_launches, program, sizeof n_launches);
+  memcpy(&forks, program + sizeof n_launches, sizeof forks);
+  const Lane *lane = forks ? lane_of(stream) : NULL;
   const char *at = program + 8;
+  int is_apart = 0, is_behind = 1;  // something is yet to be joined; the second stream is behind the first
   CUresult code = CUDA_SUCCESS;
   Py_BEGIN_ALLOW_THREADS;
   for (uint32_t i = 0; i < n_launches && code == CUDA_SUCCESS; i++) {
     const Launch *launch = (const Launch *)at;
     const Param *params = (const Param *)(at + sizeof(Launch));
-    code = launch_one(program, launch, params, stream, addresses);
+    int is_beside = lane && launch->flags & BESIDE;
+    if (is_apart && launch->flags & JOINS) code = join(lane), is_apart = 0, is_behind = 1;
+    if (is_beside && is_behind && code == CUDA_SUCCESS) code = fork_to(lane);
+    if (code == CUDA_SUCCESS)
+      code = launch_one(program, launch, params, is_beside ? lane->beside : stream, addresses);
+    is_apart |= is_beside;
+    is_behind = !is_beside;
     at = (const char *)(params + launch->n_params);
   }
+  if (is_apart && code == CUDA_SUCCESS) code = join(lane);
   Py_END_ALLOW_THREADS;
   if (code) return failed("launching recorded kernels", code);
   Py_RETURN_NONE;

@@ -11,17 +11,23 @@ function that launches kernels, and does nothing else, is run once a key; what i
     (h,) = _launch((M, tile), (x, w, y), tile)  # the key, tensors (or None), the rest
 
 The key must tell apart all that the function decides by: with TWELL_CHECK_LAUNCHES=1 every other call is recorded anew
-and compared. Where the C module cannot be built or a kernel's parameters are not as expected, functions simply run."""
+and compared. Where the C module cannot be built or a kernel's parameters are not as expected, functions simply run.
+
+    with beside():                              # launches that may run at the same time as those that come after them
+        ...
+    together()                                  # what comes next waits for them; the end of the function does, too
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import struct
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +39,8 @@ CHECKED = os.environ.get("TWELL_CHECK_LAUNCHES") == "1"  # also compares every a
 
 _MOST_PROGRAMS = 512  # of one function: numbers of tokens differ from call to call
 _ALIGNMENT = 256  # of what a call takes from its space
-_LAUNCH, _PARAM = struct.Struct("<QIIIIII"), struct.Struct("<QiI")  # as in replay.c
+_HEAD, _LAUNCH, _PARAM = struct.Struct("<II"), struct.Struct("<QIIIII4x"), struct.Struct("<QiI")  # as in replay.c
+_COOPERATIVE, _OVERLAPS, _BESIDE, _JOINS = 1, 2, 4, 8  # likewise
 _DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -55,6 +62,20 @@ class Launch(NamedTuple):
     compiled: Any
     programs: int
     arguments: tuple[Any, ...]
+    is_beside: bool = False
+    joins: bool = False
+
+
+class _Log:
+    """What a call that is being recorded has launched so far."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.is_beside = self.joins = False
+
+    def add(self, compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+        self.launches.append(Launch(compiled, programs, arguments, self.is_beside, self.joins))
+        self.joins = False
 
 
 class Space:
@@ -82,10 +103,31 @@ class _Program(NamedTuple):
 
 
 class _Recording(threading.local):
-    launches: list[Launch] | None = None  # those of this thread's recording, if there is one
+    log: _Log | None = None  # of this thread's recording, if there is one
 
 
 recording = _Recording()
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """Launches in here come after those before, and run at the same time as those that follow. Only where they are
+    repeated: a call that is recorded runs in order."""
+    log = recording.log
+    if log is None:
+        yield
+        return
+    log.is_beside = True
+    try:
+        yield
+    finally:
+        log.is_beside = False
+
+
+def together() -> None:
+    """The next launch waits for those ``beside``."""
+    if recording.log is not None:
+        recording.log.joins = True
 
 
 class Recorded:
@@ -119,13 +161,13 @@ class Recorded:
         return key in self._repeated
 
     def _record(self, key: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        launches: list[Launch] = []
-        space, outer, recording.launches = Space(tensors[0]), recording.launches, launches
+        space, outer, log = Space(tensors[0]), recording.log, _Log()
+        recording.log = log
         try:
             results = self._function(space, *tensors, *rest)
         finally:
-            recording.launches = outer
-        program = _program_of(launches, space, tensors, results)
+            recording.log = outer
+        program = _program_of(log.launches, space, tensors, results)
         if program is not None:
             if CHECKED and not program.is_like(self._programs.setdefault(key, program)):
                 raise AssertionError(f"{self._function.__qualname__} launched something else for the same key {key}")
@@ -151,7 +193,7 @@ def _program_of(
         return None
     if any(t.dtype != tensors[0].dtype for t in results):  # type: ignore[union-attr]
         raise TypeError("what a recorded function returns has the dtype of its first tensor")
-    head = 8 + sum(_LAUNCH.size + _PARAM.size * len(launch.compiled.param_sizes) for launch in launches)
+    head = _HEAD.size + sum(_LAUNCH.size + _PARAM.size * len(launch.compiled.param_sizes) for launch in launches)
     maps, parts = b"", []
     for launch in launches:
         if not _is_as_declared(launch.compiled):
@@ -171,9 +213,11 @@ def _program_of(
                 maps += _map_of(matrix, described)
             params.append(_PARAM.pack(offset, tensor, map_at))
         facts = launch.compiled.metadata
-        numbers = 32 * facts.num_warps, facts.shared, facts.launch_cooperative_grid, facts.launch_pdl, len(params)
-        parts += [_LAUNCH.pack(launch.compiled.function, launch.programs, *numbers), *params]
-    code = struct.pack("<I4x", len(launches)) + b"".join(parts) + maps
+        flags = _COOPERATIVE * facts.launch_cooperative_grid | _OVERLAPS * facts.launch_pdl
+        flags |= _BESIDE * launch.is_beside | _JOINS * launch.joins
+        numbers = launch.programs, 32 * facts.num_warps, facts.shared, len(params), flags
+        parts += [_LAUNCH.pack(launch.compiled.function, *numbers), *params]
+    code = _HEAD.pack(len(launches), any(launch.is_beside for launch in launches)) + b"".join(parts) + maps
     item = tensors[0].element_size()  # type: ignore[union-attr]
     places = [next(at + t.data_ptr() - a for a, b, i, at in spans if i == 0 and a <= t.data_ptr() < b) for t in results]
     views = tuple((tuple(t.shape), t.stride(), at // item) for t, at in zip(results, places, strict=True))
