@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ import twell
 from twell import gpu, reference
 from twell.bench import cases, ffn
 from twell.bench.parts import bitmap_of
-from twell.gpu.prefill import gate
-from twell.gpu.shared import launch
+from twell.gpu.prefill import gate, split
+from twell.gpu.shared import launch, replay
 from twell.gpu.shared.tiles import device_facts, tiles_for
 from twell.nn import neuron_major_
 from twell.plan import Plan, choose_plan, costs_for, dense_plan
@@ -189,6 +190,30 @@ def test_launches_without_checks_give_the_same_bits(M: int, monkeypatch: pytest.
         results.append([y, *out, gradients.x, *(g for g in gradients.weights if g is not None)])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+@torch.no_grad()
+def test_hot_neurons_beside_the_tail_in_threads_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is recorded runs on one stream; repeated, it takes a second one, and gives the same bits."""
+    inputs = cases.make("skew29", 8192, dtype=bf16, device="cuda")
+    layer = layer_of(inputs, Plan(n_neurons=5632, hot=torch.arange(512), cap=64, min_tokens=65))
+    monkeypatch.setattr(replay, "CHECKED", False)
+    xs = list(inputs.x.split(1000))[:8]
+    split._launch._programs.clear()
+    expected = []
+    for x in xs:
+        expected.append(layer(x))
+        split._launch._programs.clear()
+    layer(xs[0])
+    torch.cuda.synchronize()
+
+    def calls(stream: torch.cuda.Stream | None) -> bool:
+        with torch.no_grad(), torch.cuda.stream(stream):
+            ys = [layer(x) for _ in range(5) for x in xs]
+            return all(torch.equal(y, expected[i % len(xs)]) for i, y in enumerate(ys))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(calls, [torch.cuda.Stream() for _ in range(4)] + [None] * 2))
 
 
 def test_cuda_graph_and_compile() -> None:

@@ -4,9 +4,9 @@
 // address: that of one of the tensors given, plus an offset. A tensor map (what the copy engine is told of a matrix)
 // was made once; only its address is new.
 //
-// Launches that are BESIDE go to a second stream, after all that was launched before them; a launch that JOINS waits for
-// them, and so does what comes after the program. Every stream has a second one of its own, so that a CUDA graph that is
-// captured from one takes in the other, and that no thread's work waits for another's.
+// Launches that are BESIDE go to a second stream, after all that was launched before them; what comes after the program
+// waits for them. Every stream has a second one of its own, so that a CUDA graph that is captured from one takes in the
+// other, and that no thread's work waits for another's.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -20,7 +20,7 @@
 #define MOST_MAPS 4
 #define MOST_LANES 64
 
-enum { COOPERATIVE = 1, OVERLAPS = 2, BESIDE = 4, JOINS = 8 };
+enum { COOPERATIVE = 1, OVERLAPS = 2, BESIDE = 4 };
 
 typedef struct {
   uint64_t function;
@@ -202,15 +202,14 @@ static PyObject *replay(PyObject *self, PyObject *const *args, Py_ssize_t n) {
   memcpy(&forks, program + sizeof n_launches, sizeof forks);
   const Lane *lane = forks ? lane_of(stream) : NULL;
   const char *at = program + 8;
-  int is_apart = 0, is_behind = 1;  // something is yet to be joined; the second stream is behind the first
+  int is_apart = 0, is_behind = 1;  // something is to be joined; the second stream does not know the last launches
   CUresult code = CUDA_SUCCESS;
   Py_BEGIN_ALLOW_THREADS;
   for (uint32_t i = 0; i < n_launches && code == CUDA_SUCCESS; i++) {
     const Launch *launch = (const Launch *)at;
     const Param *params = (const Param *)(at + sizeof(Launch));
     int is_beside = lane && launch->flags & BESIDE;
-    if (is_apart && launch->flags & JOINS) code = join(lane), is_apart = 0, is_behind = 1;
-    if (is_beside && is_behind && code == CUDA_SUCCESS) code = fork_to(lane);
+    if (is_beside && is_behind) code = fork_to(lane);
     if (code == CUDA_SUCCESS)
       code = launch_one(program, launch, params, is_beside ? lane->beside : stream, addresses);
     is_apart |= is_beside;

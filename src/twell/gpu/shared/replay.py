@@ -12,11 +12,7 @@ function that launches kernels, and does nothing else, is run once a key; what i
 
 The key must tell apart all that the function decides by: with TWELL_CHECK_LAUNCHES=1 every other call is recorded anew
 and compared. Where the C module cannot be built or a kernel's parameters are not as expected, functions simply run.
-
-    with beside():                              # launches that may run at the same time as those that come after them
-        ...
-    together()                                  # what comes next waits for them; the end of the function does, too
-"""
+Launches ``with beside():`` may run at the same time as those that come after them."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ CHECKED = os.environ.get("TWELL_CHECK_LAUNCHES") == "1"  # also compares every a
 _MOST_PROGRAMS = 512  # of one function: numbers of tokens differ from call to call
 _ALIGNMENT = 256  # of what a call takes from its space
 _HEAD, _LAUNCH, _PARAM = struct.Struct("<II"), struct.Struct("<QIIIII4x"), struct.Struct("<QiI")  # as in replay.c
-_COOPERATIVE, _OVERLAPS, _BESIDE, _JOINS = 1, 2, 4, 8  # likewise
+_COOPERATIVE, _OVERLAPS, _BESIDE = 1, 2, 4  # likewise
 _DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -62,8 +58,7 @@ class Launch(NamedTuple):
     compiled: Any
     programs: int
     arguments: tuple[Any, ...]
-    is_beside: bool = False
-    joins: bool = False
+    is_beside: bool
 
 
 class _Log:
@@ -71,11 +66,10 @@ class _Log:
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
-        self.is_beside = self.joins = False
+        self.is_beside = False
 
     def add(self, compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
-        self.launches.append(Launch(compiled, programs, arguments, self.is_beside, self.joins))
-        self.joins = False
+        self.launches.append(Launch(compiled, programs, arguments, self.is_beside))
 
 
 class Space:
@@ -111,8 +105,8 @@ recording = _Recording()
 
 @contextlib.contextmanager
 def beside() -> Iterator[None]:
-    """Launches in here come after those before, and run at the same time as those that follow. Only where they are
-    repeated: a call that is recorded runs in order."""
+    """Launches in here come after those before, and run at the same time as those that follow, to the end of the call.
+    Only where they are repeated: a call that is recorded runs in order."""
     log = recording.log
     if log is None:
         yield
@@ -122,12 +116,6 @@ def beside() -> Iterator[None]:
         yield
     finally:
         log.is_beside = False
-
-
-def together() -> None:
-    """The next launch waits for those ``beside``."""
-    if recording.log is not None:
-        recording.log.joins = True
 
 
 class Recorded:
@@ -214,7 +202,7 @@ def _program_of(
             params.append(_PARAM.pack(offset, tensor, map_at))
         facts = launch.compiled.metadata
         flags = _COOPERATIVE * facts.launch_cooperative_grid | _OVERLAPS * facts.launch_pdl
-        flags |= _BESIDE * launch.is_beside | _JOINS * launch.joins
+        flags |= _BESIDE * launch.is_beside
         numbers = launch.programs, 32 * facts.num_warps, facts.shared, len(params), flags
         parts += [_LAUNCH.pack(launch.compiled.function, *numbers), *params]
     code = _HEAD.pack(len(launches), any(launch.is_beside for launch in launches)) + b"".join(parts) + maps

@@ -20,7 +20,7 @@ from twell.gpu.prefill.heavy import write_heavy_
 from twell.gpu.prefill.lists import Lists, list_active
 from twell.gpu.prefill.split import Split, aligned, biases_of, lay_out, ready, tail_tile
 from twell.gpu.prefill.up_down import write_tail
-from twell.gpu.shared.replay import Recorded, Space, beside, together
+from twell.gpu.shared.replay import Recorded, Space
 from twell.gpu.shared.rows import put_rows_, transposed
 from twell.gpu.shared.tiles import Tiles
 from twell.gpu.training.activation import activate
@@ -118,11 +118,6 @@ def _launch_forward(
     if r is None or bitmap is None:
         given: dict[str, Any] = {"zeros": not gated, "marks": parts.marks, "space": space}
         r, bitmap, _ = gate_and_bitmap(x, layout.cold, layout.cold_bias, **given, **common)
-    h = None
-    if n_hot:
-        with beside():  # bound by FLOPs, the tail by bytes
-            given = {"gated": gated, "squared": squared, "sums": parts.sums, "space": space}
-            h = hot_activations(x, layout.hot, layout.hot_bias, **given, **common)
     out = parts.rows, parts.values
     lists = list_active(r, bitmap, parts.marks, order, cap=cap, first=first, out=out)
     l1, tile = space.take(M, dtype=torch.float32), tail_tile(tiles, x, first)
@@ -133,9 +128,12 @@ def _launch_forward(
     )  # fmt: skip
     seen = space.take(Sizes.of(M, F - n_hot, cap).chunks, F - n_hot, dtype=torch.int32) if want_stats else None
     transpose(bitmap, lists, F - n_hot, token_mask, Columns(parts.bits, parts.offsets), seen, space)
-    together()
-    if h is not None and M < _BY_CUBLAS:
-        add_product_(y, h, layout.hot_down, **common)
+    h = None
+    if n_hot:
+        given = {"gated": gated, "squared": squared, "sums": parts.sums, "space": space}
+        h = hot_activations(x, layout.hot, layout.hot_bias, **given, **common)
+        if M < _BY_CUBLAS:
+            add_product_(y, h, layout.hot_down, **common)
     if seen is not None:
         hot = None
         if n_hot:
@@ -239,22 +237,18 @@ def _launch_backward(
     out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
     columns = Columns(parts.bits, parts.offsets) if any(g is not None for g in out) else None
     lists = Lists(parts.rows, parts.values, parts.marks, cap)
-    common: dict[str, Any] = {"programs": programs, "use_tma": tiles.use_tma}
-    with beside():  # bound by FLOPs, the tail by bytes
-        layout = gradients = h = None
-        if n_hot:
-            layout = lay_out(Weights(gate, up, down, None, None, None), order, n_hot, cold=False, space=space)
-            given: dict[str, Any] = {"gated": gated, "squared": squared, "tile": tiles.heavy, "space": space}
-            gradients, h = hot_gradients(dy, layout.hot_down, parts.sums, dl1, token_mask, **given, **common)
     pairs = write_tail_gradients(
         dx, dy, dl1, token_mask, lists, parts.up, gate, up, down, places, columns,
         squared=squared, tile=tiles.tail_backward, space=space,
     )  # fmt: skip
     if pairs is not None and columns is not None:
         write_weight_gradients(out, x, dy, pairs, columns, order, F - n_hot, space)
-    together()
     hot: tuple[Tensor, ...] = ()
-    if layout is not None and gradients is not None and h is not None:
+    if n_hot:
+        layout = lay_out(Weights(gate, up, down, None, None, None), order, n_hot, cold=False, space=space)
+        common: dict[str, Any] = {"programs": programs, "use_tma": tiles.use_tma}
+        given: dict[str, Any] = {"gated": gated, "squared": squared, "tile": tiles.heavy, "space": space}
+        gradients, h = hot_gradients(dy, layout.hot_down, parts.sums, dl1, token_mask, **given, **common)
         hot = gradients.t(), h.t(), space.take(gradients.shape[1], D), space.take(n_hot, D)
         if dx is not None and M < _BY_CUBLAS:
             add_product_(dx, gradients, layout.hot, tile=tiles.gate, **common)
