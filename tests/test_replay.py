@@ -288,8 +288,10 @@ def test_faults(launches: Callable[[], list[list[int]]]) -> None:
         function("key", (torch.zeros(8), torch.zeros(8)), 1)
     fine = function_of(compiled())
     fine("key", (torch.zeros(8), torch.zeros(8)), 1)
+    odd = torch.zeros(8), torch.zeros(9)[1:]
+    assert fine.repeat("key", odd) is None and launches() == []
     with pytest.raises(ValueError, match="tensor 1 is not aligned"):
-        fine("key", (torch.zeros(9)[1:], torch.zeros(8)), 1)
+        fine("key", odd, 1)
 
 
 def test_programs_are_not_kept_for_ever(

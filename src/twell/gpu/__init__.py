@@ -86,11 +86,11 @@ def forward_here(
     kept = (frozen if type(frozen) is Frozen else Frozen(*frozen)) if frozen else None
     down = None if kept is None or kept.down.shape[0] == 0 else kept.down
     if 0 < M <= few and (down is not None or is_neuron_major(w.down)):  # else to turn Wd would take as long as dense
-        rows, screened = split.by_rows(w, down), None
+        screened = None
         if kept is not None and M == 1 and kept.q.shape[0]:
             screened = screen.Screen(kept.q, kept.scale, kept.reach)
-        settled = kept is not None and rows.gate is w.gate  # frozen, and read where it is
-        return few_tokens.forward(x, rows, activation, None, screened, settled=settled)
+        rows = w if down is None else w._replace(down=down)
+        return few_tokens.forward(x, rows, activation, None, screened, settled=kept is not None)
     parts = Split.of(plan)
     if least > M or M == 0 or parts.n_hot == w.gate.shape[0]:
         return dense.infer(x, w, activation)

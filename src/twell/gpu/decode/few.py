@@ -42,7 +42,7 @@ from twell.gpu.decode.tiles import (
     SumTile,
     tiles_of,
 )
-from twell.gpu.prefill.split import aligned
+from twell.gpu.prefill.split import aligned, ready
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.replay import Recorded, Space
 from twell.plan import MAX_FEW_TOKENS
@@ -64,23 +64,52 @@ def forward(
 ) -> Tensor:
     """y [..., D] for x [..., D], of 1 to 64 tokens.
 
-    ``w``: all weights as rows [F, D] (``split.by_rows``); ``screened``: the gate's, for M 1. ``settled``: the gate was
-    written before the kernel before this was launched, so that it may be read while that runs."""
+    ``w``: the weights, Wd neuron by neuron, as [D, F] or [F, D]. ``screened``: the gate's, for M 1. ``settled``: the
+    gate was written before the kernel before this was launched, so that it may be read while that runs.
+
+    The key tells how everything lies: where its launches are repeated, nothing has to be looked at."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)  # whose code is warmer than new_empty's
+    run = _several_tokens if screened is None else _one_token
+    tensors = (x, y, *w) if screened is None else (x, y, *w, *screened)
+    if run.repeat(_key(x, w, activation, tiles, settled), tensors) is None:
+        _run(run, x, y, w, activation, tiles, screened, settled)
+    return y
+
+
+def _key(x: Tensor, w: Weights, activation: str, tiles: Any, settled: bool) -> tuple[Any, ...]:
+    gate, up, down, b_gate, b_up, b_down = w
+    return (
+        x.shape, x.stride(), x.dtype, gate.shape, gate.stride(), up is None or up.stride(), down.stride(),
+        b_gate is None or b_gate.stride(), b_up is None or b_up.stride(), b_down is None or b_down.stride(),
+        activation, tiles, settled,
+    )  # fmt: skip
+
+
+def _run(
+    run: Recorded,
+    x: Tensor,
+    y: Tensor,
+    w: Weights,
+    activation: str,
+    tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile] | None,
+    screened: Screen | None,
+    settled: bool,
+) -> None:
+    """For the first time, or of copies, where x or a weight does not lie as kernels read it."""
     M = x.numel() // x.shape[-1]
     if not 0 < M <= MAX_FEW_TOKENS:
         raise ValueError(f"decode.forward takes 1 to {MAX_FEW_TOKENS} tokens, got {M}")
     if screened is not None and M > 1:
         raise ValueError(f"a screened gate is for one token, got {M}")
-    x = aligned(x)
-    gate, up, down, b_gate, b_up, b_down = w
-    flags = (up is not None, activation == "relu2", b_gate is not None, b_up is not None)
-    y = x.new_empty(x.shape)
-    key = (x.shape, x.stride(-2), x.dtype, gate.shape[0], flags, b_down is None, tiles, settled, screened is None)
-    if screened is None:
-        _several_tokens(key, (x, y, gate, b_gate, up, b_up, down, b_down), tiles, settled, flags)
+    given, (x, w) = (x, *w), (aligned(x), ready(w))
+    is_copied = any(a is not b for a, b in zip(given, (x, *w), strict=True))
+    settled = settled and w.gate is given[1]
+    key = _key(x, w, activation, tiles, settled)
+    squared = activation == "relu2"
+    if screened is not None:
+        (run if is_copied else run.record)(key, (x, y, *w, *screened), squared)
     else:
-        _one_token(key, (x, y, gate, b_gate, up, b_up, down, b_down, *screened), flags)
-    return y
+        (run if is_copied else run.record)(key, (x, y, *w), squared, tiles, settled)
 
 
 @Recorded
@@ -89,17 +118,17 @@ def _one_token(
     x: Tensor,
     y: Tensor,
     gate: Tensor,
-    gate_bias: Tensor | None,
     up: Tensor | None,
-    up_bias: Tensor | None,
     down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
     down_bias: Tensor | None,
     q: Tensor,
     scale: Tensor,
     reach: Tensor,
-    flags: tuple[bool, ...],
+    squared: bool,
 ) -> tuple[Tensor, ...]:
-    D, F = x.shape[-1], len(gate)
+    D, F, flags = x.shape[-1], len(gate), (up is not None, squared, gate_bias is not None, up_bias is not None)
     h, words = space.take(F), space.take(ceil_div(F, 32), dtype=torch.int32)
     first, second = _kernels_of_one(x.dtype, D, F, down_bias is not None, flags, can_overlap())
     weights = (0 if t is None else t for t in (gate, gate_bias, up, up_bias, down))
@@ -146,15 +175,16 @@ def _several_tokens(
     x: Tensor,
     y: Tensor,
     gate: Tensor,
-    gate_bias: Tensor | None,
     up: Tensor | None,
-    up_bias: Tensor | None,
     down: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
     down_bias: Tensor | None,
+    squared: bool,
     tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile] | None,
     settled: bool,
-    flags: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
+    flags = up is not None, squared, gate_bias is not None, up_bias is not None
     x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     (M, D), F = x.shape, len(gate)
     neurons, sums = tiles or tiles_of(x, F)

@@ -128,34 +128,42 @@ class Recorded:
         functools.update_wrapper(self, function)
 
     def __call__(self, key: Any, tensors: tuple[Tensor | None, ...], *rest: Any) -> tuple[Tensor, ...]:
+        found = self.repeat(key, tensors)
+        return self.record(key, tensors, *rest) if found is None else found
+
+    def repeat(self, key: Any, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
+        """None where there is nothing to repeat, or a tensor does not lie at a multiple of 16 bytes."""
         replay = None if INTERPRETED else _replay()
         if replay is None:
-            return self._function(Space(tensors[0]), *tensors, *rest)  # type: ignore[arg-type]
+            return None
         device = current_device()
-        key = device, key
-        program = self._programs.get(key)
-        if program is None or (CHECKED and not self._is_in_turn(key)):
-            return self._record(key, tensors, rest)
-        if not program.size:
-            replay(program.code, current_stream(device), None, *tensors)
-            return ()
-        space = tensors[0].new_empty(program.size)  # type: ignore[union-attr]
-        replay(program.code, current_stream(device), space, *tensors)
-        return tuple([space.as_strided(*at) for at in program.results]) if program.results else ()
+        program = self._programs.get((device, key))
+        if program is None or (CHECKED and not self._is_in_turn((device, key))):
+            return None
+        space = tensors[0].new_empty(program.size) if program.size else None  # type: ignore[union-attr]
+        if not replay(program.code, current_stream(device), space, *tensors):
+            return None
+        return tuple([space.as_strided(*at) for at in program.results]) if program.results else ()  # type: ignore[union-attr]
 
     def _is_in_turn(self, key: Any) -> bool:
         """To be repeated; every other time: the calls between are recorded anew and compared."""
         self._repeated ^= {key}
         return key in self._repeated
 
-    def _record(self, key: Any, tensors: tuple[Any, ...], rest: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def record(self, key: Any, tensors: tuple[Any, ...], *rest: Any) -> tuple[Tensor, ...]:
+        """Run the function, and keep what it launches. (Where nothing can be kept, it just runs.)"""
+        if INTERPRETED or _replay() is None:
+            return self._function(Space(tensors[0]), *tensors, *rest)
+        odd = [i for i, t in enumerate(tensors) if t is not None and t.data_ptr() % 16]
+        if odd:
+            raise ValueError(f"tensor {odd[0]} is not aligned to 16 bytes")
         space, outer, log = Space(tensors[0]), recording.log, _Log()
         recording.log = log
         try:
             results = self._function(space, *tensors, *rest)
         finally:
             recording.log = outer
-        program = _program_of(log.launches, space, tensors, results)
+        program, key = _program_of(log.launches, space, tensors, results), (current_device(), key)
         if program is not None:
             if CHECKED and not program.is_like(self._programs.setdefault(key, program)):
                 raise AssertionError(f"{self._function.__qualname__} launched something else for the same key {key}")
