@@ -208,6 +208,25 @@ def test_without_a_second_stream_launches_are_in_order(
     assert [line[1:7:5] for line in launches()] == [[n, 77] for n in range(1, 7)]
 
 
+def test_places_are_given_on(launches: Callable[[], list[list[int]]]) -> None:
+    kernel = compiled()
+
+    @Recorded
+    def function(space: Space, x: Tensor) -> tuple[Tensor, ...]:
+        stays = space.take(8)
+        for n in (100, 200, 50):
+            with space.passing():
+                launch(kernel, n, stays, space.take(n), 1, 1)
+        last = space.take(60)
+        launch(kernel, 1, stays, last, 1, 1)
+        return stays, last
+
+    for _ in range(2):
+        stays, last = function("key", (torch.zeros(8),))
+    assert [line[8] - line[7] for line in launches()] == [256] * 4 and last.data_ptr() == stays.data_ptr() + 256
+    assert function._programs[0, "key"].size == (256 + 1024) // 4
+
+
 def test_a_matrix_has_its_address_in_a_tensor_map(launches: Callable[[], list[list[int]]]) -> None:
     metadata = SimpleNamespace(num_warps=8, shared=0, launch_cooperative_grid=True, launch_pdl=False)
     metadata.tensordesc_meta = [{"block_size": [8, 8], "swizzle": 0}]

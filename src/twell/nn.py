@@ -374,13 +374,17 @@ class SparseFFNBase(nn.Module):
         return (y, stats) if return_stats else y
 
     def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
-        is_compiling = torch.compiler.is_compiling()
+        is_compiling, index = torch.compiler.is_compiling(), self._kernels_on
+        if is_compiling and index is not None and token_mask is None and not (return_stats or torch.is_grad_enabled()):
+            few, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # as symbols: others compile nothing anew
+            if few < x.numel() // x.shape[-1] < least:
+                return self._call_projections(x, None, False)  # a compiler makes the best of a dense layer
         w = None if is_compiling else self._plain_weights()
         if w is None:
             if self.why_called() is not None:
                 return self._call_projections(x, token_mask, return_stats)
             w = self._weights()
-        gate, index = w.gate, self._kernels_on
+        gate = w.gate
         if (  # inference on a GPU, in few steps: inside a model each takes 3 us of host time
             index is not None
             and not is_compiling  # compilers cannot follow what comes next
@@ -401,11 +405,6 @@ class SparseFFNBase(nn.Module):
             kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
             plan = self._plan_captured if captured else self._plan_eager
             return gpu.forward_here(x, w, self.activation, plan, few, least, kept)
-        may_be_dense = index is not None and token_mask is None and not (return_stats or torch.is_grad_enabled())
-        if may_be_dense and is_compiling:
-            few, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # as symbols: others compile nothing anew
-            if few < x.numel() // gate.shape[1] < least:
-                return self._call_projections(x, None, False)  # a compiler makes the best of a dense layer
         if self._plans_itself and not torch.is_grad_enabled() and not is_compiling:
             self._look_at(x)
         if x.dtype != gate.dtype or x.shape[-1] != gate.shape[1] or x.device != gate.device or token_mask is not None:

@@ -213,9 +213,9 @@ def kernels_of(
     overlaps: bool,
 ) -> tuple[Kernel, Kernel]:
     """The first and the second kernel for M tokens."""
-    stride = (neurons.TN or 64) if neurons.BN == 64 else 64
-    first = _first_kernel(dtype, D, power_of_2(M), neurons, settled, flags, overlaps)
-    return first, _second_kernel(dtype, max(16, power_of_2(M)), stride, sums, has_down_bias, overlaps)
+    stride, n_tokens = (neurons.TN or 64) if neurons.BN == 64 else 64, ANY if M % 16 else MULTIPLE
+    first = _first_kernel(dtype, D, power_of_2(M), n_tokens, neurons, settled, flags, overlaps)
+    return first, _second_kernel(dtype, max(16, power_of_2(M)), n_tokens, stride, sums, has_down_bias, overlaps)
 
 
 @functools.cache
@@ -223,13 +223,14 @@ def _first_kernel(
     dtype: torch.dtype,
     D: int,
     tokens: int,
+    n_tokens: int,
     tile: NeuronTile | HopperTile,
     settled: bool,
     flags: tuple[bool, ...],
     overlaps: bool,
 ) -> Kernel:
-    """``tokens``: a power of 2."""
-    arguments: tuple[Any, ...] = (*[dtype] * 7, _BITS[tile.BN], ANY, MULTIPLE, MULTIPLE, MULTIPLE)
+    """``tokens``: a power of 2; ``n_tokens``: how their number is declared."""
+    arguments: tuple[Any, ...] = (*[dtype] * 7, _BITS[tile.BN], n_tokens, MULTIPLE, MULTIPLE, MULTIPLE)
     constants: dict[str, Any]
     if isinstance(tile, HopperTile):
         from twell.gpu.decode import hopper  # needs Gluon, of which there is none in the interpreter
@@ -264,7 +265,13 @@ def _first_kernel(
 
 @functools.cache
 def _second_kernel(
-    dtype: torch.dtype, BM: int, stride: int, tile: SumTile | HopperSumTile, has_bias: bool, overlaps: bool
+    dtype: torch.dtype,
+    BM: int,
+    n_tokens: int,
+    stride: int,
+    tile: SumTile | HopperSumTile,
+    has_bias: bool,
+    overlaps: bool,
 ) -> Kernel:
     pointers: tuple[Any, ...] = (dtype, torch.int64, dtype, dtype, dtype)
     constants: dict[str, Any]
@@ -281,7 +288,7 @@ def _second_kernel(
             "CHAINS": tile.chains,
             "HAS_DOWN_BIAS": has_bias,
         }
-        return Kernel(hopper.hopper_sums_kernel, (*pointers, ANY, MULTIPLE, ANY), constants, warps=tile.chains)
+        return Kernel(hopper.hopper_sums_kernel, (*pointers, n_tokens, MULTIPLE, ANY), constants, warps=tile.chains)
     constants = {
         "STRIDE": stride,
         "PRECISION": _precision(dtype),
@@ -293,7 +300,7 @@ def _second_kernel(
         "HAS_DOWN_BIAS": has_bias,
         "STAGES": tile.stages,
     }
-    arguments = (*pointers, ANY, MULTIPLE, ANY, ANY)
+    arguments = (*pointers, n_tokens, MULTIPLE, ANY, ANY)
     return Kernel(steps.sums_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
 
 

@@ -76,14 +76,22 @@ class Space:
     """What a call needs on the way. A recording takes one tensor after the other; a repetition has one for all."""
 
     def __init__(self, like: Tensor) -> None:
-        self._like, self.used = like, 0
+        self._like, self._used, self.size = like, 0, 0
         self.taken: list[tuple[Tensor, int]] = []  # and where it lies
 
     def take(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         t = self._like.new_empty(shape, dtype=dtype)
-        self.taken.append((t, self.used))
-        self.used += -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.taken.append((t, self._used))
+        self._used += -(-t.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.size = max(self.size, self._used)
         return t
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """What is taken in here gives its place to what is taken after. Not for launches ``beside`` others."""
+        before = self._used
+        yield
+        self._used = before
 
 
 class _Program(NamedTuple):
@@ -217,7 +225,7 @@ def _program_of(
     item = tensors[0].element_size()  # type: ignore[union-attr]
     places = [next(at + t.data_ptr() - a for a, b, i, at in spans if i == 0 and a <= t.data_ptr() < b) for t in results]
     views = tuple((tuple(t.shape), t.stride(), at // item) for t, at in zip(results, places, strict=True))
-    return _Program(code, head, space.used // item, views)
+    return _Program(code, head, space.size // item, views)
 
 
 _ADDRESS = object()

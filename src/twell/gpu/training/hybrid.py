@@ -237,27 +237,29 @@ def _launch_backward(
     out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
     columns = Columns(parts.bits, parts.offsets) if any(g is not None for g in out) else None
     lists = Lists(parts.rows, parts.values, parts.marks, cap)
-    pairs = write_tail_gradients(
-        dx, dy, dl1, token_mask, lists, parts.up, gate, up, down, places, columns,
-        squared=squared, tile=tiles.tail_backward, space=space,
-    )  # fmt: skip
-    if pairs is not None and columns is not None:
-        write_weight_gradients(out, x, dy, pairs, columns, order, F - n_hot, space)
-    hot: tuple[Tensor, ...] = ()
-    if n_hot:
-        layout = lay_out(Weights(gate, up, down, None, None, None), order, n_hot, cold=False, space=space)
-        common: dict[str, Any] = {"programs": programs, "use_tma": tiles.use_tma}
-        given: dict[str, Any] = {"gated": gated, "squared": squared, "tile": tiles.heavy, "space": space}
-        gradients, h = hot_gradients(dy, layout.hot_down, parts.sums, dl1, token_mask, **given, **common)
-        hot = gradients.t(), h.t(), space.take(gradients.shape[1], D), space.take(n_hot, D)
-        if dx is not None and M < _BY_CUBLAS:
-            add_product_(dx, gradients, layout.hot, tile=tiles.gate, **common)
-        elif dx is not None:
-            hot = *hot, layout.hot
-    add_heavy_gradients_(
-        dx, out, dy, dl1, x, gate, up, down, gate_bias, up_bias, order, n_hot, parts.marks, token_mask,
-        squared=squared, n_long=n_long(M), programs=programs, space=space,
-    )  # fmt: skip
+    with space.passing():
+        pairs = write_tail_gradients(
+            dx, dy, dl1, token_mask, lists, parts.up, gate, up, down, places, columns,
+            squared=squared, tile=tiles.tail_backward, space=space,
+        )  # fmt: skip
+        if pairs is not None and columns is not None:
+            write_weight_gradients(out, x, dy, pairs, columns, order, F - n_hot, space)
+    with space.passing():
+        add_heavy_gradients_(
+            dx, out, dy, dl1, x, gate, up, down, gate_bias, up_bias, order, n_hot, parts.marks, token_mask,
+            squared=squared, n_long=n_long(M), programs=programs, space=space,
+        )  # fmt: skip
+    if n_hot == 0:
+        return ()
+    layout = lay_out(Weights(gate, up, down, None, None, None), order, n_hot, cold=False, space=space)
+    common: dict[str, Any] = {"programs": programs, "use_tma": tiles.use_tma}
+    given: dict[str, Any] = {"gated": gated, "squared": squared, "tile": tiles.heavy, "space": space}
+    gradients, h = hot_gradients(dy, layout.hot_down, parts.sums, dl1, token_mask, **given, **common)
+    hot = gradients.t(), h.t(), space.take(gradients.shape[1], D), space.take(n_hot, D)
+    if dx is not None and M >= _BY_CUBLAS:
+        return *hot, layout.hot
+    if dx is not None:
+        add_product_(dx, gradients, layout.hot, tile=tiles.gate, **common)
     return hot
 
 
