@@ -467,7 +467,7 @@ def _readme_models(rows: list[Row]) -> list[str]:
         if row["level"] == "ffn":
             energy = f"{row['joules']['sparse'] / row['joules']['dense']:.2f}x"
             return (
-                f"training, one FFN, {_what(row)}",
+                f"training, one FFN, {_what(row)}, {row['M']} tokens",
                 f"{row['speedup']:.2f}x",
                 f"{row['memory']['ratio']:.2f}x",
                 energy,
