@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all test-gpu lint format bench clean
+.PHONY: demo test test-all test-gpu fuzz lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/twell demo
@@ -18,6 +18,10 @@ test-all: lint
 GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests
+
+# 100,000 random layers, tokens and ways of calling against dense formulas in float64.
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/adversarial/fuzz.py --cases 100000 --jobs 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
