@@ -958,3 +958,27 @@ def test_inputs_are_left_alone() -> None:
     cpu.forward(x[:1], w, want_stats=False)
     assert all(torch.equal(t, b) for t, b in zip((x, *w), before, strict=True))
     assert torch.equal(dy, random_like(x))
+
+
+def test_one_token_keeps_to_one_thread_while_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call takes far longer than it would on one thread; after a while all threads are tried again."""
+    now, threads, seen, takes = [100.0], [2], [], [1e-4]
+
+    def one_token(x: Tensor, *_: object) -> Tensor:
+        seen.append(threads[0])
+        now[0] += takes[0]
+        return x
+
+    monkeypatch.setattr(cpu, "_one_token", one_token)
+    monkeypatch.setattr(cpu, "_crowded_until", 0.0)
+    monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.__setitem__(0, n))
+    w = Weights(torch.zeros(64, 32), None, torch.zeros(32, 64), None, None, None)
+    for ms in (0.1, 30.0, 0.1, 0.1):
+        takes[0] = ms / 1e3
+        cpu._in_time(torch.zeros(1, 32), w, "relu", None)
+    assert seen == [2, 2, 1, 1] and threads == [2]
+    now[0] += cpu._CROWDED
+    cpu._in_time(torch.zeros(1, 32), w, "relu", None)
+    assert seen[4:] == [2]

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 import warnings
 from collections.abc import Container, Sequence
 from typing import NamedTuple
@@ -87,6 +88,7 @@ _MAX_CANDIDATES = 1 / 16  # share of the neurons above which reading all of the 
 _FIRST_LOOK = 16  # a sixteenth of the neurons tells whether there are too many
 _MAX_COLUMNS = 1 / 28  # of the neurons, for one token: a dense product with Wd is faster than more columns of it
 _MAX_ROWS = 2 / 3  # of the neurons, for one token: the same where Wd holds a neuron as a row
+_PATIENCE, _ONE_THREAD, _CROWDED = 1e-3, 8e9, 2.0  # s, bytes/s that a thread reads, s until threads are tried again
 _SLICE = 512  # rows of Wd whose columns are gathered at once: they stay in the cache, and need no fresh pages
 _MIN_TRAIN_ROWS = 64  # below, the bookkeeping of a sparse backward weighs more
 
@@ -149,7 +151,7 @@ def forward(
         return reference.forward(x, w, activation, token_mask, want_stats=want_stats)
     state = _Frozen(*frozen) if frozen and not save else None
     if M == 1 and not want_stats and not save:
-        return Forward(_one_token(x, w, activation, state), *no_statistics(x), x.new_empty(0, F), None)
+        return Forward(_in_time(x, w, activation, state), *no_statistics(x), x.new_empty(0, F), None)
     down_FD = _down_rows(w.down, state)
     y = x.new_empty(M, w.down.shape[0])
     l1_sum, counts = no_statistics(x)
@@ -169,6 +171,28 @@ def forward(
             l1_sum += block_l1
             counts += block_counts
     return Forward(y, l1_sum, counts, gate, up)
+
+
+_crowded_until = 0.0  # by the clock
+
+
+def _in_time(x: Tensor, w: Weights, activation: str, frozen: _Frozen | None) -> Tensor:
+    """``_one_token``, and for a while on one thread where that takes far too long: beside busy processes each operation
+    that is divided may wait for a time slice until its other threads get to run, and a token has a dozen of them.
+    (A thread of the program that runs its very first operation meanwhile keeps to one thread, too.)"""
+    global _crowded_until
+    threads, start = torch.get_num_threads(), time.perf_counter()
+    if threads > 1 and start < _crowded_until:
+        torch.set_num_threads(1)
+        try:
+            return _one_token(x, w, activation, frozen)
+        finally:
+            torch.set_num_threads(threads)
+    y, now = _one_token(x, w, activation, frozen), time.perf_counter()
+    read = w.gate.nbytes if frozen is None or len(frozen.q_FD) == 0 else frozen.q_FD.nbytes
+    if threads > 1 and now - start > _PATIENCE + 2 * read / _ONE_THREAD:
+        _crowded_until = now + _CROWDED
+    return y
 
 
 def _one_token(x: Tensor, w: Weights, activation: str, frozen: _Frozen | None) -> Tensor:
