@@ -51,7 +51,7 @@ def convert(
     try:
         from twell.train import convert as converting
         from twell.train.recipes import Recipe, override
-        from twell.train.run import SUMMARY_FILE, quiet_libraries
+        from twell.train.run import quiet_libraries, read_summary
     except ImportError as error:
         raise RuntimeError(f"converting needs more packages ({error}): pip install 'twell[train]'") from None
     quiet_libraries()
@@ -86,7 +86,7 @@ def convert(
             report_to=report_to,
         )
         if as_json:
-            print(json.dumps(json.loads((out / SUMMARY_FILE).read_text())))
+            print(json.dumps(read_summary(out)))
         return
     l1 = override(Recipe(l1=converting.L1), changes).l1
     if out is None:
