@@ -42,7 +42,13 @@ OVERRIDES = [
     "dead_after_tokens=200",
 ]
 MINI = override(tiny(), OVERRIDES)
-TIMES = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch")
+TIMES = (
+    "tokens_per_second",
+    "eval_runtime",
+    "eval_samples_per_second",
+    "eval_steps_per_second",
+    "eval_model_preparation_time",
+)
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "deleted": lambda path: path.unlink(),

@@ -191,7 +191,7 @@ def _finish(
 ) -> None:
     """Save the model, validate it where that was not done yet, and last of all write the summary."""
     trainer.save_model(str(out / MODEL_FOLDER))
-    if _last_evaluation(trainer).get("step") != trainer.state.global_step or (trainer.ffns and not trainer.eval_stats):
+    if _last_evaluation(trainer).get("step") != trainer.state.global_step:
         trainer.evaluate()
     if _is_first():
         tok.save_pretrained(out / MODEL_FOLDER)

@@ -410,10 +410,14 @@ def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
         ffn.tokens_seen.copy_(tokens)
     trainer.planner.load_state_dict(saved["plans"])
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    is_done = step_of(checkpoint) >= trainer.recipe.steps
+    if is_done:  # what the last validation counted is not in a checkpoint: it runs again
+        last = step_of(checkpoint)
+        state.log_history = [row for row in state.log_history if "eval_loss" not in row or row["step"] < last]
     if trainer.is_world_process_zero():  # later steps will be logged again
         rows = [metrics_line(row["step"], {k: v for k, v in row.items() if k != "step"}) for row in state.log_history]
         write_whole(Path(trainer.args.output_dir or ".") / METRICS_FILE, "".join(rows))
-    if step_of(checkpoint) >= trainer.recipe.steps:  # nothing left to train; the Trainer would take one more step
+    if is_done:  # the Trainer would take one more step
         trainer.state = state
         trainer._load_from_checkpoint(str(checkpoint))
         return
