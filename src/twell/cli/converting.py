@@ -71,20 +71,24 @@ def convert(
         print(line, flush=True, file=sys.stderr if as_json else sys.stdout)
 
     if train and out is not None:
-        converting.convert_and_train(
-            model,
-            out,
-            data or [],
-            relufy=relufy,
-            changes=changes,
-            validation=validation or [],
-            tokenizer=tokenizer,
-            say=say,
-            bar=counted_bar,
-            live=sys.stdout.isatty() and not as_json,
-            torch_compile=compiled,
-            report_to=report_to,
-        )
+        try:
+            converting.convert_and_train(
+                model,
+                out,
+                data or [],
+                relufy=relufy,
+                changes=changes,
+                validation=validation or [],
+                tokenizer=tokenizer,
+                say=say,
+                bar=counted_bar,
+                live=sys.stdout.isatty() and not as_json,
+                torch_compile=compiled,
+                report_to=report_to,
+            )
+        except KeyboardInterrupt:
+            print("twell: the same command goes on where this one was", file=sys.stderr)
+            raise
         if as_json:
             print(json.dumps(read_summary(out)))
         return

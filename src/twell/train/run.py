@@ -32,6 +32,7 @@ from twell.train.files import (
     describe_files,
     hold,
     newest_sound,
+    step_of,
     write_whole,
 )
 from twell.train.live import LiveView
@@ -99,7 +100,7 @@ def _run(
     if saved is not None:
         recipe = saved.extended(recipe)
         data, validation = data or saved.data, validation or saved.validation
-        found, tok = _found(out, say), _saved_tokenizer(saved, out, tokenizer)
+        found, tok = _found(out, recipe.steps, say), _saved_tokenizer(saved, out, tokenizer)
     elif recipe is None:
         raise ValueError("a new run needs a recipe")
     else:
@@ -114,6 +115,8 @@ def _run(
     model, conversion = _model(recipe, corpus, tok, saved if found.checkpoint else None, begin)
     if saved is not None and saved.conversion and not conversion:
         raise ValueError(f"{out} has no checkpoint yet: give the same twell convert command again")
+    if saved is not None and recipe.steps > saved.recipe.steps and find_dataset(data):
+        say(f"a longer run reads no further: it sees its {len(corpus.train):,} tokens again")
     say(f"{model.num_parameters():,} parameters; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
     trainer = make_trainer(recipe, model, corpus, out, **arguments)
     trainer.unsound = list(found.flaws)
@@ -145,12 +148,13 @@ def _run(
     return trainer
 
 
-def _found(out: Path, say: Callable[[str], None]) -> Found:
+def _found(out: Path, steps: int, say: Callable[[str], None]) -> Found:
     """The checkpoint to go on from; none at all in a run that was cut short before its first."""
     found = newest_sound(out)
     skipped = f"{found}: " if found.flaws else ""
     if found.checkpoint is not None:
-        say(f"{skipped}resuming from {found.checkpoint}")
+        is_done = step_of(found.checkpoint) >= steps
+        say(f"{skipped}resuming from {found.checkpoint}" + (", the last; steps=N trains longer" if is_done else ""))
     elif all(flaw == NOT_FINISHED for flaw in found.flaws.values()):
         say(f"{skipped}there is no finished checkpoint; starting again at step 0")
     else:
