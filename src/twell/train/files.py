@@ -8,6 +8,7 @@ ever resumed from.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ MANIFEST_FILE = "manifest.json"
 LOCK_FILE = ".lock"
 NOT_FINISHED = "was not finished"
 _PREFIX = "checkpoint-"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of file systems that know none: some network ones
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -182,6 +184,10 @@ def _lock(path: Path) -> int:
             raise ValueError(
                 f"{path.parent} is in use by {holder}: wait for its end, or choose another folder"
             ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return file
         if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
             os.ftruncate(file, 0)
             os.write(file, f"process {os.getpid()} on {platform.node()}".encode())

@@ -56,23 +56,26 @@ def run(
     data: Sequence[Path | str],
     out: Path,
     *,
+    validation: Sequence[Path | str] = (),
+    tokenizer: str | None = None,
+    begin: Begin | None = None,
     go_on: bool = False,
-    **how: Any,
+    say: Callable[[str], None] = print,
+    live: bool = False,
+    **arguments: Any,
 ) -> SparseTrainer:
     """Train ``recipe`` on ``data`` into the folder ``out``, which no other process may use meanwhile.
 
-    With ``go_on`` the run there continues from its newest sound checkpoint, with its own recipe, model and data. A
-    ``recipe`` may then only ask for more steps, and ``data`` only say where the same text is now. ``how``:
-
-    ``validation`` are files to validate on; without them one document in a hundred is held out. ``tokenizer``: a
-    name or path. ``begin`` gives a model to start from, whose shape the recipe must describe; without it weights are
-    fresh. ``say`` gets a line at a time; with ``live`` the terminal shows the training as one screen instead. All else
-    goes to ``TrainingArguments``.
+    ``validation`` are files to validate on; without them one document in a hundred is held out. ``begin`` gives a model
+    to start from, whose shape the recipe must describe; without it weights are fresh. With ``go_on`` the run there
+    continues from its newest sound checkpoint, with its own recipe, model and data: a ``recipe`` may then only ask for
+    more steps, and ``data`` only say where the same text is now. ``say`` gets a line at a time; with ``live`` the
+    terminal shows the training as one screen instead; ``arguments`` go to ``TrainingArguments``.
     """
     if go_on and not (out / RECIPE_FILE).exists():
         raise ValueError(f"{out} holds no run to resume: it has no {RECIPE_FILE}")
     with hold(out) if _is_first() else contextlib.nullcontext():
-        return _run(recipe, data, out, go_on=go_on, **how)
+        return _run(recipe, data, out, validation, tokenizer, begin, go_on, say, live, arguments)
 
 
 def _is_first() -> bool:
@@ -84,14 +87,13 @@ def _run(
     recipe: Recipe | None,
     data: Sequence[Path | str],
     out: Path,
-    *,
+    validation: Sequence[Path | str],
+    tokenizer: str | None,
+    begin: Begin | None,
     go_on: bool,
-    validation: Sequence[Path | str] = (),
-    tokenizer: str | None = None,
-    begin: Begin | None = None,
-    say: Callable[[str], None] = print,
-    live: bool = False,
-    **arguments: Any,
+    say: Callable[[str], None],
+    live: bool,
+    arguments: dict[str, Any],
 ) -> SparseTrainer:
     is_first = _is_first()
     if not is_first:

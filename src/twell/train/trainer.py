@@ -389,7 +389,13 @@ class _SparsityCallback(TrainerCallback):
         self.trainer.restart_stopwatch()
 
 
-_MUST_BE_FINITE = {"loss": "ce_loss", "L1": "l1_loss", "gradient": "grad_norm", "validation loss": "eval_loss"}
+_MUST_BE_FINITE = {
+    "cross-entropy": "ce_loss",
+    "L1": "l1_loss",
+    "loss": "loss",
+    "gradient": "grad_norm",
+    "validation cross-entropy": "eval_loss",
+}
 
 
 def metrics_line(step: int, logs: dict[str, Any]) -> str:
