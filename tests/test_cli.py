@@ -281,7 +281,7 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["train", "--resume", "l1=1"], "a resumed run keeps its recipe"),
+        (["train", "--resume", "l1=1"], "run holds no run to resume"),
         (["train", "--preset", "huge"], "unknown preset 'huge'"),
         (["train", "nonsense=1"], "expected key=value"),
         (["eval", "nowhere"], "nothing to evaluate on"),

@@ -170,7 +170,8 @@ def test_a_converted_model_trains_and_an_interrupted_run_goes_on(
     assert converting.validate(original, corpus.held_out, recipe)[0] == pytest.approx(facts["loss_before"], rel=1e-5)
 
     with mortal_runs(monkeypatch):
-        assert twell(*command, "--out", tmp_path / "killed").exit_code != 0
+        killed = twell(*command, "--out", tmp_path / "killed")
+    assert killed.exit_code != 0 and "the same command goes on" in killed.output
     other = twell(*command, "l1=1", "--out", tmp_path / "killed")
     assert "run of another model, recipe or other data" in str(other.exception)
     if kind == "llama":

@@ -31,9 +31,10 @@ from transformers.training_args import ParallelMode
 from twell.hf import LlamaSparseReluForCausalLM
 from twell.train import trainer as trainer_module
 from twell.train.data import Corpus
+from twell.train.files import MANIFEST_FILE, flaw_of_checkpoint
 from twell.train.recipes import tiny
 from twell.train.run import read_metrics
-from twell.train.trainer import FSDP2, SPARSITY_FILE, SparseTrainer, make_model, make_trainer, resume
+from twell.train.trainer import FSDP2, SparseTrainer, make_model, make_trainer, resume
 
 CONTEXT, VOCABULARY = 16, 64
 # L1 is a seventh of the loss at first, and silences neurons fast enough for restarts.
@@ -330,10 +331,10 @@ def test_the_first_process_alone_writes_metrics(two: Path) -> None:
 def test_a_checkpoint_is_finished_by_the_last_process(two: Path) -> None:
     for step in (5, 7):
         folder = two / "ddp" / f"checkpoint-{step}"
-        last = (folder / SPARSITY_FILE).stat().st_mtime_ns
+        last = (folder / MANIFEST_FILE).stat().st_mtime_ns
         assert (folder / "rng_state_1.pth").exists()  # of the process that was made slow
         assert all(path.stat().st_mtime_ns <= last for path in folder.iterdir())
-        assert not list(folder.glob("*.part"))
+        assert flaw_of_checkpoint(folder) is None
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp-checkpointed", "fsdp-sharded"])

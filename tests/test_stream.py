@@ -296,6 +296,10 @@ def test_what_is_not_whole_is_read_again(hub: FakeHub, tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-2])
         assert corpus_of(tmp_path).train.tolist() == expected
     assert len(hub.loads) == 6
+    for content in ("", "{}", "[]", '{"tokens": 1'):
+        facts.write_text(content)
+        assert corpus_of(tmp_path).train.tolist() == expected
+    assert len(hub.loads) == 10
 
 
 def test_other_processes_wait_for_the_first(hub: FakeHub, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from killed import mortal_runs
 from twell.hf.parallel import _parallel
 from twell.train.data import SAMPLE, read_texts
+from twell.train.files import MANIFEST_FILE, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
 from twell.train.run import run
 from twell.train.tokenizer import train_bpe
@@ -22,7 +23,6 @@ from twell.train.trainer import (
     METRICS_FILE,
     SPARSITY_FILE,
     SparseTrainer,
-    latest_checkpoint,
     make_model,
     split_step,
 )
@@ -94,14 +94,32 @@ def test_overrides_and_their_errors() -> None:
         ("steps=many", r"expected a number \(int\)"),
         ("gated=7", "expected true or false"),
         ("steps=0", "steps must be at least 1"),
-        ("heads=7", "no multiple of heads"),
+        ("heads=7", "no even multiple of heads"),
         ("micro_batch=0", "micro_batch must be at least 1"),
         ("activation=gelu", "activation must be relu or silu"),
         ("activation=silu", "takes l1=0"),
-        ("l1=-1", "l1 must not be negative"),
+        ("l1=-1", "l1 must not be negative, got -1"),
+        ("l1=nan", "l1 must be a finite number, got nan"),
+        ("lr=inf", "lr must be a finite number, got inf"),
+        ("lr=0", "lr must be above 0"),
+        ("weight_decay=-inf", "weight_decay must be a finite number"),
+        ("clip=-1", "clip must not be negative"),
+        ("rope_theta=0", "rope_theta must be at least 1"),
+        ("save_every=-1", "save_every must be at least 1"),
+        ("log_every=0", "log_every must be at least 1"),
+        ("eval_every=0", "eval_every must be at least 1"),
+        ("lr_warmup=-1", "lr_warmup must not be negative"),
+        ("restart_every=-1", "restart_every must not be negative"),
+        ("context=1", "context must be at least 2"),
+        ("seed=-1", "seed must not be negative"),
+        ("seed=4294967296", "seed must be at most 4294967295"),
+        ("steps=1" + "0" * 400, "steps must be at most"),
+        ("heads=128", "no even multiple of heads"),
     ):
         with pytest.raises(ValueError, match=message):
             override(tiny(), [bad])
+    with pytest.raises(ValueError, match=r"steps must be of type int, got 1\.5"):
+        Recipe(steps=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown preset 'huge': expected one of tiny"):
         preset("huge")
     assert list(PRESETS) == ["tiny", "small", "0.5b", "1b", "1.5b", "2b"]
@@ -153,33 +171,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monk
     with mortal_runs(monkeypatch), pytest.raises(KeyboardInterrupt):
         train(recipe, text, tmp_path / "killed")
     shutil.copytree(tmp_path / "killed/checkpoint-3", tmp_path / "killed/checkpoint-5")
-    (tmp_path / "killed/checkpoint-5" / SPARSITY_FILE).unlink()  # a checkpoint that was never finished
+    (tmp_path / "killed/checkpoint-5" / MANIFEST_FILE).unlink()  # a checkpoint that was never finished
     resumed = run(None, [text], tmp_path / "killed", go_on=True, say=lambda line: None)
     assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "through"), rel=1e-6)
     for a, b in zip(through.clocks, resumed.clocks, strict=True):
         assert torch.equal(a.tokens_since_fired, b.tokens_since_fired)
     for a, b in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
-def test_a_checkpoint_from_before_plans_were_kept_resumes(text: Path, tmp_path: Path) -> None:
-    train(MINI, text, tmp_path)
-    newest = latest_checkpoint(tmp_path)
-    assert newest is not None
-    saved = torch.load(newest / SPARSITY_FILE)
-    del saved["plans"]
-    torch.save(saved, newest / SPARSITY_FILE)
-    resumed = run(None, [text], tmp_path, go_on=True, say=lambda line: None)
-    assert resumed.state.global_step == MINI.steps
-
-
-def test_newest_finished_checkpoint_is_found(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path) is None
-    for step, finished in ((9, True), (10, True), (11, False)):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        if finished:
-            (tmp_path / f"checkpoint-{step}" / SPARSITY_FILE).touch()
-    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
 
 
 def test_clocks_and_counts_stay_out_of_the_state_dict(text: Path, tmp_path: Path) -> None:
@@ -215,12 +213,18 @@ def test_l1_warms_up(text: Path, tmp_path: Path) -> None:
 
 
 def test_faults_end_in_one_clear_error(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="the loss is nan at step"):
-        train(dataclasses.replace(MINI, lr=1e30, clip=1e30, lr_warmup=0), text, tmp_path / "nan")
+    diverging = dataclasses.replace(MINI, lr=1e30, clip=1e30, lr_warmup=0)
+    with pytest.raises(RuntimeError, match="the gradient is nan at step 2: try a lower lr"):
+        train(diverging, text, tmp_path / "nan")
+    strict = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "nan/metrics.jsonl").open()]
+    assert strict[-1]["not_finite"] == ["grad_norm"] and "grad_norm" not in strict[-1]
+    with pytest.raises(RuntimeError, match=r"no longer finite at step 3: .* no checkpoint of this step written"):
+        train(dataclasses.replace(diverging, log_every=9, eval_every=9), text, tmp_path / "unseen")
+    assert newest_sound(tmp_path / "unseen").checkpoint is None
     with pytest.raises(ValueError, match="is not empty"):
         train(MINI, text, tmp_path / "nan")
-    with pytest.raises(ValueError, match="no finished checkpoint"):
-        run(None, [text], tmp_path / "nan", go_on=True)
+    with pytest.raises(ValueError, match="holds no run to resume"):
+        run(None, [text], tmp_path / "none", go_on=True)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         train(MINI, tmp_path / "missing.txt", tmp_path / "x")
     tokens = tmp_path / "x.u16"

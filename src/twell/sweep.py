@@ -22,15 +22,13 @@ from twell.train.recipes import Recipe, override
 from twell.train.run import (
     DATA_FOLDER,
     MODEL_FOLDER,
-    RECIPE_FILE,
     SUMMARY_FILE,
-    TOKENIZER_FOLDER,
-    clear,
     read_corpus,
+    read_summary,
     run,
 )
+from twell.train.saved import RECIPE_FILE, TOKENIZER_FOLDER, check_same_run
 from twell.train.tokenizer import load_tokenizer
-from twell.train.trainer import latest_checkpoint
 
 PAPER_L1 = (0.0, 6e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 6e-5, 1e-4)  # of its 1.5B model
 ABLATIONS = ("silu", "plain", "restart")
@@ -93,7 +91,7 @@ def sweep(
         row = {
             "sweep": variant.name,
             "changes": variant.changes,
-            **json.loads((folder / SUMMARY_FILE).read_text()),
+            **read_summary(folder),
             "speed": _timed(own, data, validation, folder, seconds),
         }
         rows.append(row)
@@ -103,19 +101,15 @@ def sweep(
 
 def _train(recipe: Recipe, data: Sequence[Path | str], folder: Path, say: Callable[[str], None], **how: Any) -> None:
     """Train, go on, or leave a finished run as it is."""
-    if (folder / RECIPE_FILE).exists():
-        saved = json.loads((folder / RECIPE_FILE).read_text())
-        before = (Recipe(**saved["recipe"]), saved["data"], saved["validation"])
-        if before != (recipe, [str(p) for p in data], [str(p) for p in how["validation"]]):
-            raise ValueError(f"{folder} holds a run of another recipe or other data: choose another folder")
+    begun = (folder / RECIPE_FILE).exists()
+    if begun:
+        check_same_run(folder, recipe, data, how["validation"])
     if (folder / SUMMARY_FILE).exists():
         say(f"{folder} is finished")
-    elif latest_checkpoint(folder) is not None:
+    elif begun:
         how.pop("tokenizer")
-        run(None, [], folder, go_on=True, say=say, **how)
+        run(recipe, data, folder, go_on=True, say=say, **how)
     else:
-        if (folder / RECIPE_FILE).exists():  # cut short before its first checkpoint
-            clear(folder)
         run(recipe, data, folder, say=say, **how)
     gc.collect()
     if torch.cuda.is_available():

@@ -51,7 +51,7 @@ def convert(
     try:
         from twell.train import convert as converting
         from twell.train.recipes import Recipe, override
-        from twell.train.run import SUMMARY_FILE, quiet_libraries
+        from twell.train.run import quiet_libraries, read_summary
     except ImportError as error:
         raise RuntimeError(f"converting needs more packages ({error}): pip install 'twell[train]'") from None
     quiet_libraries()
@@ -71,22 +71,26 @@ def convert(
         print(line, flush=True, file=sys.stderr if as_json else sys.stdout)
 
     if train and out is not None:
-        converting.convert_and_train(
-            model,
-            out,
-            data or [],
-            relufy=relufy,
-            changes=changes,
-            validation=validation or [],
-            tokenizer=tokenizer,
-            say=say,
-            bar=counted_bar,
-            live=sys.stdout.isatty() and not as_json,
-            torch_compile=compiled,
-            report_to=report_to,
-        )
+        try:
+            converting.convert_and_train(
+                model,
+                out,
+                data or [],
+                relufy=relufy,
+                changes=changes,
+                validation=validation or [],
+                tokenizer=tokenizer,
+                say=say,
+                bar=counted_bar,
+                live=sys.stdout.isatty() and not as_json,
+                torch_compile=compiled,
+                report_to=report_to,
+            )
+        except KeyboardInterrupt:
+            print("twell: the same command goes on where this one was", file=sys.stderr)
+            raise
         if as_json:
-            print(json.dumps(json.loads((out / SUMMARY_FILE).read_text())))
+            print(json.dumps(read_summary(out)))
         return
     l1 = override(Recipe(l1=converting.L1), changes).l1
     if out is None:

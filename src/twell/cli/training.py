@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +17,9 @@ from twell.cli.app import app
 @app.command()
 def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Change the recipe.")] = None,
-    preset: Annotated[str, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "tiny",
+    preset: Annotated[
+        str | None, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b. Default: tiny.", show_default=False)
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -31,7 +35,9 @@ def train(
     tokenizer: Annotated[
         str | None, typer.Option(help="tokenizer.json, folder or name; without it a BPE is trained on the data.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's newest checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the run's newest checkpoint; steps=N: for longer.")
+    ] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="torch.compile the model: a minute's start for a faster run on a GPU.")
     ] = False,
@@ -53,29 +59,39 @@ def train(
     try:
         from twell.train import recipes
         from twell.train.data import SAMPLE
-        from twell.train.run import SUMMARY_FILE, quiet_libraries, run
+        from twell.train.run import how_to_go_on, quiet_libraries, read_summary, run
+        from twell.train.saved import Saved
         from twell.train.trainer import FSDP2
     except ImportError as error:
         raise RuntimeError(f"training needs more packages ({error}): pip install 'twell[train]'") from None
     quiet_libraries()
-    if resume and overrides:
-        raise ValueError(f"a resumed run keeps its recipe: leave out {' '.join(overrides)}")
-    recipe = None if resume else recipes.override(recipes.preset(preset), overrides or [])
-    run(
-        recipe,
-        data or ([] if resume else [SAMPLE]),
-        out,
-        validation=validation or [],
-        tokenizer=tokenizer,
-        go_on=resume,
-        say=lambda line: print(line, flush=True, file=sys.stderr if as_json else sys.stdout),
-        live=sys.stdout.isatty() and not as_json,
-        torch_compile=compiled,
-        report_to=report_to,
-        **(FSDP2 if fsdp else {}),
-    )
+    recipe = recipes.override(recipes.preset(preset or "tiny"), overrides or [])
+    if resume:
+        was = Saved.read(out).recipe
+        recipe = recipes.override(recipe if preset else was, overrides or [])
+        if not any(change.startswith("steps=") for change in overrides or []):  # a preset's are no wish for more
+            recipe = dataclasses.replace(recipe, steps=was.steps)
+    try:
+        run(
+            recipe,
+            data or ([] if resume else [SAMPLE]),
+            out,
+            validation=validation or [],
+            tokenizer=tokenizer,
+            go_on=resume,
+            say=lambda line: print(line, flush=True, file=sys.stderr if as_json else sys.stdout),
+            live=sys.stdout.isatty() and not as_json,
+            torch_compile=compiled,
+            report_to=report_to,
+            **(FSDP2 if fsdp else {}),
+        )
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            options = ["--compile"] * compiled + ["--fsdp"] * fsdp
+            print(how_to_go_on(out, options), file=sys.stderr)
+        raise
     if as_json:
-        print(json.dumps(json.loads((out / SUMMARY_FILE).read_text())))
+        print(json.dumps(read_summary(out)))
 
 
 @app.command()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,9 +23,9 @@ from twell.hf.relufy import relufy_
 from twell.nn import SparseFFNBase
 from twell.train.data import Blocks, Corpus, Progress, silent
 from twell.train.recipes import Recipe, override
-from twell.train.run import RECIPE_FILE, SUMMARY_FILE, clear, describe, run
+from twell.train.run import SUMMARY_FILE, describe, read_summary, run
+from twell.train.saved import RECIPE_FILE, check_same_run
 from twell.train.tokenizer import load_tokenizer
-from twell.train.trainer import latest_checkpoint
 
 HAVE_A_SPARSE_TYPE = ("llama", "qwen2")
 LONGEST_CONTEXT = 2048  # by default: long ones are for models that are to keep using them
@@ -195,17 +194,13 @@ def convert_and_train(
     if not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
         raise ValueError(f"{name} is a {config.model_type}: only llama and qwen2 train with L1 here; leave out --train")
     recipe = continued_recipe(config, changes)
-    if (out / RECIPE_FILE).exists():
-        _check_same_run(out, name, recipe, data, validation)
+    begun = (out / RECIPE_FILE).exists()
+    if begun:
+        check_same_run(out, recipe, data, validation, name)
     if (out / SUMMARY_FILE).exists():
-        say(f"{out} is finished: {describe(json.loads((out / SUMMARY_FILE).read_text()))}")
-        return
-    if latest_checkpoint(out) is not None:
-        run(None, [], out, go_on=True, say=say, **how)
+        say(f"{out} is finished: {describe(read_summary(out))}")
         return
     is_first = os.environ.get("RANK", "0") == "0"  # of the processes a launcher started
-    if is_first and (out / RECIPE_FILE).exists():  # cut short before its first checkpoint
-        clear(out)
     _tokenizer(name, tokenizer, config)  # before any data is read with it
 
     def begin(recipe: Recipe, corpus: Corpus) -> tuple[Any, dict[str, Any]]:
@@ -213,17 +208,8 @@ def convert_and_train(
             return _converted(name, recipe, corpus, say, bar)
         return _converted(name, recipe, corpus, lambda line: None, _no_bar)
 
-    run(recipe, data, out, validation=validation, tokenizer=tokenizer or name, begin=begin, say=say, **how)
-
-
-def _check_same_run(
-    out: Path, name: str, recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str]
-) -> None:
-    saved = json.loads((out / RECIPE_FILE).read_text())
-    was = saved.get("conversion", {"facts": {"model": None}})["facts"]["model"]
-    before = (was, Recipe(**saved["recipe"]), saved["data"], saved["validation"])
-    if before != (name, recipe, [str(p) for p in data], [str(p) for p in validation]):
-        raise ValueError(f"{out} holds a run of another model, recipe or other data: choose another folder")
+    own: dict[str, Any] = {"go_on": True} if begun else {"validation": validation, "tokenizer": tokenizer or name}
+    run(recipe, data, out, begin=begin, say=say, **own, **how)
 
 
 def _converted(

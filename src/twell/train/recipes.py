@@ -7,6 +7,7 @@ A recipe is a frozen dataclass; a preset is a function that returns one. ``overr
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class Recipe:
     lr: float = 1e-3
     lr_warmup: int = 600
     weight_decay: float = 0.1
-    clip: float = 1.0
+    clip: float = 1.0  # the largest norm of a gradient; 0: no limit
     seed: int = 0
 
     # housekeeping, in steps
@@ -51,18 +52,10 @@ class Recipe:
     save_every: int = 1000
 
     def __post_init__(self) -> None:
-        at_least_one = "hidden_size intermediate_size layers heads vocab_size steps micro_batch sequences_per_step"
-        for name in at_least_one.split():
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.hidden_size % self.heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is no multiple of heads {self.heads}")
-        if self.context < 2:
-            raise ValueError(f"context must be at least 2, got {self.context}")
-        if self.plan_every < 0:
-            raise ValueError(f"plan_every must not be negative, got {self.plan_every}")
-        if self.l1 < 0:
-            raise ValueError(f"l1 must not be negative, got {self.l1}")
+        for field in dataclasses.fields(self):
+            _check(field.name, getattr(self, field.name), str(field.type))
+        if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
+            raise ValueError(f"hidden_size {self.hidden_size} is no even multiple of heads {self.heads}")
         if self.activation not in ("relu", "silu"):
             raise ValueError(f"activation must be relu or silu, got {self.activation!r}")
         if self.activation == "silu" and (self.l1 or self.restart_every or not self.gated):
@@ -71,6 +64,30 @@ class Recipe:
     @property
     def tokens_per_step(self) -> int:
         return self.sequences_per_step * self.context
+
+
+_KINDS: dict[str, Any] = {"bool": bool, "int": int, "float": (float, int), "str": str}
+_SIZES = ("hidden_size", "intermediate_size", "layers", "heads", "vocab_size", "rope_theta")
+_COUNTS = ("steps", "sequences_per_step", "micro_batch", "log_every", "eval_every", "save_every")
+_LEAST = {**dict.fromkeys(_SIZES + _COUNTS, 1), "context": 2}  # of all other numbers: 0
+_MOST = {"seed": 2**32 - 1}  # of all other integers: what 64 bits hold
+
+
+def _check(name: str, value: Any, kind: str) -> None:
+    """The one place where single values are refused: of another type, not finite, or out of their range."""
+    if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+        raise ValueError(f"{name} must be of type {kind}, got {value!r}")
+    if kind in ("bool", "str"):
+        return
+    least, most = _LEAST.get(name, 0), _MOST.get(name, 2**63 - 1)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must " + (f"be at least {least}" if least else "not be negative") + f", got {value}")
+    if isinstance(value, int) and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
+    if name == "lr" and value == 0:
+        raise ValueError("lr must be above 0, got 0: nothing would be learned")
 
 
 def tiny() -> Recipe:

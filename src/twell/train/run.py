@@ -9,7 +9,7 @@ import json
 import math
 import os
 import platform
-import shutil
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,28 +23,32 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 
 from twell import __version__
 from twell.train.data import TEXT_SUFFIXES, Corpus, Progress, find_files, load_corpus, read_texts
+from twell.train.files import (
+    LOCK_FILE,
+    MANIFEST_FILE,
+    NOT_FINISHED,
+    Found,
+    checkpoints,
+    describe_files,
+    hold,
+    newest_sound,
+    step_of,
+    write_whole,
+)
 from twell.train.live import LiveView
 from twell.train.recipes import Recipe
+from twell.train.saved import RECIPE_FILE, TOKENIZER_FOLDER, Saved, tokens_of
 from twell.train.stream import find_dataset, read_dataset, stream_corpus
 from twell.train.tokenizer import load_tokenizer, train_bpe
-from twell.train.trainer import METRICS_FILE, SparseTrainer, latest_checkpoint, make_model, make_trainer, resume
+from twell.train.trainer import METRICS_FILE, SparseTrainer, make_model, make_trainer, resume
 
 MODEL_FOLDER = "model"
-TOKENIZER_FOLDER = "tokenizer"
 DATA_FOLDER = "data"  # of a streamed dataset
-RECIPE_FILE = "recipe.json"
 BPE_TEXTS = 20_000  # of a streamed dataset, to train a tokenizer on
 SUMMARY_FILE = "summary.json"
 
 # A model to start from, made once the data is read, and what the summary should say of it.
 Begin = Callable[[Recipe, Corpus], tuple[PreTrainedModel, dict[str, Any]]]
-
-
-def clear(folder: Path) -> None:
-    """Of a run that was cut short before its first checkpoint: only what was downloaded is of use."""
-    for path in folder.iterdir():
-        if path.name != DATA_FOLDER:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def run(
@@ -60,73 +64,158 @@ def run(
     live: bool = False,
     **arguments: Any,
 ) -> SparseTrainer:
-    """Train ``recipe`` on ``data`` into the folder ``out``.
+    """Train ``recipe`` on ``data`` into the folder ``out``, which no other process may use meanwhile.
 
     ``validation`` are files to validate on; without them one document in a hundred is held out. ``begin`` gives a model
     to start from, whose shape the recipe must describe; without it weights are fresh. With ``go_on`` the run there
-    continues with its own recipe, model and data from its newest finished checkpoint. ``say`` gets a line at a time;
-    with ``live`` the terminal shows the training as one screen instead; ``arguments`` go to ``TrainingArguments``.
+    continues from its newest sound checkpoint, with its own recipe, model and data: a ``recipe`` may then only ask for
+    more steps, and ``data`` only say where the same text is now. ``say`` gets a line at a time; with ``live`` the
+    terminal shows the training as one screen instead; ``arguments`` go to ``TrainingArguments``.
     """
-    is_first = os.environ.get("RANK", "0") == "0"  # of the processes a launcher started
+    if go_on and not (out / RECIPE_FILE).exists():
+        raise ValueError(f"{out} holds no run to resume: it has no {RECIPE_FILE}")
+    with hold(out) if _is_first() else contextlib.nullcontext():
+        return _run(recipe, data, out, validation, tokenizer, begin, go_on, say, live, arguments)
+
+
+def _is_first() -> bool:
+    """Of the processes a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _run(
+    recipe: Recipe | None,
+    data: Sequence[Path | str],
+    out: Path,
+    validation: Sequence[Path | str],
+    tokenizer: str | None,
+    begin: Begin | None,
+    go_on: bool,
+    say: Callable[[str], None],
+    live: bool,
+    arguments: dict[str, Any],
+) -> SparseTrainer:
+    is_first = _is_first()
     if not is_first:
         say = _say_nothing
-    checkpoint = latest_checkpoint(out) if go_on else None
-    if go_on and checkpoint is None:
-        raise ValueError(f"{out} has no finished checkpoint to resume from")
-    if is_first and not go_on and out.exists() and any(path.name != DATA_FOLDER for path in out.iterdir()):
-        raise ValueError(f"{out} is not empty: resume the run there, or choose another folder")
-    conversion: dict[str, Any] | None = (
-        None  # of the model the run began with: its configuration, and what is known of it
-    )
-    if go_on:
-        saved = json.loads((out / RECIPE_FILE).read_text())
-        recipe, data, validation = Recipe(**saved["recipe"]), data or saved["data"], validation or saved["validation"]
-        conversion = saved.get("conversion")
-    if recipe is None:
+    saved = Saved.read(out) if go_on else None
+    if saved is not None:
+        recipe = saved.extended(recipe)
+        data, validation = data or saved.data, validation or saved.validation
+        found, tok = _found(out, recipe.steps, say), _saved_tokenizer(saved, out, tokenizer)
+    elif recipe is None:
         raise ValueError("a new run needs a recipe")
-    tok = load_tokenizer(out / TOKENIZER_FOLDER) if go_on else _tokenizer(tokenizer, data, recipe, say)
-    corpus = read_corpus(recipe, data, validation, tok, out / DATA_FOLDER, is_first, say)
-    say(repr(corpus))
-    if conversion is not None:  # weights come from the checkpoint
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**conversion["config"]), dtype=torch.float32)
-    elif begin is not None:
-        model, facts = begin(recipe, corpus)
-        conversion = {"facts": facts, "config": json.loads(model.config.to_json_string(use_diff=False))}
     else:
-        model = make_model(recipe, len(tok), tok.eos_token_id)
+        if is_first and any(path.name not in (DATA_FOLDER, LOCK_FILE) for path in out.iterdir()):
+            raise ValueError(f"{out} is not empty: resume the run there, or choose another folder")
+        found, tok = Found(None, {}), _tokenizer(tokenizer, data, recipe, say)
+    tokens_needed = saved.tokens_needed if saved else recipe.steps * recipe.tokens_per_step
+    corpus = read_corpus(recipe, data, validation, tok, out / DATA_FOLDER, is_first, say, tokens_needed)
+    say(repr(corpus))
+    if saved is not None:
+        saved.check_tokens(corpus)
+    model, conversion = _model(recipe, corpus, tok, saved if found.checkpoint else None, begin)
+    if saved is not None and saved.conversion and not conversion:
+        raise ValueError(f"{out} has no checkpoint yet: give the same twell convert command again")
+    if saved is not None and recipe.steps > saved.recipe.steps and find_dataset(data):
+        say(f"a longer run reads no further: it sees its {len(corpus.train):,} tokens again")
     say(f"{model.num_parameters():,} parameters; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
     trainer = make_trainer(recipe, model, corpus, out, **arguments)
-    if is_first and not go_on:  # everything has been checked: from here on the folder is a run's
-        out.mkdir(parents=True, exist_ok=True)
-        tok.save_pretrained(out / TOKENIZER_FOLDER)
-        sources: dict[str, Any] = {"data": [str(p) for p in data], "validation": [str(p) for p in validation]}
-        if conversion is not None:
-            sources["conversion"] = conversion
-        (out / RECIPE_FILE).write_text(json.dumps({"recipe": dataclasses.asdict(recipe), **sources}, indent=1))
-    if checkpoint is not None:
-        say(f"resuming from {checkpoint}")
+    trainer.unsound = list(found.flaws)
+    if is_first:  # everything has been checked: from here on the folder is a run's
+        if saved is None:
+            tok.save_pretrained(out / TOKENIZER_FOLDER)
+        now = Saved(
+            recipe=recipe,
+            data=[str(p) for p in data],
+            validation=[str(p) for p in validation],
+            tokens_needed=tokens_needed,
+            tokens=saved.tokens if saved else tokens_of(corpus),
+            tokenizer=saved.tokenizer if saved else describe_files(out / TOKENIZER_FOLDER),
+            conversion=conversion,
+        )
+        if saved is None or saved.recipe != recipe or found.checkpoint is None:
+            for name in (SUMMARY_FILE, *([] if found.checkpoint else [METRICS_FILE])):
+                (out / name).unlink(missing_ok=True)  # it is not finished, or starts again
+        if now != saved:
+            now.write(out)
     start = time.perf_counter()
     with LiveView(recipe) if live else _Talk(recipe, say) as view:
         trainer.add_callback(view)
-        if checkpoint is None:
+        if found.checkpoint is None:
             trainer.train()
         else:
-            resume(trainer, checkpoint)
-    seconds = time.perf_counter() - start
+            resume(trainer, found.checkpoint)
+    _finish(trainer, corpus, tok, out, time.perf_counter() - start, conversion, say)
+    return trainer
+
+
+def _found(out: Path, steps: int, say: Callable[[str], None]) -> Found:
+    """The checkpoint to go on from; none at all in a run that was cut short before its first."""
+    found = newest_sound(out)
+    skipped = f"{found}: " if found.flaws else ""
+    if found.checkpoint is not None:
+        is_done = step_of(found.checkpoint) >= steps
+        say(f"{skipped}resuming from {found.checkpoint}" + (", the last; steps=N trains longer" if is_done else ""))
+    elif all(flaw == NOT_FINISHED for flaw in found.flaws.values()):
+        say(f"{skipped}there is no finished checkpoint; starting again at step 0")
+    else:
+        raise ValueError(f"{out} has no sound checkpoint to resume from: {found}; start again in another folder")
+    return found
+
+
+def _saved_tokenizer(saved: Saved, out: Path, other: str | None) -> Any:
+    """The run's own; another may be named, if it is the same."""
+    saved.check_tokenizer(out)
+    tok = load_tokenizer(out / TOKENIZER_FOLDER)
+    if other is not None and load_tokenizer(other).get_vocab() != tok.get_vocab():
+        raise ValueError(f"a resumed run keeps its tokenizer, and {other} is another one: leave out --tokenizer")
+    return tok
+
+
+def _model(
+    recipe: Recipe, corpus: Corpus, tok: Any, saved: Saved | None, begin: Begin | None
+) -> tuple[PreTrainedModel, dict[str, Any] | None]:
+    """The model to train, and of a converted one its configuration and what is known of it."""
+    if saved is not None and saved.conversion is not None:  # weights come from the checkpoint
+        config = AutoConfig.for_model(**saved.conversion["config"])
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32), saved.conversion
+    if saved is None and begin is not None:
+        model, facts = begin(recipe, corpus)
+        return model, {"facts": facts, "config": json.loads(model.config.to_json_string(use_diff=False))}
+    return make_model(recipe, len(tok), tok.eos_token_id), None
+
+
+def _finish(
+    trainer: SparseTrainer,
+    corpus: Corpus,
+    tok: Any,
+    out: Path,
+    seconds: float,
+    conversion: dict[str, Any] | None,
+    say: Callable[[str], None],
+) -> None:
+    """Save the model, validate it where that was not done yet, and last of all write the summary."""
     trainer.save_model(str(out / MODEL_FOLDER))
-    if _last_evaluation(trainer).get("step") != trainer.state.global_step or (trainer.ffns and not trainer.eval_stats):
+    if _last_evaluation(trainer).get("step") != trainer.state.global_step:
         trainer.evaluate()
-    if is_first:
+    if _is_first():
         tok.save_pretrained(out / MODEL_FOLDER)
         summary = summarise(trainer, out, seconds, _bytes_a_token(corpus.held_out, tok))
         if conversion is not None:
             summary["conversion"] = {**conversion["facts"], "loss_recovered": summary["validation_loss"]}
-        part = out / f"{SUMMARY_FILE}.part"  # whole, or not at all: a run with a summary is finished
-        part.write_text(json.dumps(summary, indent=1))
-        part.replace(out / SUMMARY_FILE)
+        write_whole(out / SUMMARY_FILE, json.dumps(summary, indent=1))  # a run with a summary is finished
         say(describe(summary))
         say(f"the model is in {out / MODEL_FOLDER}")
-    return trainer
+
+
+def how_to_go_on(out: Path, options: Sequence[str] = ()) -> str:
+    """The line for whoever has just interrupted a run."""
+    if not (out / RECIPE_FILE).exists():
+        return "twell: nothing was written yet; the same command starts again"
+    finished = [path.name for path in checkpoints(out) if (path / MANIFEST_FILE).exists()]
+    where = f"from {finished[0]}" if finished else "from the beginning (no checkpoint yet)"
+    return f"twell: to go on {where}: {shlex.join(['twell', 'train', '--resume', '--out', str(out), *options])}"
 
 
 def quiet_libraries() -> None:
@@ -195,6 +284,17 @@ def describe(summary: dict[str, Any]) -> str:
     return text
 
 
+def read_summary(out: Path) -> dict[str, Any]:
+    """What a finished run reached."""
+    path = out / SUMMARY_FILE
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        describe(summary)
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is damaged: twell train --resume --out {out} writes it anew") from None
+    return dict(summary)
+
+
 def read_metrics(out: Path) -> list[dict[str, float]]:
     """The entries of a run's ``metrics.jsonl``."""
     return [json.loads(line) for line in (out / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
@@ -214,7 +314,10 @@ def read_corpus(
     cache: Path,
     is_first: bool,
     say: Callable[[str], None],
+    tokens_needed: int | None = None,
 ) -> Corpus:
+    """The tokens of a run; of a streamed dataset as many as the recipe needs, or as told."""
+
     def encode(texts: list[str]) -> list[list[int]]:
         return tok(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)[
             "input_ids"
@@ -234,7 +337,7 @@ def read_corpus(
         return stream_corpus(
             dataset,
             cache=cache,
-            tokens_needed=recipe.steps * recipe.tokens_per_step,
+            tokens_needed=tokens_needed or recipe.steps * recipe.tokens_per_step,
             held_out_least=recipe.context,
             wait=not is_first,
             say=say,

@@ -192,11 +192,12 @@ class _Stored:
         self.facts = folder / f"{stem}.json"
 
     def is_complete(self) -> bool:
-        if not self.facts.exists():
+        try:
+            facts = self._read_facts()
+            sizes = {self.train: facts["tokens"], self.held_out: facts["held_out_tokens"]}
+            return all(path.stat().st_size == n * self.dtype.itemsize for path, n in sizes.items())
+        except (OSError, ValueError, TypeError, KeyError):  # missing or damaged: read again
             return False
-        facts = self._read_facts()
-        sizes = {self.train: facts["tokens"], self.held_out: facts["held_out_tokens"]}
-        return all(path.exists() and path.stat().st_size == n * self.dtype.itemsize for path, n in sizes.items())
 
     def _read_facts(self) -> dict[str, Any]:
         return json.loads(self.facts.read_text(encoding="utf-8"))

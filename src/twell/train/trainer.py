@@ -3,7 +3,8 @@
 - both parts of the loss and the active neurons of every layer in the log, and in ``metrics.jsonl``;
 - the L1 warm-up, firing clocks reduced over processes, fresh starts for dead neurons on a schedule;
 - layers moved between the dense path and the sparse kernels, by their counts;
-- clocks, counts and plans saved in the checkpoint folder, beside the state dict, and taken up again on resume.
+- clocks, counts and plans saved in the checkpoint folder, beside the state dict, and taken up again on resume;
+- checkpoints with a manifest (files.py), and none of a run that is no longer finite.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import (
     LlamaConfig,
@@ -40,6 +43,7 @@ from twell.nn import SparseFFNBase
 from twell.ops import Stats
 from twell.sparsity import FiringClock, Planner, l1_warmup, restart_neurons_, sum_over_processes
 from twell.train.data import Blocks, Corpus
+from twell.train.files import checkpoint_folder, finish_checkpoint, remove_older, step_of, write_whole
 from twell.train.recipes import Recipe
 
 FSDP2: dict[str, Any] = {"fsdp": True}  # what TrainingArguments takes for it; layers to shard are the model's own
@@ -184,6 +188,9 @@ class SparseTrainer(Trainer):
         self._losses = torch.zeros(2, dtype=torch.float64)  # cross-entropy and L1 of this process since the last log
         self._steps_since_log = 0
         self._clock_start = (time.perf_counter(), 0)  # time and step from which tokens a second are counted
+        self.unsound: list[Path] = []  # checkpoints that the next one replaces
+        # Older checkpoints go once the new one is finished; the Trainer would delete them before that.
+        self.kept_checkpoints, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
         self.add_callback(_SparsityCallback(self))
 
@@ -279,18 +286,56 @@ class SparseTrainer(Trainer):
         return float(dead.float().mean())
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Every file is written before the manifest, and every older checkpoint stays until then."""
+        self._check_finite()
+        out, step = Path(self.args.output_dir or "."), self.state.global_step
+        folder, is_first = checkpoint_folder(out, step), self.is_world_process_zero()
         try:
+            if is_first:
+                for path in {folder, *self.unsound}:
+                    shutil.rmtree(path, ignore_errors=True)
+            _wait_for_all()
             super()._save_checkpoint(*args, **kwargs)
+            _wait_for_all()  # they may still be writing their part
+            if is_first:
+                saved = {
+                    "clocks": [clock.state_dict() for clock in self.clocks],
+                    "counts": [(ffn.neuron_counts.cpu(), ffn.tokens_seen.cpu()) for ffn in self.ffns],
+                    "plans": self.planner.state_dict(),
+                }
+                torch.save(saved, folder / SPARSITY_FILE)
+                finish_checkpoint(folder)
+                remove_older(folder, self.kept_checkpoints, self.state.best_model_checkpoint)
         except (OSError, RuntimeError, SafetensorError) as error:
-            reason, folder = str(error).strip().partition("\n")[0], f"checkpoint-{self.state.global_step}"
+            reason = str(error).strip().partition("\n")[0]
             raise RuntimeError(
-                f"could not write {folder} into {self.args.output_dir} (disk full?): {reason}; earlier checkpoints are "
-                f"untouched"
+                f"could not write {folder.name} into {out} (disk full?): {reason}; earlier checkpoints are untouched"
             ) from error
+        self.unsound = []
+
+    def _check_finite(self) -> None:
+        """Losses are looked at when they are logged; what is saved in between must be worth going on from, too."""
+        model: Any = self.model
+        values = [self._losses, *(p.detach() for p in model.parameters())]
+        local = [v.to_local() if isinstance(v, DTensor) else v for v in values]
+        device = local[-1].device
+        finite = torch.stack([torch.isfinite(v).all().to(device) for v in local]).all().int()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(finite, dist.ReduceOp.MIN)
+        if not finite:
+            raise RuntimeError(
+                f"the loss or a weight is no longer finite at step {self.state.global_step}: try a lower lr; stopped, "
+                "and no checkpoint of this step written"
+            )
 
     def restart_stopwatch(self) -> None:
         """Count tokens a second from here: what just ended (a log, an evaluation, a save) was not training."""
         self._clock_start = (time.perf_counter(), self.state.global_step)
+
+
+def _wait_for_all() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
 
 
 def _add(total: Sequence[Stats], more: Sequence[Stats]) -> list[Stats]:
@@ -327,36 +372,38 @@ class _SparsityCallback(TrainerCallback):
             model.set_l1_scale(l1_warmup(step, recipe.l1_warmup_start, recipe.l1_warmup_end or None))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and logs:
+        if not logs:
+            return
+        if state.is_world_process_zero:
             with (Path(args.output_dir) / METRICS_FILE).open("a", encoding="utf-8") as f:
-                f.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-        if logs and not math.isfinite(logs.get("ce_loss", 0.0)):
-            raise RuntimeError(f"the loss is {logs['ce_loss']} at step {state.global_step}: try a lower lr; stopped")
+                f.write(metrics_line(state.global_step, logs))
+        for name, field in _MUST_BE_FINITE.items():
+            if not math.isfinite(value := logs.get(field, 0.0)):
+                raise RuntimeError(f"the {name} is {value} at step {state.global_step}: try a lower lr; stopped")
         self.trainer.restart_stopwatch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.restart_stopwatch()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last file of a checkpoint, moved into place whole: a folder without it was not finished."""
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier()  # the others may still be writing their part
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            saved = {
-                "clocks": [clock.state_dict() for clock in self.trainer.clocks],
-                "counts": [(ffn.neuron_counts.cpu(), ffn.tokens_seen.cpu()) for ffn in self.trainer.ffns],
-                "plans": self.trainer.planner.state_dict(),
-            }
-            torch.save(saved, folder / f"{SPARSITY_FILE}.part")
-            (folder / f"{SPARSITY_FILE}.part").replace(folder / SPARSITY_FILE)
         self.trainer.restart_stopwatch()
 
 
-def latest_checkpoint(out: Path) -> Path | None:
-    """The newest finished checkpoint of a run, or None."""
-    finished = [p.parent for p in out.glob(f"checkpoint-*/{SPARSITY_FILE}")]
-    return max(finished, key=lambda p: int(p.name.removeprefix("checkpoint-")), default=None)
+_MUST_BE_FINITE = {
+    "cross-entropy": "ce_loss",
+    "L1": "l1_loss",
+    "loss": "loss",
+    "gradient": "grad_norm",
+    "validation cross-entropy": "eval_loss",
+}
+
+
+def metrics_line(step: int, logs: dict[str, Any]) -> str:
+    """An entry of ``metrics.jsonl``. JSON has no NaN: such fields are named instead."""
+    numbers = {key: value for key, value in logs.items() if not isinstance(value, float) or math.isfinite(value)}
+    not_finite = [key for key in logs if key not in numbers]
+    row = {"step": step, **numbers, **({"not_finite": not_finite} if not_finite else {})}
+    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
@@ -367,24 +414,17 @@ def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
     for ffn, (counts, tokens) in zip(trainer.ffns, saved["counts"], strict=True):
         ffn.neuron_counts.copy_(counts)
         ffn.tokens_seen.copy_(tokens)
-    if "plans" in saved:  # older checkpoints have none: every layer starts densely again
-        trainer.planner.load_state_dict(saved["plans"])
-    step = int(checkpoint.name.removeprefix("checkpoint-"))
-    if trainer.is_world_process_zero():
-        _forget_metrics_after(trainer.args.output_dir, step)
-    if step >= trainer.recipe.steps:  # nothing left to train; the Trainer would take one more step
-        trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    trainer.planner.load_state_dict(saved["plans"])
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    is_done = step_of(checkpoint) >= trainer.recipe.steps
+    if is_done:  # what the last validation counted is not in a checkpoint: it runs again
+        last = step_of(checkpoint)
+        state.log_history = [row for row in state.log_history if "eval_loss" not in row or row["step"] < last]
+    if trainer.is_world_process_zero():  # later steps will be logged again
+        rows = [metrics_line(row["step"], {k: v for k, v in row.items() if k != "step"}) for row in state.log_history]
+        write_whole(Path(trainer.args.output_dir or ".") / METRICS_FILE, "".join(rows))
+    if is_done:  # the Trainer would take one more step
+        trainer.state = state
         trainer._load_from_checkpoint(str(checkpoint))
         return
     trainer.train(resume_from_checkpoint=str(checkpoint))
-
-
-def _forget_metrics_after(out: str | None, step: int) -> None:
-    """The steps after a checkpoint will be logged again. A killed run may also have left half a line."""
-    path = Path(out or ".") / METRICS_FILE
-    if path.exists():
-        rows = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
-        kept = [line for line in rows if json.loads(line)["step"] <= step]
-        part = path.with_name(f"{METRICS_FILE}.part")
-        part.write_text("".join(kept), encoding="utf-8")
-        part.replace(path)

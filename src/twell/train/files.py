@@ -1,0 +1,195 @@
+"""Files of a run that can be trusted: written whole or not at all, checked by size and checksum, one process at a time.
+
+A checkpoint is a folder whose ``manifest.json``, written last, names every other file with its size and checksum.
+Without a manifest a checkpoint was not finished; where a file is not what the manifest says, it is damaged. Neither is
+ever resumed from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks
+    fcntl = None  # type: ignore[assignment]
+
+MANIFEST_FILE = "manifest.json"
+LOCK_FILE = ".lock"
+NOT_FINISHED = "was not finished"
+_PREFIX = "checkpoint-"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of file systems that know none: some network ones
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file under another name, then move it into place: a reader finds the old text or the new one."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# checksums
+# ---------------------------------------------------------------------------------------------------------
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file below a folder, by its path there."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST_FILE)
+    return {p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": _checksum(p)} for p in files}
+
+
+def flaw_of_files(folder: Path, described: dict[str, dict[str, Any]]) -> str | None:
+    """What is wrong with the first file that is not as described; None where all are."""
+    for check in (_flaw_of_size, _flaw_of_checksum):  # sizes first: they cost nothing
+        for name, facts in described.items():
+            if flaw := check(folder / name, facts):
+                return f"{name} {flaw}"
+    return None
+
+
+def _flaw_of_size(path: Path, facts: dict[str, Any]) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    size = path.stat().st_size
+    return None if size == facts["bytes"] else f"has {size:,} bytes instead of {facts['bytes']:,}"
+
+
+def _flaw_of_checksum(path: Path, facts: dict[str, Any]) -> str | None:
+    try:
+        return None if _checksum(path) == facts["sha256"] else "has another checksum"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# checkpoints
+# ---------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_folder(out: Path, step: int) -> Path:
+    return out / f"{_PREFIX}{step}"
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Every checkpoint of a run, sound or not, the newest first."""
+    found = [p for p in out.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdecimal() and p.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def finish_checkpoint(folder: Path) -> None:
+    """Write the manifest, the last file of a checkpoint."""
+    manifest = {"step": step_of(folder), "files": describe_files(folder)}
+    write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=1))
+
+
+def flaw_of_checkpoint(folder: Path) -> str | None:
+    """Why a checkpoint must not be resumed from; None for a sound one."""
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        return NOT_FINISHED
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        step, files = int(manifest["step"]), dict(manifest["files"])
+        flaw = flaw_of_files(folder, files) if files else f"{MANIFEST_FILE} names no files"
+    except (OSError, ValueError, TypeError, KeyError):
+        flaw = f"{MANIFEST_FILE} cannot be read"
+    else:
+        if step != step_of(folder):
+            flaw = f"it is a copy of {_PREFIX}{step}"
+    return flaw and f"is damaged ({flaw})"
+
+
+class Found(NamedTuple):
+    """The newest sound checkpoint, if any, and the flaws of those that are newer."""
+
+    checkpoint: Path | None
+    flaws: dict[Path, str]
+
+    def __str__(self) -> str:
+        """The flaws in a line."""
+        return ", ".join(f"{path.name} {flaw}" for path, flaw in self.flaws.items())
+
+
+def newest_sound(out: Path) -> Found:
+    """Look for the checkpoint to resume from, the newest first. Files are read from beginning to end."""
+    flaws: dict[Path, str] = {}
+    for folder in checkpoints(out):
+        flaw = flaw_of_checkpoint(folder)
+        if flaw is None:
+            return Found(folder, flaws)
+        flaws[folder] = flaw
+    return Found(None, flaws)
+
+
+def remove_older(newest: Path, keep: int | None, spared: str | None = None) -> None:
+    """Of the checkpoints up to ``newest`` only the last ``keep`` stay, and the folder named ``spared``."""
+    older = [p for p in checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
+    for folder in older[max(1, keep) :] if keep is not None else []:
+        if spared is None or folder.name != Path(spared).name:
+            shutil.rmtree(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# one process at a time
+# ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Keep a folder to this process. The system ends the lock with the process, however that ends.
+
+    A folder that was made here and stayed empty goes again.
+    """
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = _lock(folder / LOCK_FILE) if fcntl else None
+    try:
+        yield
+    finally:
+        if file is not None:
+            (folder / LOCK_FILE).unlink(missing_ok=True)  # before it is free: whoever waits for it looks again
+            os.close(file)
+        with contextlib.suppress(OSError):  # not empty
+            for path in made:
+                path.rmdir()
+
+
+def _lock(path: Path) -> int:
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(file, 200).decode(errors="replace") or "another process"
+            os.close(file)
+            raise ValueError(
+                f"{path.parent} is in use by {holder}: wait for its end, or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return file
+        if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+            os.ftruncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {platform.node()}".encode())
+            return file
+        os.close(file)  # its owner removed it just now
