@@ -12,9 +12,12 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig
 
+from serving import generated
 from twell import serve
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from twell.nn import SparseFFNBase
 from twell.serve import scoring
 from twell.serve.batched import why_not_batched
 from twell.serve.jobs import Job, Sampler
@@ -58,6 +61,10 @@ def drawn(engine: serve.Engine, jobs: list[tuple[list[int], int, int | None]]) -
     return [answer(result) for result in results]
 
 
+def tokens_of(engine: serve.Engine, prompts: list[list[int]], max_tokens: int) -> list[list[int] | Exception]:
+    return drawn(engine, [(ids, max_tokens, None) for ids in prompts])
+
+
 def answer(result: queue.SimpleQueue[Any]) -> list[int] | Exception:
     tokens: list[int] = []
     while isinstance(part := result.get(timeout=60), list):
@@ -95,6 +102,16 @@ def test_prompts_of_any_length_in_any_mix(
         expected = [drawn(engine, [job])[0] for job in jobs]
     with serve.Batched(model, cache_tokens, batch_tokens) as engine:
         assert drawn(engine, jobs) == expected
+
+
+def test_more_requests_than_the_cache_holds() -> None:
+    """Two pages of 256 tokens for ten requests of up to 220: they take turns, and lose nothing."""
+    model: Any = tiny()
+    chance = random.Random(0)
+    prompts = [[chance.randrange(VOCABULARY) for _ in range(chance.choice([3, 60, 180]))] for _ in range(10)]
+    expected = generated(model, prompts, 40)
+    with serve.Batched(model, 512) as engine:
+        assert tokens_of(engine, prompts, 40) == expected
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -218,3 +235,65 @@ def test_a_prompt_that_cannot_be_scored_fails_alone(engine: Any, monkeypatch: py
     engine.start(Job([5, 6], 1, None, result.put, n_top=0, scores_prompt=True))
     assert isinstance(answer(result), ApiError)
     assert isinstance(drawn(engine, [([5, 6], 2, None)])[0], list) and not engine.died
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which engine a model gets
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_batching_gets_wrong_is_served_one_at_a_time() -> None:
+    """ALiBi's positions are lost in a batch. The answers would be wrong, and nothing would say so."""
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=64, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=None)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    prompts = [[5, 6, 7], [9] * 20]
+    expected = generated(model, prompts, 10)
+    engine, why_not = serve.choose_engine(model, 1024)
+    with engine:
+        assert isinstance(engine, serve.OneAtATime)
+        assert why_not is not None and "otherwise than model.generate" in why_not
+        assert tokens_of(engine, prompts, 10) == expected
+
+
+def test_layers_do_not_plan_by_what_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = tiny()
+    looks: list[int] = []
+    monkeypatch.setattr(SparseFFNBase, "_look_at", lambda self, x: looks.append(x.shape[-2]))
+    model.model.layers[0].mlp.set_plan(None)
+    engine, _ = serve.choose_engine(model, 1024)
+    with engine:
+        assert not looks
+        tokens_of(engine, [[5, 6, 7]], 2)
+        assert looks  # real tokens
+    assert [layer.mlp._plans_itself for layer in model.model.layers] == [False, True]
+
+
+def test_a_generation_config_that_batching_would_leave_out() -> None:
+    model: Any = tiny()
+    plain = generated(model, [[5, 6, 7]], 30)
+    model.generation_config.repetition_penalty = 5.0
+    expected = generated(model, [[5, 6, 7]], 30)
+    assert expected != plain
+    engine, why_not = serve.choose_engine(model, 1024)
+    with engine:
+        assert why_not == "generation_config.json asks for RepetitionPenaltyLogitsProcessor"
+        assert tokens_of(engine, [[5, 6, 7]], 30) == expected
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    model: Any = tiny().cuda()
+    prompts = [[5, 6, 7], [9] * 100, [1, 2]]
+    tensors = [torch.tensor([ids], device="cuda") for ids in prompts]
+    how = {"max_new_tokens": 20, "do_sample": False}
+    expected = [model.generate(t, attention_mask=torch.ones_like(t), **how)[0, t.shape[1] :].tolist() for t in tensors]
+    engine, why_not = serve.choose_engine(model, serve.cache_tokens_for(model))
+    with engine:
+        assert why_not is None
+        assert tokens_of(engine, prompts, 20) == expected
+        drawn = [queue.SimpleQueue[Any]() for _ in range(2)]
+        for result in drawn:
+            engine.start(Job([5, 6, 7], 20, Sampler(1.5, 0.9, 40, 3, model.device), result.put))
+        first, second = ([t for part in iter(lambda one=one: one.get(timeout=60), None) for t in part] for one in drawn)
+        assert first == second

@@ -305,18 +305,19 @@ async def _read(request: Request) -> bytes:
     # Without this a page of the web could send requests to a server on its reader's own machine.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send the request as JSON, with the header Content-Type: application/json")
-    too_large = ApiError(413, f"the request is larger than {MAX_BODY:,} bytes")
-    if int(request.headers.get("content-length", "0")) > MAX_BODY:
-        raise too_large
-    body = bytearray()
+    body, size = bytearray(), 0
     try:
         async with asyncio.timeout(READ_SECONDS):
             async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY:
-                    raise too_large
+                size += len(part)
+                if size <= MAX_BODY:
+                    body += part
+                elif size > 4 * MAX_BODY:  # up to here it is read, not kept: clients hear before they have sent all
+                    break
     except TimeoutError:
         raise ApiError(408, f"the request did not come within {READ_SECONDS:g} seconds") from None
+    if size > MAX_BODY:
+        raise ApiError(413, f"the request is larger than {MAX_BODY:,} bytes")
     return bytes(body)
 
 

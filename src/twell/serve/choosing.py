@@ -22,7 +22,7 @@ TRIED = 8  # tokens of each answer that is tried
 
 
 def cache_tokens_for(model: Any) -> int:
-    """Tokens of a shared cache: 16 whole contexts, or 65,536 where that is less; at most a quarter of the free memory."""
+    """Tokens of a shared cache: 16 contexts, or 65,536 tokens if that is less; at most a quarter of the free memory."""
     config = model.config.get_text_config()
     context = context_of(model) or 4096
     tokens = max(context, min(16 * context, 2**16))

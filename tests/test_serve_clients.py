@@ -1,0 +1,232 @@
+"""``twell serve``: clients that go away, that send nonsense, too much or nothing, and that may not ask."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' openai")
+pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
+
+from serving import CONTEXT, PROMPTS, VOCABULARY, Server, get, make_model, served, wait_until
+from twell import serve
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("my-run") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with served(folder, batched=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def sequential(folder: Path) -> Iterator[Server]:
+    with served(folder, batched=False) as one:
+        yield one
+
+
+@pytest.fixture(params=["server", "sequential"])
+def either(request: pytest.FixtureRequest) -> Server:
+    one: Server = request.getfixturevalue(request.param)
+    return one
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Clients that go away
+# ---------------------------------------------------------------------------------------------------------
+
+
+def leave(server: Server, *, stream: bool, after_a_piece: bool = False) -> None:
+    """A client that asks for the longest answer there is and hangs up."""
+    body = {"prompt": "Once", "temperature": 0, "max_tokens": CONTEXT - 10, "stream": stream}
+    data = json.dumps(body).encode()
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        if after_a_piece:
+            assert sock.recv(1)
+        else:
+            wait_until(lambda: server.running() > 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_client_that_went_away_asked_for_is_not_computed(
+    either: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+    slowly = either.app.model.register_forward_hook(lambda *_: (tokens.append(1), time.sleep(0.02))[0])
+    try:
+        leave(either, stream=stream)
+        wait_until(lambda: either.running() == 0)
+        time.sleep(0.2)
+        so_far = len(tokens)
+        time.sleep(0.3)
+    finally:
+        slowly.remove()
+    assert len(tokens) == so_far < CONTEXT - 10
+    if isinstance(either.engine, serve.Batched):
+        scheduler = either.engine.manager.batch_processor.scheduler
+        assert not scheduler.active_requests and not scheduler.waiting_requests
+    assert either.complete("Once").choices[0].text == either.expected("Once")
+
+
+def test_a_request_that_waits_can_be_cancelled(sequential: Server) -> None:
+    with sequential.complete(max_tokens=200, stream=True) as stream:
+        next(iter(stream))
+        for _ in range(3):
+            leave(sequential, stream=True)
+        assert sequential.complete("x").choices[0].text == sequential.expected("x")
+
+
+def test_half_a_request(server: Server) -> None:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    for part in (
+        b"POST /v1/compl",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n",
+    ):
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(part + b"Content-Length: 100\r\n\r\n{" if part.endswith(b"\n") else part)
+            time.sleep(0.05)
+    assert server.complete("x").choices[0].text == server.expected("x")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Bad requests
+# ---------------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[Any, str]] = [
+    (b"", "no valid JSON"),
+    (b"{", "no valid JSON"),
+    (b'{"prompt": "x"', "no valid JSON"),
+    (b'{"prompt": "\xff"}', "no valid JSON"),
+    (b'{"prompt": "\\ud800"}', "no valid JSON"),
+    (b"[" * 100_000, "no valid JSON"),
+    (b"[]", "expected a JSON object"),
+    (b'"x"', "expected a JSON object"),
+    (b"null", "expected a JSON object"),
+    ({}, "prompt: is missing"),
+    ({"prompt": None}, "prompt: is missing"),
+    ({"prompt": ""}, "prompt: the prompt is empty"),
+    ({"prompt": []}, "prompt: the prompt is empty"),
+    ({"prompt": [""]}, "prompt: the prompt is empty"),
+    ({"prompt": [[]]}, "prompt: the prompt is empty"),
+    ({"prompt": 5}, "prompt: expected a string or a list of token ids"),
+    ({"prompt": {"text": "x"}}, "prompt: expected a string"),
+    ({"prompt": [1.5]}, "prompt: expected a string"),
+    ({"prompt": [True]}, "prompt: expected a string"),
+    ({"prompt": ["x", 1]}, "prompt: expected a string"),
+    ({"prompt": [1, "x"]}, "prompt: expected a string"),
+    ({"prompt": [[1], "x"]}, "prompt: expected a string"),
+    ({"prompt": ["x", ""]}, "prompt: the prompt is empty"),
+    ({"prompt": ["x"] * 257}, "at most 256 prompts a request, here are 257"),
+    ({"prompt": [VOCABULARY]}, f"between 0 and {VOCABULARY - 1}"),
+    ({"prompt": [-1]}, "between 0"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"prompt": [1] * CONTEXT}, "context is 256 tokens, the prompt has 256"),
+    ({"prompt": ["x", [1] * CONTEXT]}, "prompt: expected a string"),
+    ({"prompt": [[1], [1] * 10_000]}, "context is 256 tokens, the prompt has 10,000"),
+    ({"prompt": "x " * 300}, "context is 256 tokens, the prompt has 6"),
+    ({"prompt": "x " * 100_000}, "more: 200,000 characters, and no token has more than"),
+    ({"prompt": [1] * 200, "max_tokens": 57}, "the prompt has 200 and max_tokens asks for 57 more"),
+    ({"prompt": "x", "max_tokens": 10**9}, "max_tokens asks for 1,000,000,000 more"),
+    ({"prompt": "x", "max_tokens": -1}, "max_tokens: "),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens: 0 needs echo"),
+    ({"prompt": "x", "max_tokens": 0, "echo": "yes"}, "echo: "),
+    ({"prompt": "x", "max_tokens": "5"}, "max_tokens: "),
+    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens: "),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens: "),
+    ({"prompt": "x", "temperature": -0.1}, "temperature: "),
+    ({"prompt": "x", "temperature": 2.1}, "temperature: "),
+    ({"prompt": "x", "temperature": "hot"}, "temperature: "),
+    (b'{"prompt": "x", "temperature": NaN}', "temperature: "),
+    (b'{"prompt": "x", "temperature": 1e999}', "temperature: "),
+    ({"prompt": "x", "top_p": 0}, "top_p: "),
+    ({"prompt": "x", "top_p": 1.5}, "top_p: "),
+    ({"prompt": "x", "top_k": 0}, "top_k: "),
+    ({"prompt": "x", "seed": -1}, "seed: "),
+    ({"prompt": "x", "seed": 2**64}, "seed: "),
+    ({"prompt": "x", "stop": ""}, "stop: a stop string must not be empty"),
+    ({"prompt": "x", "stop": [5]}, "stop.0: "),
+    ({"prompt": "x", "stop": ["a"] * 17}, "stop: "),
+    ({"prompt": "x", "stream": "yes"}, "stream: "),
+    ({"prompt": "x", "stream_options": {"include_usage": 1}}, "stream_options.include_usage: "),
+    ({"prompt": "x", "model": 5}, "model: "),
+    ({"prompt": "x", "n": 2}, "n: 2 is not supported here; vLLM serves more"),
+    ({"prompt": "x", "n": True}, "n: true is not supported here"),
+    ({"prompt": "x", "min_p": 0.1}, "min_p: 0.1 is not supported here"),
+    ({"prompt": "x", "response_format": {"type": "json_object"}}, "is not supported here; vLLM serves more"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs: "),
+    ({"prompt": "x", "logprobs": -1}, "logprobs: "),
+    ({"prompt": "x", "logprobs": True}, "logprobs: "),
+    ({"prompt": "x", "frequency_penalty": 0.5}, "frequency_penalty: 0.5 is not supported here"),
+    ({"prompt": "x", "max_new_tokens": 5}, "max_new_tokens: 5 is not supported here"),
+]
+
+
+def test_bad_requests_say_what_is_wrong(server: Server) -> None:
+    for body, message in BAD:
+        status, answer = server.post("/v1/completions", body)
+        assert status == 400 and message in answer["error"]["message"], (repr(body)[:80], status, answer)
+        assert answer["error"]["type"] == "invalid_request_error"
+    assert server.complete("Once").choices[0].text == server.expected("Once")
+
+
+def test_fields_that_change_nothing_are_taken(server: Server) -> None:
+    body = {"prompt": "Once", "temperature": 0, "max_tokens": 12, "user": "me", "n": 1, "logprobs": None, "echo": False}
+    status, answer = server.post("/v1/completions", {**body, "presence_penalty": 0.0, "logit_bias": {}, "stop": None})
+    assert (status, answer["choices"][0]["text"]) == (200, server.expected("Once"))
+
+
+def test_other_models_paths_and_kinds_of_bodies(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-4' here, only 'tiny'"):
+        server.client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.NotFoundError):
+        server.client.models.retrieve("gpt-4")
+    assert [model.id for model in server.client.models.list()] == ["tiny"]
+    assert server.client.models.retrieve("tiny").id == "tiny"
+    for path, status in (("/v1/embeddings", 404), ("/", 404), ("/v1/models", 405)):
+        got, answer = server.post(path, {})
+        assert got == status and path in answer["error"]["message"]
+    assert get(server.url, "/v1/completions")[0] == 405
+    status, answer = server.post("/v1/completions", {"prompt": "x"}, **{"Content-Type": "text/plain"})
+    assert status == 415 and "Content-Type: application/json" in answer["error"]["message"]
+    status, answer = server.post("/v1/completions", b" " * (8 * 2**20 + 1))
+    assert status == 413 and "larger than" in answer["error"]["message"]
+
+
+def test_a_storm(either: Server) -> None:
+    """Good, bad and leaving clients at once: the good ones get their answers, and nothing is left over."""
+    chance = random.Random(0)
+    expected = {prompt: either.expected(prompt) for prompt in PROMPTS}
+
+    def somebody(kind: int) -> bool:
+        prompt = PROMPTS[kind % len(PROMPTS)]
+        if kind % 4 == 0:
+            body, message = BAD[kind % len(BAD)]
+            status, answer = either.post("/v1/completions", body)
+            return status == 400 and message in answer["error"]["message"]
+        if kind % 4 == 1:
+            leave(either, stream=kind % 8 == 1, after_a_piece=kind % 8 == 1)
+            return True
+        hot = {"temperature": 1.5} if kind % 8 == 2 else {}
+        text = str(either.complete(prompt, **hot).choices[0].text)
+        return bool(hot) or text == expected[prompt]
+
+    kinds = [chance.randrange(1000) for _ in range(48)]
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(somebody, kinds))
+    wait_until(lambda: either.running() == 0)
+    assert either.complete("Once").choices[0].text == either.expected("Once")
