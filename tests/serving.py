@@ -80,8 +80,8 @@ def post(url: str, path: str, body: bytes | dict[str, Any], **headers: str) -> t
     return _request(url, "POST", path, data, {"Content-Type": "application/json", **headers})
 
 
-def get(url: str, path: str) -> tuple[int, dict[str, Any]]:
-    return _request(url, "GET", path, None, {})
+def get(url: str, path: str, **headers: str) -> tuple[int, dict[str, Any]]:
+    return _request(url, "GET", path, None, headers)
 
 
 def _request(url: str, *request: Any) -> tuple[int, dict[str, Any]]:
@@ -93,7 +93,9 @@ def _request(url: str, *request: Any) -> tuple[int, dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def served(folder: Path, *, batched: bool, chat: bool = False, **changes: Any) -> Iterator[Server]:
+def served(
+    folder: Path, *, batched: bool, chat: bool = False, how: dict[str, Any] | None = None, **changes: Any
+) -> Iterator[Server]:
     """A server in this process: uvicorn in a thread, on a port of loopback."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -111,7 +113,7 @@ def served(folder: Path, *, batched: bool, chat: bool = False, **changes: Any) -
     engine, why_not = serve.choose_engine(model, 4096) if batched else (serve.OneAtATime(model), "asked for")
     assert (why_not is None) == batched
     with engine:
-        app = serve.ModelServer(model, tokenizer, "tiny", engine, CONTEXT)
+        app = serve.ModelServer(model, tokenizer, "tiny", engine, CONTEXT, **how or {})
         sock = serve.bind("127.0.0.1", 0)
         server = Running(app)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
@@ -119,7 +121,9 @@ def served(folder: Path, *, batched: bool, chat: bool = False, **changes: Any) -
         wait_until(lambda: server.started)
         try:
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            with openai.OpenAI(
+                base_url=f"{url}/v1", api_key=(how or {}).get("api_key", "none"), max_retries=0, timeout=60
+            ) as client:
                 yield Server(url, client, app, expected)
         finally:
             server.should_exit = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,10 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' openai")
 pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 
-from serving import CONTEXT, PROMPTS, VOCABULARY, Server, get, make_model, served, wait_until
+from serving import CONTEXT, PROMPTS, VOCABULARY, Server, get, make_model, post, served, wait_until
 from twell import serve
+from twell.serve import app, engine, guard, running
+from twell.serve.guard import is_safe_host
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +233,133 @@ def test_a_storm(either: Server) -> None:
         assert all(pool.map(somebody, kinds))
     wait_until(lambda: either.running() == 0)
     assert either.complete("Once").choices[0].text == either.expected("Once")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Too much, too slowly
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_too_long_is_refused_before_it_is_tokenized(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    class Counting:
+        def __init__(self, tokenizer: Any) -> None:
+            self.tokenizer = tokenizer
+
+        def __call__(self, text: str, **how: Any) -> Any:
+            seen.append(len(text))
+            return self.tokenizer(text, **how)
+
+    prompts = server.app.prompts
+    monkeypatch.setattr(prompts, "lanes", [(Counting(tokenizer), lock) for tokenizer, lock in prompts.lanes])
+    status, answer = server.post("/v1/completions", {"prompt": "x" * 7_000_000})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded" and not seen
+    monkeypatch.setattr(prompts, "longest_token", 10**6)  # now only a count of tokens can tell
+    status, answer = server.post("/v1/completions", {"prompt": "x " * 3_000_000})
+    assert status == 400 and "the prompt has more than 512" in answer["error"]["message"]
+    assert sum(seen) <= 2**16, "a slice is enough to see it"
+
+
+def test_a_long_text_does_not_block_short_ones(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = server.app.prompts
+    waits, (slow, lock) = threading.Event(), prompts.lanes[1]
+
+    def wait_and_encode(text: str, **how: Any) -> Any:
+        assert waits.wait(30)
+        return slow(text, **how)
+
+    monkeypatch.setattr(prompts, "lanes", [prompts.lanes[0], (wait_and_encode, lock)])
+    monkeypatch.setattr(prompts, "longest_token", 100)
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(server.post, "/v1/completions", {"prompt": "x" * 5000})
+        wait_until(lock.locked)
+        assert server.complete("Once").choices[0].text == server.expected("Once")
+        waits.set()
+        assert long.result()[0] == 400
+
+
+def test_no_more_requests_are_taken_than_can_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_JOBS", 2)
+    with pytest.raises(openai.InternalServerError, match=r"too many requests are waiting \(at most 2\)"):
+        server.complete(["x", "y", "z"])
+    assert len(server.complete(["x", "y"]).choices) == 2
+
+
+def test_connections_that_send_nothing_are_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(app, "READ_SECONDS", 0.1)
+    with served(folder, batched=False) as one:
+        host, _, port = one.url.removeprefix("http://").partition(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        for sent, answer in (
+            (b"", b""),
+            (b"POST /v1/compl", b""),
+            (head + b"Content-Length: 100\r\n\r\n{", b"408"),
+            (whole, b"200"),
+            (whole + whole[:20], b"200"),
+        ):
+            with socket.create_connection((host, int(port)), timeout=30) as sock:
+                sock.sendall(sent)
+                said = b"".join(iter(lambda sock=sock: sock.recv(4096), b""))  # until the server closes it
+                assert (answer in said[:12]) if answer else said == b"", (sent, said)
+        slow = one.app.model.register_forward_hook(lambda *_: time.sleep(0.05))
+        assert one.complete(max_tokens=8).choices[0].text == one.expected("Once", 8)  # an answer may take longer
+        slow.remove()
+
+
+def test_a_client_that_does_not_read_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "WRITE_SECONDS", 0.1)
+    with served(folder, batched=False) as one:
+        monkeypatch.setattr(one.app.tokenizer, "decode", lambda ids, **_: "x" * 200_000 * len(ids))
+        host, _, port = one.url.removeprefix("http://").partition(":")
+        body = json.dumps({"prompt": [5], "temperature": 0, "max_tokens": 250, "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: one.running() == 1)
+            wait_until(lambda: one.running() == 0)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Who may ask
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_of_the_web_cannot_reach_it_by_a_name_of_its_own(server: Server) -> None:
+    """DNS rebinding: the page's name is pointed at this machine, and the browser sends it as Host."""
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
+        status, answer = get(server.url, "/v1/models", Host=host)
+        assert status == 403 and "--allow-host" in answer["error"]["message"], host
+    for host in ("127.0.0.1", "127.0.0.1:9", "localhost:8000", "LOCALHOST", "[::1]:8000", "192.168.1.5"):
+        assert get(server.url, "/v1/models", Host=host)[0] == 200, host
+    assert is_safe_host("Box.lan:80", {"box.lan"}) and not is_safe_host("other.lan", {"box.lan"})
+
+
+def test_a_key(folder: Path) -> None:
+    with served(folder, batched=False, how={"api_key": "sésame"}) as one:
+        for header in ({}, {"Authorization": "Bearer no"}, {"Authorization": "sesame"}):
+            for path in ("/v1/models", "/metrics", "/nowhere"):
+                status, answer = get(one.url, path, **header)
+                assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+            assert post(one.url, "/v1/completions", {"prompt": "x"}, **header)[0] == 401
+        assert get(one.url, "/health")[0] == 200
+        right = {"Authorization": "Bearer sésame".encode().decode("latin-1")}
+        assert get(one.url, "/v1/models", **right, Host="llm.example")[0] == 200  # who has the key may come by any name
+
+
+def test_what_goes_wrong_inside_is_not_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("cannot read /home/me/secret")
+
+    with served(folder, batched=True) as one:
+        monkeypatch.setattr(one.app.prompts, "check", fail)
+        status, answer = one.post("/v1/completions", {"prompt": [5]})
+        assert status == 500 and answer["error"]["message"] == "the server failed; its log says why"
+        monkeypatch.undo()
+        handle = one.app.model.register_forward_pre_hook(lambda *_: handle.remove() or fail())
+        status, answer = one.post("/v1/completions", {"prompt": [5]})
+        assert status == 500 and "the model failed" in answer["error"]["message"] and "/home" not in str(answer)
+        assert one.complete("Once").choices[0].text == one.expected("Once")  # the next one is computed
+        assert get(one.url, "/health")[0] == 200

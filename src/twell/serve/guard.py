@@ -54,7 +54,7 @@ class Guard:
     def _refusal(self, headers: Headers, path: str) -> ApiError | None:
         if self.api_key is not None:
             given = headers.get("authorization", "")
-            is_right = hmac.compare_digest(given.encode(), f"Bearer {self.api_key}".encode())
+            is_right = hmac.compare_digest(given.encode("latin-1"), f"Bearer {self.api_key}".encode())
             if is_right or path == "/health":
                 return None
             return ApiError(401, "this server needs a key: Authorization: Bearer KEY", code="invalid_api_key")
