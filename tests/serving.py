@@ -58,6 +58,7 @@ class Server(NamedTuple):
     url: str
     client: Any
     app: serve.ModelServer
+    running_as: Running
     expected: Callable[..., str]  # the text that model.generate gives, computed before a server had the model
 
     @property
@@ -124,7 +125,7 @@ def served(
             with openai.OpenAI(
                 base_url=f"{url}/v1", api_key=(how or {}).get("api_key", "none"), max_retries=0, timeout=60
             ) as client:
-                yield Server(url, client, app, expected)
+                yield Server(url, client, app, server, expected)
         finally:
             server.should_exit = True
             thread.join(30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import socket
 import threading
 import time
@@ -363,3 +364,37 @@ def test_what_goes_wrong_inside_is_not_told(folder: Path, monkeypatch: pytest.Mo
         assert status == 500 and "the model failed" in answer["error"]["message"] and "/home" not in str(answer)
         assert one.complete("Once").choices[0].text == one.expected("Once")  # the next one is computed
         assert get(one.url, "/health")[0] == 200
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The end
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [30.0, 0.1])
+def test_sigterm_lets_answers_end(folder: Path, seconds: float) -> None:
+    """New requests are refused at once, those under way go on for a while."""
+    with served(folder, batched=True) as one:
+        one.running_as.drain_seconds = seconds
+        expected = one.expected("Once", 60)
+        one.app.model.register_forward_hook(lambda *_: time.sleep(0.01))
+        stream = one.complete(max_tokens=60, stream=True)
+        text = next(iter(stream)).choices[0].text
+        one.running_as.handle_exit(signal.SIGTERM, None)
+        assert one.engine.problem == "the server is stopping"
+        with pytest.raises((openai.InternalServerError, openai.APIConnectionError)):
+            one.complete()
+        if seconds > 1:
+            assert text + "".join(part.choices[0].text for part in stream) == expected
+        else:
+            with pytest.raises(openai.APIError, match="the server is stopping"):
+                list(stream)
+
+
+def test_the_server_leaves_when_its_engine_dies(folder: Path) -> None:
+    with served(folder, batched=True) as one:
+        one.app.model.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="the model failed"):
+            one.complete()
+        wait_until(lambda: one.running_as.should_exit)
+        assert one.engine.died

@@ -70,6 +70,9 @@ def test_the_command_from_start_to_ctrl_c(folder: Path, tmp_path: Path) -> None:
         assert [model.id for model in client.models.list()] == ["my-run"]  # a run's model is called by the run
         stream = client.completions.create(model="my-run", prompt="Once", max_tokens=19_000, temperature=0, stream=True)
         next(iter(stream))
+        process.send_signal(signal.SIGTERM)  # answers under way go on
+        for _ in range(50):
+            next(iter(stream))
         process.send_signal(signal.SIGINT)
         with pytest.raises(openai.APIError, match="the server is stopping"):
             list(stream)
@@ -100,6 +103,8 @@ def test_bad_input_ends_in_one_line(command: Twell, folder: Path, tmp_path: Path
             ([str(folder), "--port", "0", "--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
             ([str(tmp_path), "--port", "0"], f"{tmp_path} is no folder of a model: it has no config.json"),
             (["nowhere", "--port", "0"], "nowhere is no folder of a model"),
+            ([str(folder), "--port", "0", "--host", "0.0.0.0"], "other machines can reach 0.0.0.0: give --api-key, or"),
+            ([str(folder), "--port", "0", "--api-key", " "], "the API key is empty"),
             ([str(folder.parent), "--port", "0"], f"{folder.parent} is no folder of a model: it has no config.json; "),
             ([str(folder), "--port", "0", "--dtype", "int8"], "unknown dtype 'int8'"),
             ([str(folder), "--port", "0", "--device", "tpu"], "unknown device 'tpu'"),
@@ -123,15 +128,23 @@ def test_a_missing_package_is_named(command: Twell, monkeypatch: pytest.MonkeyPa
 def test_options_are_told(command: Twell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--dense, --no-batching, --host, --name, --cache-tokens, --dtype, and models of transformers' own."""
     seen = []
-    monkeypatch.setattr(serve, "run", lambda server, sock: seen.append((server, sock)) or sys.exit(0))
-    out = command(str(folder), "--port", "0", "--dense", "--no-batching", "--host", "0.0.0.0", "--name", "me").stdout
+    monkeypatch.setattr(serve, "run", lambda server, sock, drain: seen.append((server, sock)) or True)
+    how = ["--dense", "--no-batching", "--host", "0.0.0.0", "--open", "--name", "me"]
+    out = command(str(folder), "--port", "0", *how).stdout
     assert "sparse:   no layer of 2 (--dense)" in out
     assert "one at a time (--no-batching), up to 256 tokens" in out
     assert "warning:  other machines can reach this address" in out
-    assert '"model": "me"' in out
+    assert '"model": "me"' in out and "Authorization" not in out
     assert {layer.mlp.backend for layer in seen[0][0].model.model.layers} == {"reference"}
     assert "up to 256 tokens each, 512 in all" in command(str(folder), "--port", "0", "--cache-tokens", "512").stdout
     assert seen[1][1].getsockname()[0] == "127.0.0.1"
+    out = command(str(folder), "--port", "0", "--no-batching", "--host", "0.0.0.0", "--api-key", "secret").stdout
+    assert "warning" not in out and "secret" not in out
+    assert '-H "Authorization: Bearer $TWELL_API_KEY"' in out
+    monkeypatch.setattr(serve, "run", lambda *_: False)
+    failed = command(str(folder), "--port", "0", "--no-batching")
+    assert failed.returncode == 1 and "the model failed and could not start again" in failed.stderr
+    monkeypatch.setattr(serve, "run", lambda server, sock, drain: seen.append((server, sock)) or True)
 
     torch.manual_seed(0)
     for activation, line in (

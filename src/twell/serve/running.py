@@ -66,12 +66,12 @@ class TimedProtocol(H11Protocol):
 
 
 class Running(uvicorn.Server):
-    """Drains on SIGTERM, ends answers at once on Ctrl-C or on a second signal, and ends when the engine dies."""
+    """Drains on SIGTERM; on Ctrl-C, or a second signal, ends answers at once; leaves when the engine dies."""
 
     def __init__(self, server: ModelServer, drain_seconds: float = 30) -> None:
         how: dict[str, Any] = {"http": TimedProtocol, "ws": "none", "log_level": "warning", "access_log": False}
         super().__init__(uvicorn.Config(server.app, timeout_graceful_shutdown=3, **how))
-        self.engine, self.drain_seconds = server.engine, drain_seconds
+        self.engine, self.drain_seconds, self.has_ended_all = server.engine, drain_seconds, False
         self.engine.on_death = self._leave
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -83,7 +83,7 @@ class Running(uvicorn.Server):
             timer.daemon = True
             timer.start()
         else:
-            self.force_exit = self.should_exit
+            self.force_exit, self.has_ended_all = self.has_ended_all, True
             self.engine.end_all(STOPPING)
         self._leave()
 
