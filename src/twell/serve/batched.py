@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
-from twell.serve.engine import FAILED, LOG, Engine, greedy_config, works
+from twell.serve.engine import FAILED, LOG, Engine, greedy_config, use_device_of, works
 from twell.serve.jobs import Job
 from twell.serve.requests import ApiError
 from twell.serve.scoring import score_prompt, twin_of
@@ -186,6 +186,7 @@ class Batched(Engine):
             self._end(job.name, None if output.error is None else ApiError(500, message))
 
     def _score(self) -> None:
+        use_device_of(self.model)
         while (job := self._to_score.get()) is not None and not self.died:
             if job.cancelled:
                 continue

@@ -116,6 +116,7 @@ class OneAtATime(Engine):
         self._thread.join(timeout=10)
 
     def _work(self) -> None:
+        use_device_of(self.model)
         while (job := self._waiting.get()) is not None and not self.died:
             if job.cancelled:
                 continue
@@ -157,6 +158,12 @@ def works(compute: Callable[[Job], object], job: Job) -> bool:
     with contextlib.suppress(Exception):  # a GPU that is lost says so here, too
         torch.cuda.empty_cache()
     return False
+
+
+def use_device_of(model: Any) -> None:
+    """Make a model's GPU the one of this thread: kernels are launched there."""
+    if model.device.type == "cuda":
+        torch.cuda.set_device(model.device)
 
 
 class _TokensOf:

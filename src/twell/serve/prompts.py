@@ -18,7 +18,7 @@ class Prompts:
     """Turns texts and messages into token ids, in threads: a long text takes seconds, and others are streaming."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, max_length: int) -> None:
-        self.vocabulary, self.max_length = vocabulary, max_length
+        self.template_of, self.vocabulary, self.max_length = tokenizer, vocabulary, max_length
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
         # Tokenizers do not like two threads: each lane has one of its own, and a lock.
         self.lanes = [(copy.deepcopy(tokenizer), asyncio.Lock()) for _ in ("quick", "slow")]
@@ -29,14 +29,18 @@ class Prompts:
         return [await self._encode(text, "prompt") for text in texts]
 
     async def of_messages(self, messages: list[Message]) -> list[int]:
+        if len(messages) > self.max_length:
+            raise self.too_long("messages", f"more: {len(messages):,} messages")
         self._check_characters(sum(len(message.content) for message in messages), "messages")
+        text = await asyncio.to_thread(self._chat_text, messages)
+        return await self._encode(text, "messages", add_special_tokens=False)
+
+    def _chat_text(self, messages: list[Message]) -> str:
         said = [message.model_dump(exclude_none=True) for message in messages]
-        tokenizer, _ = self.lanes[0]
         try:
-            text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+            return self.template_of.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
         except TemplateError as error:  # so templates refuse roles or their order
             raise ApiError(400, f"messages: the chat template refuses them: {error}", param="messages") from None
-        return await self._encode(text, "messages", add_special_tokens=False)
 
     def check(self, ids: list[int], field: str) -> None:
         if not ids:
