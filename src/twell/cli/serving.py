@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import socket
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,17 +32,30 @@ def serve(
         int | None,
         typer.Option(min=256, help="Tokens that all requests together keep in memory. Default: by the free memory."),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="TWELL_API_KEY", help="Ask clients for this key, as OpenAI does.", show_default=False),
+    ] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Let other machines in without a key.")] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A name that clients may call this server by, beside addresses.")
+    ] = None,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that answers under way have left on SIGTERM.")] = 30,
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models.
 
-    Without a password, therefore to this machine only, unless --host says otherwise. Example:
+    To this machine only, unless --host says otherwise: then with --api-key, or --open. Example:
     [bold]twell serve my-run/model --port 8000[/bold]
     """
     try:
         from twell import serve as serving
     except ImportError as error:
         raise RuntimeError(f"serving needs more packages ({error}): pip install 'twell[serve]'") from None
+    if api_key is not None and not api_key.strip():
+        raise ValueError("the API key is empty: give one to --api-key or TWELL_API_KEY, or neither")
     sock = serving.bind(host, port)
+    if not serving.is_local(sock) and api_key is None and not open_:
+        raise ValueError(f"other machines can reach {host}: give --api-key, or --open to ask nobody for a key")
     language_model, tokenizer = load_model(model, device, dtype)
     print(f"model:    {model}, {str(language_model.dtype).removeprefix('torch.')}, on {language_model.device}")
     print(f"sparse:   {_make_sparse(language_model, dense)}", flush=True)
@@ -58,14 +73,19 @@ def serve(
             f"up to {longest:,} tokens each" + ("" if why_not else f", {tokens:,} in all")
         )
         called = name or _name_of(model)
-        server = serving.ModelServer(language_model, tokenizer, called, engine, longest)
+        hosts = (host, socket.gethostname(), *(allow_host or []))
+        server = serving.ModelServer(language_model, tokenizer, called, engine, longest, api_key=api_key, hosts=hosts)
         sock.listen(1024)  # from here on clients may connect
         address = f"http://{_in_url(host)}:{sock.getsockname()[1]}"
         print(f"address:  {address}/v1")
-        if not serving.is_local(sock):
-            print("warning:  other machines can reach this address, and no password is asked for")
-        print(f"\n{_example(address, called, tokenizer.chat_template is not None)}\n\nCtrl-C ends it.", flush=True)
-        serving.run(server, sock)
+        if not serving.is_local(sock) and api_key is None:
+            print("warning:  other machines can reach this address, and no key is asked for (--open)")
+        example = _example(address, called, tokenizer.chat_template is not None, api_key is not None)
+        print(f"\n{example}\n\nCtrl-C ends it.", flush=True)
+        lived = serving.run(server, sock, drain)
+    if not lived:
+        print("twell: error: the model failed and could not start again; the lines above say why", file=sys.stderr)
+        raise typer.Exit(1)
     print("stopped")
 
 
@@ -95,7 +115,7 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _example(address: str, name: str, can_chat: bool) -> str:
+def _example(address: str, name: str, can_chat: bool, asks_for_key: bool) -> str:
     import json
 
     body: dict[str, Any] = {"model": name, "max_tokens": 32}
@@ -103,4 +123,6 @@ def _example(address: str, name: str, can_chat: bool) -> str:
         path, body = "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "Hello"}]}
     else:
         path, body = "/v1/completions", {**body, "prompt": "Once upon a time"}
-    return f"curl {address}{path} \\\n  -H 'Content-Type: application/json' \\\n  -d {shlex.quote(json.dumps(body))}"
+    key = ' \\\n  -H "Authorization: Bearer $TWELL_API_KEY"' if asks_for_key else ""
+    data = shlex.quote(json.dumps(body))
+    return f"curl {address}{path} \\\n  -H 'Content-Type: application/json'{key} \\\n  -d {data}"

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server for one model: /v1/models, /v1/completions, /v1/chat/completions, /health.
+"""An OpenAI-compatible server for one model: /v1/models, /v1/completions, /v1/chat/completions, /health, /metrics.
 
 The model's steps are computed by transformers' continuous batching: requests join and leave the batch between two
 tokens. The web application around it is our own, since ``transformers serve`` (5.17 to 5.22), with batching,
@@ -10,8 +10,11 @@ tokens. The web application around it is our own, since ``transformers serve`` (
 Requests are checked here, before the model sees them: what is not supported is refused, nothing is left out silently.
 """
 
-from twell.serve.app import ModelServer, bind, is_local, run
-from twell.serve.engine import Batched, Engine, OneAtATime, cache_tokens_for, choose_engine, context_of
+from twell.serve.app import ModelServer
+from twell.serve.batched import Batched
+from twell.serve.choosing import cache_tokens_for, choose_engine, context_of
+from twell.serve.engine import Engine, OneAtATime
+from twell.serve.running import bind, is_local, run
 
 __all__ = [
     "Batched",

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 MAX_STOPS = 16
+MAX_PROMPTS = 256  # of one request
+MAX_TOP = 20  # likeliest tokens at each place
 
 # Fields that change no answer, and values of other fields that do not.
 _NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _NEUTRAL = {
     "n": 1,
     "best_of": 1,
-    "echo": False,
-    "logprobs": False,
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "logit_bias": {},
     "suffix": "",
+    "min_p": 0,
     "tools": [],
     "response_format": {"type": "text"},
 }
@@ -35,7 +36,7 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
@@ -49,7 +50,7 @@ class GenerationRequest(BaseModel):
     def _without_what_changes_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             raise ValueError("expected a JSON object")
-        neutral = {name for name, value in body.items() if name in _NEUTRAL and value == _NEUTRAL[name]}
+        neutral = {name for name, value in body.items() if name in _NEUTRAL and _same(value, _NEUTRAL[name])}
         left_out = {name for name, value in body.items() if value is None}
         return {name: value for name, value in body.items() if name not in neutral | left_out | _NO_EFFECT}
 
@@ -62,21 +63,51 @@ class GenerationRequest(BaseModel):
         return stops
 
 
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, where True is not 1 and False is not 0."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[int]
+    prompt: list[str] | list[list[int]]  # one, a string or a list of token ids, is a list of one
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_is_none(cls, logprobs: Any) -> Any:
+        return None if logprobs is False else logprobs
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
-        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
-            raise ValueError("one prompt a request: send several requests, they are computed together")
-        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(t) is int for t in prompt)):
-            raise ValueError("expected a string or a list of token ids")
-        if not prompt:
+    def _prompts(cls, prompt: Any) -> Any:
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
+            prompt = [prompt]
+        if not isinstance(prompt, list) or not (_all_texts(prompt) or _all_ids(prompt)):
+            raise ValueError("expected a string or a list of token ids, or a list of such")
+        if not all(prompt) or not prompt:
             raise ValueError("the prompt is empty")
+        if len(prompt) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} prompts a request, here are {len(prompt):,}")
         return prompt
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 needs echo, else there is nothing to answer")
+        return self
+
+    @property
+    def n_top(self) -> int | None:
+        return self.logprobs
+
+
+def _all_texts(prompts: list[Any]) -> bool:
+    return all(type(prompt) is str for prompt in prompts)
+
+
+def _all_ids(prompts: list[Any]) -> bool:
+    return all(type(prompt) is list and all(type(token) is int for token in prompt) for prompt in prompts)
 
 
 class Message(BaseModel):
@@ -97,7 +128,20 @@ class Message(BaseModel):
 
 class ChatRequest(GenerationRequest):
     messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+
+    @model_validator(mode="after")
+    def _top_of_what(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs: true")
+        return self
+
+    @property
+    def n_top(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
 
 _Asked = TypeVar("_Asked", bound=GenerationRequest)
@@ -123,7 +167,7 @@ def parse(kind: type[_Asked], body: bytes) -> _Asked:
     if first["type"] == "json_invalid":
         raise ApiError(400, f"the body is no valid JSON: {what.removeprefix('Invalid JSON: ')}", code="invalid_json")
     if first["type"] == "extra_forbidden":
-        what = f"{json.dumps(first['input'])[:80]} is not supported here"
+        what = f"{json.dumps(first['input'])[:80]} is not supported here; vLLM serves more of OpenAI's fields"
     elif first["type"] == "missing":
         what = "is missing"
     raise ApiError(400, f"{where}: {what}" if where else what, param=where or None)

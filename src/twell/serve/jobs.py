@@ -1,0 +1,86 @@
+"""One request on its way through an engine: what to compute, how to draw tokens, where the results go."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+
+class Sampler:
+    """Draws the tokens of one request, from a generator of its own: a seed means the same in any batch.
+
+    It turns logits into scores whose largest is the draw (p / e with e exponential), so that requests which sample
+    and requests which do not share one argmax.
+    """
+
+    def __init__(
+        self, temperature: float, top_p: float, top_k: int | None, seed: int | None, device: torch.device
+    ) -> None:
+        self.generator = torch.Generator(device)
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(seed)
+        self.warpers: Any = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+        if top_k is not None:
+            self.warpers.append(TopKLogitsWarper(top_k))
+        if top_p < 1:
+            self.warpers.append(TopPLogitsWarper(top_p))
+
+    def __call__(self, logits_V: Tensor) -> Tensor:
+        p_V = self.warpers(None, logits_V.float()[None])[0].softmax(-1)
+        e_V = torch.ones_like(p_V).exponential_(generator=self.generator)
+        return p_V / e_V.clamp_min_(torch.finfo(p_V.dtype).tiny)
+
+
+class Scored(NamedTuple):
+    """The log probability of a token, and the likeliest tokens at its place, likeliest first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Job:
+    """``deliver`` gets lists of tokens, then None, or an error. Called in other threads."""
+
+    def __init__(
+        self,
+        ids: list[int],
+        max_tokens: int,
+        sampler: Sampler | None,
+        deliver: Callable[[list[int] | Exception | None], object],
+        *,
+        n_top: int | None = None,
+        scores_prompt: bool = False,
+    ) -> None:
+        self.name = uuid.uuid4().hex
+        self.ids, self.max_tokens, self.sampler, self.deliver = ids, max_tokens, sampler, deliver
+        self.n_top = n_top  # how many of the likeliest tokens are wanted at each place; None: no log probabilities
+        self.scores_prompt = scores_prompt
+        self.prompt_scores: list[Scored | None] = []  # a place for each token of the prompt; the first has none
+        self.scores: list[Scored] = []  # of the tokens delivered, and maybe of the next
+        self.delivered = 0
+        self.accepted = False  # by the manager of a batch
+        self.cancelled = False
+
+    def draw(self, logits_V: Tensor) -> Tensor:
+        """Scores whose largest is the next token; the token's log probability is kept where it is wanted."""
+        scores_V = logits_V if self.sampler is None else self.sampler(logits_V)
+        if self.n_top is not None:
+            self.scores += scored(logits_V[None], scores_V.argmax()[None], self.n_top)
+        return scores_V
+
+
+def scored(logits_MV: Tensor, tokens_M: Tensor, n_top: int) -> list[Scored]:
+    """By the logits as the model gives them, whatever the temperature."""
+    logprobs_MV = logits_MV.float().log_softmax(-1)
+    chosen = logprobs_MV.gather(1, tokens_M[:, None])[:, 0].tolist()
+    top = logprobs_MV.topk(min(n_top, logprobs_MV.shape[1]), dim=-1)
+    tops = [list(zip(t, v, strict=True)) for t, v in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+    return [Scored(one, best) for one, best in zip(chosen, tops, strict=True)]
