@@ -214,18 +214,18 @@ def plans(model: str) -> list[LayerPlan]:
     """
     if not Path(model).is_dir():
         raise ValueError(f"no such model folder: {model}")
-    if not (Path(model) / "config.json").is_file():
-        raise ValueError(f"{model} holds no model: it has no config.json")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         from twell.hf.classify import SPARSE
         from twell.hf.convert import sparsify_
         from twell.hf.counts import find_counts
+        from twell.hf.loading import check_name, load_config, reading
     except ImportError as error:
         raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
-    config = AutoConfig.from_pretrained(model)
-    with torch.device("meta"):
+    check_name(model)
+    config = load_config(model)
+    with reading(model), torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
     counts = find_counts(model)
     report = sparsify_(empty, counts)  # refuses counts of another shape
