@@ -91,9 +91,9 @@ def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     """Runs the command line in this process."""
     monkeypatch.setattr(cli, "app", commands())
 
-    def run(*args: str) -> Result:
+    def run(*args: str, columns: int = 140) -> Result:
         monkeypatch.setattr(sys, "argv", ["twell", *args])
-        monkeypatch.setenv("COLUMNS", "140")
+        monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as stop:
             cli.main()
         return Result(int(stop.value.code or 0), *capsys.readouterr())

@@ -20,6 +20,7 @@ from twell.cli.common import (
     machine_of,
     ms,
     print_speed_table,
+    print_table,
     trace_rows,
 )
 
@@ -328,18 +329,22 @@ def _random_model_rows(
 
 
 def _print_model_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
+    from rich import box
     from rich.table import Table
 
     first = rows[0]
     what = first.get("model") or f"{first['preset']}, {first['workload']}"
     table = Table(
         title=f"{what}, {first['dtype']}, {machine_of(first)}{', compiled' if first['compiled'] else ''}",
-        caption="ms: median, and half the distance of the 20th and 80th percentile; memory: of a pass, besides weights",
+        caption="ms: median, and half the distance of the 20th and 80th percentile; memory: of a pass, besides weights"
+        "; ?: not available; called: in a plain loop, the host's time included",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     has_calls = "called_ms" in first
-    as_called = ("as called ms", "as called") if has_calls else ()
-    head = ("tokens", "", "ms", "tokens/ms", "first token ms", "memory MB", "mJ a token", "speedup", *as_called)
+    as_called = ("called\nms", "called") if has_calls else ()
+    head = ("tokens", "", "ms", "tokens\na ms", "first\ntoken ms", "memory\nMB", "mJ a\ntoken", "speedup", *as_called)
     for name in head:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -352,13 +357,13 @@ def _print_model_table(rows: list[dict[str, Any]]) -> None:
                 f"{row['tokens_per_ms'][side]:.3g}",
                 ms(row["first_token_ms"][side]),
                 f"{row['memory'][side]['pass'] / 1e6:.0f}",
-                "not available" if joules is None else f"{1000 * joules:.3g}",
+                "?" if joules is None else f"{1000 * joules:.3g}",
                 f"[bold]{row['speedup']:.2f}x[/bold]" if side == "sparse" else "",
                 *([ms(row["called_ms"][side])] if has_calls else []),
                 *([f"[bold]{row['speedup_called']:.2f}x[/bold]" if side == "sparse" else ""] if has_calls else []),
                 end_section=side == "sparse",
             )
-    Console().print(table)
+    print_table(table)
     held = first["memory"]["sparse"]["held"] / 1e6
     print(f"the sparse model is not frozen; it holds {held:,.1f} MB, {first['memory_ratio']:.3f}x of the dense one")
     for row in rows:

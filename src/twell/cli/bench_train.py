@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.cli.app import bench_app
-from twell.cli.common import Seconds, collect, dense_config, device_of, dtype_of, machine_of, trace_rows
+from twell.cli.common import Seconds, collect, dense_config, device_of, dtype_of, machine_of, print_table, trace_rows
 
 
 @bench_app.command("train")
@@ -144,7 +144,6 @@ def _model_steps(
 
 def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     first = rows[0]
@@ -169,7 +168,7 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
             *(f"[bold]{row['speedup_called']:.2f}x[/bold]" for _ in as_called),
             "" if row["error"] is None else f"{max(row['error']['sparse'].values()):.1e}",
         )
-    Console().print(table)
+    print_table(table)
     for row in rows:
         facts = []
         if "plan" in row:

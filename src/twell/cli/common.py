@@ -146,6 +146,14 @@ def new_bar() -> Any:
     return rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
+def print_table(table: Any) -> None:
+    """At its own width where the terminal is narrower: a number cut short is worse than a long line."""
+    from rich.console import Console
+
+    needed = Console(width=10_000).measure(table).maximum
+    Console(width=max(Console().width, needed)).print(table)
+
+
 def machine_of(row: dict[str, Any]) -> str:
     return str(row["gpu"]) if "gpu" in row else f"{row['cpu']}, {row['threads']} threads"
 
@@ -158,7 +166,6 @@ def ms(s: dict[str, float]) -> str:
 def print_speed_table(rows: list[dict[str, Any]]) -> None:
     """A line for each way of every row: the device's time, and beside it that of calls."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     first = rows[0]
@@ -194,7 +201,7 @@ def print_speed_table(rows: list[dict[str, Any]]) -> None:
                 f"[bold]{row[f'speedup{more}']:.2f}x[/bold]" if is_sparse and has_time else "",
                 *cells,
             )
-    Console().print(table)
+    print_table(table)
     for row in rows:
         if row.get("parts_ms"):
             plan, parts = row["plan"], ", ".join(f"{name} {ms:.3g}" for name, ms in row["parts_ms"].items())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from twell.cli.app import app
-from twell.cli.common import append, counted_bar, device_of, dtype_of, load_model, read_text
+from twell.cli.common import append, counted_bar, device_of, dtype_of, load_model, print_table, read_text
 
 if TYPE_CHECKING:
     from twell.evaluate import Mean, Metrics, TaskData
@@ -316,9 +316,8 @@ def _print(subjects: Sequence[_Subject], scores: Sequence[Sequence[_Score]]) -> 
                 cell = _cell(metric, mean, "+")
                 cells.append(f"[bold]{cell}[/bold]" if abs(mean.value) > 2 * mean.error else cell)
             table.add_row(first.name, _SHORT.get(metric, metric), items, *cells)
-    needed = Console(width=10_000).measure(table).maximum
-    console = Console(width=max(Console().width, needed))  # a number cut short is worse than a long line
-    console.print(table)
+    print_table(table)
+    console = Console()
     for line in _notes(subjects, scores[0]):
         console.print(line, highlight=False)
     for i, baseline in compared:
