@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from typing import Any
 
 # Some virtual machines advertise AMX and trap on its use; must be set before torch is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
+import typer
 from hypothesis import HealthCheck, settings
 
 # Both must be set before kernels are imported.
@@ -77,13 +80,20 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@functools.cache
+def commands() -> Any:
+    """The command line, put together once: that takes longer than most refusals."""
+    return typer.main.get_command(cli.app)
+
+
 @pytest.fixture
 def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Twell:
     """Runs the command line in this process."""
+    monkeypatch.setattr(cli, "app", commands())
 
-    def run(*args: str) -> Result:
+    def run(*args: str, columns: int = 140) -> Result:
         monkeypatch.setattr(sys, "argv", ["twell", *args])
-        monkeypatch.setenv("COLUMNS", "140")
+        monkeypatch.setenv("COLUMNS", str(columns))
         with pytest.raises(SystemExit) as stop:
             cli.main()
         return Result(int(stop.value.code or 0), *capsys.readouterr())

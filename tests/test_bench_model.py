@@ -230,7 +230,7 @@ def test_shapes_and_generate_of_a_model_of_random_weights(
         ("generate", 1, 2),
     ]
     assert all(r["layers"] == 1 and r["preset"] == "1 layers of tiny" for r in rows)
-    assert "as called" in said and "not frozen" in said and "model.generate, 2 tokens after 2: dense" in said
+    assert "called" in said and "not frozen" in said and "model.generate, 2 tokens after 2: dense" in said
 
 
 def test_a_grid_of_rows_on_text(

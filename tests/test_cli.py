@@ -254,6 +254,8 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
     assert "<title>run" in page.read_text() and (figures / "training.svg").stat().st_size > 1000
     assert result.returncode == 0, result.stderr
     assert "layers.1.mlp" in result.stdout and "tokens that wake most neurons" in result.stdout
+    narrow = twell("analyze", model, "--text", str(text), "--tokens", "256", columns=80).stdout
+    assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 80
     facts = json.loads(twell("analyze", model, "--text", str(text), "--tokens", "256", "--json").stdout)
     assert facts == json.loads(written.read_text()) and facts["model"] == model
     assert Analysis.from_json(facts["analysis"]).facts.tokens == 256

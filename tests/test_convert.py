@@ -241,7 +241,7 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
     train = ["--relufy", "--train", "--data", text, "--out", out]
     for args, message in (
         ([llama], "give --out, or --check"),
-        ([tmp_path / "nowhere", "--check"], "nowhere is no folder or hub name of a model"),
+        ([tmp_path / "nowhere", "--check"], "nowhere is no folder of a model"),
         ([llama, "--check", "--out", out], "--check writes nothing"),
         ([llama, "--out", out], "is silu: --relufy makes it ReLU"),
         ([relu, "--relufy", "--out", out], "is ReLU already: leave out --relufy"),

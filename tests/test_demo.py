@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -29,4 +30,6 @@ def test_demo_trains_and_compares(tmp_path: Path) -> None:
     assert (out / "model" / "config.json").is_file()
     assert out.name in text.replace("\n", "")  # a long path may be broken
     page = (out / "report.html").read_text()
+    (speedup,) = re.findall(r"speedup\W+[\d.]+x\W+([\d.]+x)", text)  # of the whole model
+    assert f"measured speedup</dt><dd><b>{speedup}</b>" in page  # one measurement, on the terminal and on the page
     assert "held-out text" in page and page.rstrip().endswith("</html>")

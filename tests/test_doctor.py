@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,10 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    facts = types.SimpleNamespace(
+        name="NVIDIA H200", major=capability[0], minor=capability[1], multi_processor_count=132
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: facts)
     monkeypatch.setattr(backends, "_HAS_TRITON", True)
 
 
@@ -208,14 +213,17 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
 def test_kernels_that_would_run(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], tiles: str) -> None:
     pytest.importorskip("triton")
     pretend_gpu(monkeypatch, capability)
-    expected = f"Triton, tiles of {tiles}; plans: measured costs of sm_90"
-    assert doctor._kernels(torch.device("cuda")) == expected
+    plans = "measured costs of sm_90" if capability == (9, 0) else "none, so layers run densely"
+    assert doctor._kernels(torch.device("cuda")).startswith(f"Triton, tiles of {tiles}; plans: {plans}")
 
 
 def test_why_no_kernels_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._kernels(None) == "none: torch sees no GPU; plans: measured costs of sm_90"
     pretend_gpu(monkeypatch, (7, 5))
     assert doctor._kernels(torch.device("cuda")).startswith("none: it needs compute capability 8.0")
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # AMD's GPUs are called cuda, and may have a capability of 9.0
+    pretend_gpu(monkeypatch, (9, 0))
+    assert doctor._kernels(torch.device("cuda")).startswith("none: its kernels are written for NVIDIA's GPUs (PTX)")
     monkeypatch.setattr(backends, "_HAS_TRITON", False)
     assert doctor._kernels(torch.device("cuda")).startswith("none: triton is not installed")
 

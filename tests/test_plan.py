@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import types
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from twell.plan import (
     Costs,
     Plan,
     choose_plan,
+    costs_are,
     costs_for,
     dense_plan,
     sizes_of,
@@ -128,13 +130,49 @@ def test_they_say_what_they_are() -> None:
     assert "from 7 tokens on (5 in graphs)" in repr(plan) and repr(plan).endswith(" (3 in graphs))")
 
 
-def test_gpus_that_were_not_measured_borrow_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda")
-    found = set()
-    for capability in ((8, 0), (9, 0), (10, 3)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        found.add(costs_for(cuda))
-    assert found == {costs_for(torch.device("cpu"))}
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], processors: int, **memory: int):
+    facts = types.SimpleNamespace(
+        name=name, major=capability[0], minor=capability[1], multi_processor_count=processors, **memory
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    return torch.device("cuda")
+
+
+H200_MEMORY = {"memory_clock_rate": 3_201_000, "memory_bus_width": 6144}
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_h200_plans_by_what_was_measured(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+    expected = costs_for(torch.device("cpu"), training=training)
+    for memory in (H200_MEMORY, {}):  # whatever torch tells of its memory
+        h200 = pretend(monkeypatch, "NVIDIA H200", (9, 0), 132, **memory)
+        assert costs_for(h200, training=training) is expected
+    assert costs_are(h200) == "measured costs of sm_90"
+
+
+def test_other_hopper_gpus_scale_costs_by_processors_and_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = costs_for(torch.device("cpu"))
+    pcie = {"memory_clock_rate": 1_593_000, "memory_bus_width": 5120}  # 2.04 TB/s
+    h100 = pretend(monkeypatch, "NVIDIA H100 PCIe", (9, 0), 114, **pcie)
+    scaled, slower = costs_for(h100), (114 / 132) / (2.03904 / 4.8)
+    assert (scaled.gate, scaled.down, scaled.heavy, scaled.dense) == (*measured[:2], measured.heavy, 1.0)
+    assert scaled.gather / measured.gather == pytest.approx(slower) == pytest.approx(scaled.token / measured.token)
+    assert scaled.batch == pytest.approx(measured.batch * 114 / 132)
+    assert "86% of its multiprocessors and 42% of its bandwidth: a guess" in costs_are(h100)
+    untold = costs_for(pretend(monkeypatch, "NVIDIA H100", (9, 0), 114))  # where torch tells no bandwidth: the least
+    assert untold.gather == pytest.approx(measured.gather * (114 / 132) / (2.0 / 4.8))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_gpus_that_were_not_measured_run_densely(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], training: bool
+) -> None:
+    device = pretend(monkeypatch, "another", capability, 108)
+    for counts in (torch.zeros(5632), torch.full((5632,), 3.0)):
+        plan = choose_plan(counts, 1000, costs_for(device, training=training))
+        assert plan.is_dense and plan.few_tokens == 0
+    assert costs_are(device).startswith("none, so layers run densely")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ def _why_no_triton(device: torch.device) -> str | None:
         return None if interpreted else "it runs on GPUs, and these tensors are on the CPU"
     if device.type != "cuda":
         return f"it runs on CUDA tensors, and these are on {device}"
+    if torch.version.hip is not None:  # AMD's GPUs call themselves cuda, too
+        return "its kernels are written for NVIDIA's GPUs (PTX), and this torch is built for AMD's (ROCm)"
     capability = torch.cuda.get_device_capability(device)
     return None if capability >= (8, 0) else f"it needs compute capability 8.0, and this GPU has {capability}"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,9 +104,11 @@ def _show_training(console: Console, folder: Path = Path("demo-out"), steps: int
     held_out = trainer.eval_dataset.blocks
     unigram = _unigram_loss(trainer.train_dataset.tokens, held_out.tokens)
     console.print(f"validation cross-entropy {validation:.2f}; guessing by word frequency alone gives {unigram:.2f}\n")
-    _show_inference(console, trainer.model, torch.stack([held_out[i]["input_ids"] for i in range(8)]))
+    ids = torch.stack([held_out[i]["input_ids"] for i in range(8)])
+    speed, same = _measure(trainer.model, ids, out.name)
+    _show_speed_of_model(console, speed, same)
     _show_generation(console, trainer.model, out)
-    _write_report(console, trainer.model, held_out.tokens, out)
+    _write_report(console, trainer.model, held_out.tokens, speed, out)
     console.print(f"model {out / 'model'}, losses and active neurons step by step {out / 'metrics.jsonl'}")
 
 
@@ -118,69 +118,43 @@ def _unigram_loss(train: np.ndarray, held_out: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def _show_inference(console: Console, model: Any, ids: torch.Tensor) -> None:
-    """The model's FFNs and the whole model on held-out text, dense and sparse: predictions, time, memory."""
+def _measure(model: Any, ids: torch.Tensor, name: str) -> tuple[dict[str, Any], int]:
+    """The row of ``twell bench model``, which terminal and page both show, and how many predictions are as dense."""
+    from twell.bench import model as bench
+
+    subject = bench.real(model.eval(), name)
+    dense, sparse = (each(ids).logits.argmax(-1) for each in (subject.dense, subject.sparse))
+    return bench.measure(subject, ids, seconds=4.0, wants_layers=True), int((dense == sparse).sum())
+
+
+def _show_speed_of_model(console: Console, speed: dict[str, Any], same: int) -> None:
     from rich.table import Table
 
-    from twell.bench.timing import compare, peak_bytes
-    from twell.hf.convert import desparsify_, sparsify_
+    from twell.bench import swept
 
-    model.eval()
-    sparse = model
-    dense = copy.deepcopy(model)
-    desparsify_(dense)
-    sparsify_(sparse)
-    models = {"dense": dense, "sparse": sparse}
-    inputs: list[torch.Tensor] = []  # of each FFN
-    hooks = [
-        layer.mlp.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for layer in dense.model.layers
-    ]
-    tops = {name: m(ids).logits.argmax(-1) for name, m in models.items()}
-    for hook in hooks:
-        hook.remove()
-
-    def through_ffns(m: Any) -> None:
-        for layer, x in zip(m.model.layers, inputs, strict=True):
-            layer.mlp(x)
-
-    table = Table(title=f"the trained model on {ids.numel():,} tokens of held-out text")
-    for name in ("", "FFNs ms", "FFN memory MB", "model ms", "predictions"):
+    n_tokens = speed["batch"] * speed["length"]
+    table = Table(title=f"the trained model on {n_tokens:,} tokens of held-out text")
+    for name in ("", "FFNs ms", "model ms", "memory MB"):
         table.add_column(name, justify="right")
-    times = compare(
-        {
-            f"{name} {part}": functools.partial(run, m)
-            for name, m in models.items()
-            for part, run in (("ffn", through_ffns), ("model", lambda m: m(ids)))
-        },
-        seconds=4.0,
-    )
-    for name, m in models.items():
-        memory = peak_bytes(functools.partial(through_ffns, m))
-        same = int((tops[name] == tops["dense"]).sum())
-        table.add_row(
-            name,
-            f"{times[f'{name} ffn'].p50:.1f}",
-            f"{memory / 1e6:.1f}",
-            f"{times[f'{name} model'].p50:.1f}",
-            f"{same:,} of {ids.numel():,} as dense",
-        )
+    for side in ("dense", "sparse"):
+        of_ffns = sum(layer[f"{side}_ms"]["p50"] for layer in speed["ffns"])
+        memory = speed["memory"][side]["pass"] / 1e6
+        table.add_row(side, f"{of_ffns:.1f}", f"{speed[f'{side}_ms']['p50']:.1f}", f"{memory:.1f}")
+    table.add_row("speedup", f"{swept.ffn_speedup(speed).p50:.2f}x", f"{speed['speedup']:.2f}x", "")
     console.print(table)
+    console.print(f"predictions: {same:,} of {n_tokens:,} as dense")
 
 
-def _write_report(console: Console, model: Any, tokens: np.ndarray, out: Path) -> None:
-    """The page of ``twell analyze``, on the held-out text, with what ``twell bench model`` measures there."""
+def _write_report(console: Console, model: Any, tokens: np.ndarray, speed: dict[str, Any], out: Path) -> None:
+    """The page of ``twell analyze``, on the held-out text, with what was measured there."""
     from twell import report
     from twell.analyze import analyze
-    from twell.bench import model as bench
     from twell.bench import rows
     from twell.train.run import MODEL_FOLDER
     from twell.train.tokenizer import load_tokenizer
     from twell.train.trainer import METRICS_FILE
 
-    context = model.config.max_position_embeddings
     analysis = analyze(model, load_tokenizer(out / MODEL_FOLDER), tokens, tokens=min(8192, len(tokens)))
-    ids = torch.as_tensor(tokens[: 4 * context].astype("int64")).view(4, context)
-    speed = bench.measure(bench.real(model, out.name), ids, seconds=2.0, wants_layers=True)
     page = report.build(
         analysis,
         title=out.name,

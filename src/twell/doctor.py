@@ -86,12 +86,9 @@ def _backend_and_why(device: torch.device) -> str:
 
 def _kernels(gpu: torch.device | None) -> str:
     """Which kernels would run on the GPU, and what its plans are made by."""
-    costs = plan.costs_for(gpu or torch.device("cpu"))
-    measured_on = next(capability for capability, known in plan._COSTS.items() if known is costs)
-    plans_by = f"plans: measured costs of sm_{measured_on}"
     why_none = "torch sees no GPU" if gpu is None else backends.why_unavailable("triton", gpu)
     if gpu is None or why_none:
-        return f"none: {why_none}; {plans_by}"
+        return f"none: {why_none}; plans: {plan.costs_are(torch.device('cpu'))}"
     from twell.gpu.decode import tiles as few_tiles
     from twell.gpu.shared import tiles
 
@@ -101,7 +98,9 @@ def _kernels(gpu: torch.device | None) -> str:
     made_for = next(c for c, known in tiles._BY_CAPABILITY.items() if known is chosen)
     why_no_gluon = few_tiles.why_not_hopper(capability)
     gluon = "in Gluon" if why_no_gluon is None else f"not in Gluon ({why_no_gluon})"
-    return f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; a few tokens {gluon}; {plans_by}"
+    return (
+        f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; a few tokens {gluon}; plans: {plan.costs_are(gpu)}"
+    )
 
 
 def _driver() -> str:
@@ -214,18 +213,18 @@ def plans(model: str) -> list[LayerPlan]:
     """
     if not Path(model).is_dir():
         raise ValueError(f"no such model folder: {model}")
-    if not (Path(model) / "config.json").is_file():
-        raise ValueError(f"{model} holds no model: it has no config.json")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         from twell.hf.classify import SPARSE
         from twell.hf.convert import sparsify_
         from twell.hf.counts import find_counts
+        from twell.hf.loading import check_name, load_config, reading
     except ImportError as error:
         raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
-    config = AutoConfig.from_pretrained(model)
-    with torch.device("meta"):
+    check_name(model)
+    config = load_config(model)
+    with reading(model), torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
     counts = find_counts(model)
     report = sparsify_(empty, counts)  # refuses counts of another shape

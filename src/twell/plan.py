@@ -45,6 +45,7 @@ class Costs(NamedTuple):
     hot: float  # what it costs more once any neuron is hot
     batch: float  # what a batch costs besides, at D 2048
     dense: float = 1.0  # an element of a projection run densely; in training with its backward
+    few: float = 1.0  # factor of what few tokens cost, in rows of weights read
 
 
 # Fitted to an H200's times of 8 layers of a trained model and of synthetic workloads, 1024 to 131072 tokens.
@@ -83,12 +84,67 @@ _FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; of F 14336 (D 4096)
 _MANY_NEURONS = 64 * 132  # on an H200, above which they do
 
 
+_UNKNOWN = Costs(gate=1e9, down=1e9, gather=1e9, heavy=1e9, token=1e9, hot=1e9, batch=1e9, few=1e9)  # all is dense
+_PROCESSORS, _BANDWIDTH = 132, 4.8  # of the H200 that was measured; TB/s
+_LEAST_BANDWIDTH = 2.0  # of GPUs with compute capability 9.0: taken where torch does not tell one's
+
+
+class Scale(NamedTuple):
+    """What costs of a GPU depend on, relative to the H200 that was measured."""
+
+    capability: int  # 10 * major + minor
+    processors: float = 1.0
+    bandwidth: float = 1.0
+
+    @property
+    def is_measured(self) -> bool:
+        return self.processors == self.bandwidth == 1.0
+
+
+def scale_of(device: torch.device) -> Scale:
+    """A CPU counts as the H200: what is planned there is what that GPU would do."""
+    if device.type != "cuda":
+        return Scale(90)
+    facts: Any = torch.cuda.get_device_properties(device)
+    if "H200" in facts.name and facts.multi_processor_count == _PROCESSORS:
+        return Scale(10 * facts.major + facts.minor)
+    clock, bits = getattr(facts, "memory_clock_rate", 0), getattr(facts, "memory_bus_width", 0)  # kHz; two a clock
+    bandwidth = 2e3 * clock * bits / 8 / 1e12 or _LEAST_BANDWIDTH
+    relative = facts.multi_processor_count / _PROCESSORS, bandwidth / _BANDWIDTH
+    return Scale(10 * facts.major + facts.minor, *relative)
+
+
 def costs_for(device: torch.device, *, training: bool = False) -> Costs:
-    """Of the nearest older GPU that was measured, or else of the oldest."""
-    known = _TRAINING_COSTS if training else _COSTS
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    older = [c for c in known if c <= 10 * major + minor]
-    return known[max(older) if older else min(known)]
+    """The measured costs, scaled to the device; of a compute capability without any such that all runs densely.
+
+    The scaling is a guess by what bounds each cost: a GEMM takes as much longer as there are fewer multiprocessors,
+    gathers and what tokens cost besides as there is less bandwidth, and a batch's start always takes the same time.
+    """
+    of = scale_of(device)
+    known = (_TRAINING_COSTS if training else _COSTS).get(of.capability, _UNKNOWN)
+    if of.is_measured or known is _UNKNOWN:
+        return known
+    bytes_bound = of.processors / of.bandwidth  # the unit of all costs is an element of a GEMM
+    return known._replace(
+        gather=known.gather * bytes_bound,
+        token=known.token * bytes_bound,
+        hot=known.hot * bytes_bound,
+        batch=known.batch * of.processors,
+        few=max(1.0, of.bandwidth),  # its start takes the same time, in which more rows are read
+    )
+
+
+def costs_are(device: torch.device) -> str:
+    """Where the costs of a device come from, in words."""
+    of = scale_of(device)
+    if of.capability not in _COSTS:
+        return f"none, so layers run densely unless set_plan gives one: no GPU with sm_{of.capability} was measured"
+    if of.is_measured:
+        return f"measured costs of sm_{of.capability}"
+    return (
+        f"an H200's costs, scaled to {of.processors:.0%} of its multiprocessors and {of.bandwidth:.0%} of its bandwidth"
+        f": a guess, which twell bench ffn checks"
+    )
 
 
 class PlanTensors(NamedTuple):
@@ -268,7 +324,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     best = int(near.nonzero()[0])  # the smallest of them
     dense = projections * costs.dense * F
     H, predicted = int(n_hot[best]), dense / float(cost[best])
-    few_tokens = few_tokens_for(frequency, tokens, gated=gated)
+    few_tokens = few_tokens_for(frequency, tokens, gated=gated, factor=costs.few)
     if predicted < _MIN_GAIN:
         return dense_plan(F, few_tokens, float(frequency.sum()))
     cap = heavy * (F - H) / gather
@@ -288,7 +344,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     )
 
 
-def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool) -> int:
+def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float = 1.0) -> int:
     """The most tokens up to which every batch pays by gpu/decode/few.py; 0: none. ``frequency`` [F] of neurons.
 
     Not more than the ``tokens`` that were seen: of neurons that wait for rarer ones nothing is known.
@@ -298,7 +354,7 @@ def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool) -> int:
     few_tokens = 0
     for M, (start, gather) in _FEW_COSTS.items():
         union = float((1 - (1 - frequency.clamp(max=1)) ** M).sum())
-        cost = start + gate * F + others * gather * union
+        cost = factor * (start + gate * F + others * gather * union)
         if tokens < M or cost > (1 + others) * F / _MIN_GAIN:
             break
         few_tokens = M

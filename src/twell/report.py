@@ -124,13 +124,16 @@ def _content(analysis: Analysis, metrics: Sequence[Row] | None, speed: Sequence[
     rows = list(speed or ())
     timed = _timed_layers(analysis, rows)
     speedups = [ffn["speedup"] for ffn in timed["ffns"]] if timed else None
+    cases = [case for row in rows if (case := _case(row)) is not None]
+    if speed is not None and not cases:
+        raise ValueError("there is nothing to show in the rows of --speed: none is of twell bench ffn or bench model")
     return _Content(
         analysis=analysis,
         training=_training(metrics or ()),
         layer_speedups=speedups,
         layer_machine=_machine(timed) if timed else None,
         correlation=_correlation([ffn["mean_active"] for ffn in timed["ffns"]], speedups or []) if timed else None,
-        cases=[case for row in rows if (case := _case(row)) is not None],
+        cases=cases,
         break_even=_break_even(analysis, rows),
     )
 
@@ -194,7 +197,8 @@ def _correlation(active: Sequence[float], speedups: Sequence[float]) -> float | 
 def _case(row: Row) -> Case | None:
     """None for what is no row of ``twell bench ffn`` or ``twell bench model``, or has a time of 0."""
     kind = row.get("bench")
-    if kind not in ("ffn", "model") or not {"dense_ms", "sparse_ms", "speedup"} <= row.keys():
+    sizes = {"ffn": {"M"}, "model": {"batch", "length"}}
+    if kind not in sizes or not {"dense_ms", "sparse_ms", "speedup", *sizes[kind]} <= row.keys():
         return None
     if not all(row[f"{name}_ms"]["p50"] > 0 for name in _SIDES if f"{name}_ms" in row):
         return None

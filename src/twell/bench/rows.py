@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import stat
 import sys
@@ -16,6 +17,13 @@ if sys.platform != "win32":
     import fcntl
 
 Row = dict[str, Any]
+
+# What readers rely on, where a row has it.
+_WHOLE = ("M", "D", "F", "batch", "length")  # numbers of at least 1
+_TEXTS = ("workload", "dtype", "kind", "gpu", "cpu", "model")
+_SPREADS = ("dense_ms", "compiled_ms", "sparse_ms", "frozen_ms")
+_SPREADS_BY_SIDE = ("called_ms", "first_token_ms")
+_FFN = {"name": str, "tokens": int, "mean_active": float, "speedup": float}  # of the list "ffns"
 
 
 def append(row: Mapping[str, Any], path: Path) -> None:
@@ -60,8 +68,61 @@ def read(paths: Iterable[Path]) -> list[Row]:
                 raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} is no JSON object")
+            if wrong := _wrong_field(row):
+                raise ValueError(f"{path}, line {number}: {wrong}")
             found.append(row)
     return found
+
+
+def _wrong_field(row: Row) -> str | None:
+    """What is not of its type in a measured row, or in a row of a training's log; None: nothing."""
+    if "step" in row and not _is(row["step"], float):
+        return f"step must be a number, got {row['step']!r}"
+    for name in ("ce_loss", "eval_loss"):
+        if "step" in row and name in row and not isinstance(row[name], int | float | None):
+            return f"{name} must be a number, got {row[name]!r}"
+    if "bench" in row and not isinstance(row["bench"], str):
+        return f"bench must be a name, got {row['bench']!r}"
+    if row.get("bench") not in ("ffn", "model", "decode", "train"):
+        return None
+    for names, kind, what in (
+        (_WHOLE, int, "a whole number of at least 1"),
+        (_TEXTS, str, "a text"),
+        (("speedup", "mean_active"), float, "a number"),
+        (("memory", "joules_per_token"), dict, "an object"),
+    ):
+        for name in names:
+            unknown = row.get(name) is None and kind in (str, dict)
+            if name in row and not unknown and not _is(row[name], kind):
+                return f"{name} must be {what}, got {row[name]!r}"
+    spreads = {name: row[name] for name in _SPREADS if name in row}
+    for name in _SPREADS_BY_SIDE:
+        by_side = row.get(name, {})
+        if not isinstance(by_side, dict):
+            return f"{name} must be an object, got {by_side!r}"
+        spreads |= {f"{name} of {side}": value for side, value in by_side.items()}
+    for name, spread in spreads.items():
+        if not isinstance(spread, dict) or not all(_is(spread.get(p), float) for p in ("p20", "p50", "p80")):
+            return f"{name} must be numbers p20, p50 and p80, got {spread!r}"
+    sides = row.get("memory") or {}
+    if row["bench"] == "model" and not all(
+        isinstance(side, dict) and all(_is(number, float) for number in side.values()) for side in sides.values()
+    ):
+        return f"memory must be numbers of each side, got {sides!r}"
+    ffns = row.get("ffns", [])
+    if not isinstance(ffns, list) or not all(
+        isinstance(ffn, dict) and all(_is(ffn.get(name), kind) for name, kind in _FFN.items()) for ffn in ffns
+    ):
+        return f"ffns must be a list of {', '.join(_FFN)}"
+    return None
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Of JSON: an int is a float, too, NaN is none, and numbers of rows are not negative."""
+    if kind in (int, float):
+        is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        return is_number and math.isfinite(value) and value >= (1 if kind is int else 0)
+    return isinstance(value, kind)
 
 
 def _lock(descriptor: int) -> bool:

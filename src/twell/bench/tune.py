@@ -78,7 +78,8 @@ def tune(
     inputs = cases.make(workload, M, D, F, dtype=dtype, device=device)
     w = Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
     r = torch.relu(inputs.x @ w.gate.T)
-    plan = choose_plan((r != 0).sum(0), M, costs_for(device), width=D)
+    measured = costs_for(torch.device("cpu"))  # also on a GPU whose own costs are not known
+    plan = choose_plan((r != 0).sum(0), M, measured, width=D)
     if plan.is_dense:
         raise ValueError(f"{workload} runs densely at {F} neurons: there is nothing to tune")
     parts = Parts(inputs.x, w, plan)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import warnings
 
 from twell.cli import (
     bench,
     bench_train,
     converting,
+    errors,
     evaluating,
     generating,
     machine,
@@ -23,6 +25,7 @@ __all__ = [
     "bench",
     "bench_train",
     "converting",
+    "errors",
     "evaluating",
     "generating",
     "machine",
@@ -36,11 +39,15 @@ __all__ = [
 
 def main() -> None:
     """Entry point: bad input ends in one clear line and exit code 2."""
+    warnings.formatwarning = errors.one_line
     try:
         app()
-    except (ValueError, RuntimeError, OSError) as error:
-        print(f"twell: error: {str(error).strip().partition(chr(10))[0]}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         print("twell: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if errors.wants_traceback():
+            raise
+        said, code = errors.explain(error)
+        print(said, file=sys.stderr)
+        sys.exit(code)

@@ -11,6 +11,7 @@ import typer
 
 from twell.cli.app import bench_app
 from twell.cli.common import (
+    Seconds,
     collect,
     dense_config,
     device_of,
@@ -19,6 +20,7 @@ from twell.cli.common import (
     machine_of,
     ms,
     print_speed_table,
+    print_table,
     trace_rows,
 )
 
@@ -53,7 +55,7 @@ def bench_ffn(
     trace: Annotated[
         Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Timing budget per row, after 5 repeats.")] = 3.0,
+    seconds: Seconds = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
 ) -> None:
@@ -68,8 +70,7 @@ def bench_ffn(
     from twell.doctor import bf16_problem
 
     torch_device = device_of(device)
-    dtype = dtype or ("bfloat16" if torch_device.type == "cuda" else "float32")
-    torch_dtype = dtype_of(dtype)
+    torch_dtype = dtype_of(dtype if dtype is not None else "bfloat16" if torch_device.type == "cuda" else "float32")
     backends.choose_backend(backend, torch_device)
     if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
@@ -159,7 +160,7 @@ def bench_model(
     ] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also time every FFN of MODEL by itself.")] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
-    seconds: Annotated[float, typer.Option(help="Timing budget of a row, after 5 repeats.")] = 3.0,
+    seconds: Seconds = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
 ) -> None:
@@ -170,7 +171,6 @@ def bench_model(
     Without MODEL: random weights, whose FFNs compute a workload:
     [bold]twell bench model --preset 1.5b -w skew29 --paper[/bold]
     """
-    import torch
 
     if paper and (batch or length or shape or text is not None):
         raise ValueError("--paper is 64 x 2048 random tokens: leave out --batch, --length, --shape and --text")
@@ -178,7 +178,7 @@ def bench_model(
         raise ValueError("--shape says both --batch and --length: leave them out")
     if min([*(batch or []), *(length or []), 1 if depth is None else depth]) < 1:
         raise ValueError("--batch, --length and --depth must be at least 1")
-    torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_device = device_of(device)
     batches = [64] if paper else batch or [4 if torch_device.type == "cpu" else 32]
     sizes = [_shape(text) for text in shape or []]
     how: dict[str, Any] = {"compiled": compiled, "seconds": seconds, "called": called}
@@ -251,9 +251,10 @@ def _real_model_rows(
     if text is None:
         ids = torch.randint(language_model.config.vocab_size, (needed,))
     else:
-        from twell.train.data import read_texts
+        from twell.train.data import find_files, read_texts
 
-        ids = tokenizer("\n".join(read_texts(text)), return_tensors="pt").input_ids[0]
+        texts = (document for file in find_files([text]) for document in read_texts(file))
+        ids = tokenizer("\n".join(texts), return_tensors="pt").input_ids[0]
     if len(ids) < needed:
         raise ValueError(f"{text} has {len(ids):,} tokens, --batch times --length asks for {needed:,}")
     subject = bench.real(language_model, name)
@@ -328,18 +329,22 @@ def _random_model_rows(
 
 
 def _print_model_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
+    from rich import box
     from rich.table import Table
 
     first = rows[0]
     what = first.get("model") or f"{first['preset']}, {first['workload']}"
     table = Table(
         title=f"{what}, {first['dtype']}, {machine_of(first)}{', compiled' if first['compiled'] else ''}",
-        caption="ms: median, and half the distance of the 20th and 80th percentile; memory: of a pass, besides weights",
+        caption="ms: median, and half the distance of the 20th and 80th percentile; memory: of a pass, besides weights"
+        "; ?: not available; called: in a plain loop, the host's time included",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     has_calls = "called_ms" in first
-    as_called = ("as called ms", "as called") if has_calls else ()
-    head = ("tokens", "", "ms", "tokens/ms", "first token ms", "memory MB", "mJ a token", "speedup", *as_called)
+    as_called = ("called\nms", "called") if has_calls else ()
+    head = ("tokens", "", "ms", "tokens\na ms", "first\ntoken ms", "memory\nMB", "mJ a\ntoken", "speedup", *as_called)
     for name in head:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -352,13 +357,13 @@ def _print_model_table(rows: list[dict[str, Any]]) -> None:
                 f"{row['tokens_per_ms'][side]:.3g}",
                 ms(row["first_token_ms"][side]),
                 f"{row['memory'][side]['pass'] / 1e6:.0f}",
-                "not available" if joules is None else f"{1000 * joules:.3g}",
+                "?" if joules is None else f"{1000 * joules:.3g}",
                 f"[bold]{row['speedup']:.2f}x[/bold]" if side == "sparse" else "",
                 *([ms(row["called_ms"][side])] if has_calls else []),
                 *([f"[bold]{row['speedup_called']:.2f}x[/bold]" if side == "sparse" else ""] if has_calls else []),
                 end_section=side == "sparse",
             )
-    Console().print(table)
+    print_table(table)
     held = first["memory"]["sparse"]["held"] / 1e6
     print(f"the sparse model is not frozen; it holds {held:,.1f} MB, {first['memory_ratio']:.3f}x of the dense one")
     for row in rows:
@@ -389,7 +394,7 @@ def bench_decode(
         bool, typer.Option("--compile", help="Both models compiled, as transformers does with a static cache.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
-    seconds: Annotated[float, typer.Option(help="Timing budget of a row, after 5 repeats.")] = 3.0,
+    seconds: Seconds = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
 ) -> None:
@@ -405,7 +410,7 @@ def bench_decode(
 
     if min([*(batch or []), context]) < 1:
         raise ValueError("--batch and --context must be at least 1")
-    torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_device = device_of(device)
     recipe = recipes.preset(preset)
     cases.get_workload(workload)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.cli.app import bench_app
-from twell.cli.common import collect, dense_config, device_of, dtype_of, machine_of, trace_rows
+from twell.cli.common import Seconds, collect, dense_config, device_of, dtype_of, machine_of, print_table, trace_rows
 
 
 @bench_app.command("train")
@@ -48,7 +48,7 @@ def bench_train(
     variant: Annotated[str, typer.Option(help="With --model: dense, sparse or both.")] = "both",
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
     backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
-    seconds: Annotated[float, typer.Option(help="Timing budget per row, after 5 repeats.")] = 3.0,
+    seconds: Seconds = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
 ) -> None:
@@ -63,8 +63,8 @@ def bench_train(
     from twell.bench import cases
     from twell.doctor import bf16_problem
 
-    torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    torch_dtype = dtype_of(dtype or ("bfloat16" if torch_device.type == "cuda" else "float32"))
+    torch_device = device_of(device)
+    torch_dtype = dtype_of(dtype if dtype is not None else "bfloat16" if torch_device.type == "cuda" else "float32")
     backends.choose_backend(backend, torch_device)
     if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
@@ -144,7 +144,6 @@ def _model_steps(
 
 def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     first = rows[0]
@@ -169,7 +168,7 @@ def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
             *(f"[bold]{row['speedup_called']:.2f}x[/bold]" for _ in as_called),
             "" if row["error"] is None else f"{max(row['error']['sparse'].values()):.1e}",
         )
-    Console().print(table)
+    print_table(table)
     for row in rows:
         facts = []
         if "plan" in row:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -15,9 +18,21 @@ if TYPE_CHECKING:
     from twell.train.recipes import Recipe
 
 
-def device_of(name: str) -> Any:
+def _budget(seconds: float) -> float:
+    if not 0 <= seconds < math.inf:
+        raise typer.BadParameter(f"expected a number of at least 0, got {seconds}")
+    return seconds
+
+
+Seconds = Annotated[float, typer.Option(callback=_budget, help="Timing budget of a row, after 5 repeats.")]
+
+
+def device_of(name: str | None) -> Any:
+    """None: the GPU where there is one."""
     import torch
 
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -46,8 +61,7 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     By default on the GPU where there is one, in the dtype it was saved in.
     """
     try:
-        from transformers import AutoModelForCausalLM
-
+        from twell.hf.loading import load_causal_lm
         from twell.train.run import quiet_libraries
         from twell.train.tokenizer import load_tokenizer
     except ImportError as error:
@@ -57,17 +71,20 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     from twell.doctor import bf16_problem
 
     quiet_libraries()
-    torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_device = device_of(device)
     torch_dtype = "auto" if dtype is None else dtype_of(dtype)
-    folder = Path(name)
-    if (folder.exists() or name.count("/") != 1) and not (folder / "config.json").is_file():
-        inside = f"; {name}/model has" if (folder / "model" / "config.json").is_file() else ""
-        raise ValueError(f"{name} is no folder of a model: it has no config.json{inside}")
+    language_model = load_causal_lm(name, torch_dtype)
     tokenizer = load_tokenizer(name)
-    language_model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype)
     if language_model.dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
     return language_model.to(torch_device).eval(), tokenizer
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8") from None
 
 
 def collect(
@@ -129,6 +146,14 @@ def new_bar() -> Any:
     return rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
+def print_table(table: Any) -> None:
+    """At its own width where the terminal is narrower: a number cut short is worse than a long line."""
+    from rich.console import Console
+
+    needed = Console(width=10_000).measure(table).maximum
+    Console(width=max(Console().width, needed)).print(table)
+
+
 def machine_of(row: dict[str, Any]) -> str:
     return str(row["gpu"]) if "gpu" in row else f"{row['cpu']}, {row['threads']} threads"
 
@@ -141,7 +166,6 @@ def ms(s: dict[str, float]) -> str:
 def print_speed_table(rows: list[dict[str, Any]]) -> None:
     """A line for each way of every row: the device's time, and beside it that of calls."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     first = rows[0]
@@ -177,7 +201,7 @@ def print_speed_table(rows: list[dict[str, Any]]) -> None:
                 f"[bold]{row[f'speedup{more}']:.2f}x[/bold]" if is_sparse and has_time else "",
                 *cells,
             )
-    Console().print(table)
+    print_table(table)
     for row in rows:
         if row.get("parts_ms"):
             plan, parts = row["plan"], ", ".join(f"{name} {ms:.3g}" for name, ms in row["parts_ms"].items())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from twell.cli.app import app
-from twell.cli.common import append, counted_bar, device_of, dtype_of, load_model
+from twell.cli.common import append, counted_bar, device_of, dtype_of, load_model, print_table, read_text
 
 if TYPE_CHECKING:
     from twell.evaluate import Mean, Metrics, TaskData
@@ -96,9 +96,8 @@ def evaluate(
 
     Text: [bold]twell eval my-run/model --text wikitext2.txt --last-words lambada.jsonl[/bold]
     """
-    import torch
 
-    torch_device = device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_device = device_of(device)
     torch_dtype = None if dtype is None else dtype_of(dtype)
     for name, number in (("--limit", limit), ("--batch-size", batch_size)):
         if number is not None and number < 1:
@@ -150,7 +149,7 @@ def _read(
     if names and data is None and not by_lm_eval:
         hint = "" if scorer == "own" else " (from the hub they need lm-eval: pip install 'twell[eval]')"
         raise ValueError(f"nothing to evaluate on: give --data with the tasks' files{hint}, --text or --last-words")
-    texts = {path: path.read_text(encoding="utf-8") for path in text}
+    texts = {path: read_text(path) for path in text}
     passages = [] if last_words is None else ev.read_passages(last_words)[:limit]
     local = [] if data is None else ev.read_folder(data, names, limit)
     theirs = harness.load_tasks(local or names) if by_lm_eval else None
@@ -317,9 +316,8 @@ def _print(subjects: Sequence[_Subject], scores: Sequence[Sequence[_Score]]) -> 
                 cell = _cell(metric, mean, "+")
                 cells.append(f"[bold]{cell}[/bold]" if abs(mean.value) > 2 * mean.error else cell)
             table.add_row(first.name, _SHORT.get(metric, metric), items, *cells)
-    needed = Console(width=10_000).measure(table).maximum
-    console = Console(width=max(Console().width, needed))  # a number cut short is worse than a long line
-    console.print(table)
+    print_table(table)
+    console = Console()
     for line in _notes(subjects, scores[0]):
         console.print(line, highlight=False)
     for i, baseline in compared:

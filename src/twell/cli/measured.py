@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.cli.app import app
-from twell.cli.common import device_of, dtype_of, new_bar
+from twell.cli.common import dtype_of, new_bar
 
 
 @app.command()
@@ -59,6 +59,8 @@ def results(
     """
     from twell.bench import tables
 
+    if not rows.is_dir():
+        raise ValueError(f"there is no folder of rows {rows}")
     stale = []
     for document in documents or [Path("docs/results.md"), Path("docs/converting.md"), Path("README.md")]:
         if not document.is_file():
@@ -91,7 +93,12 @@ def tune(
 
     Takes a few minutes and changes nothing. Examples: [bold]twell tune -m 16384[/bold], [bold]twell tune -m 8[/bold]
     """
-    torch_dtype, device = dtype_of(dtype), device_of("cuda")
+    import torch
+
+    torch_dtype = dtype_of(dtype)
+    if not torch.cuda.is_available():
+        raise ValueError("twell tune times kernels on a GPU, and torch sees none here")
+    device = torch.device("cuda")
     try:
         from twell.bench import tune as tuning
     except ImportError as error:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.cli.app import app
-from twell.cli.common import counted_bar, load_model
+from twell.cli.common import counted_bar, load_model, print_table
 
 
 @app.command()
@@ -117,16 +117,23 @@ def _shown_with(model: str, metrics: Path | None, speed: list[Path]) -> dict[str
 
 
 def _print_analysis(analysis: Any) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
     facts = analysis.facts
-    table = Table(title=f"active neurons a token, {facts.tokens:,} tokens in sequences of {facts.length}")
-    head = ("layer", "of", "mean", "p50", "p99", "max", "silent", "top 10 % carry", "shared with next", "GPU plan")
-    for name in head:
-        table.add_column(name, justify="left" if name in ("layer", "GPU plan") else "right", no_wrap=True)
+    table = Table(
+        title=f"active neurons a token, {facts.tokens:,} tokens in sequences of {facts.length}",
+        caption="silent: share of neurons that never fired; top 10 %: share of firings that the busiest tenth carries; "
+        "shared: active neurons that the next token has, too; GPU: hot neurons of its plan, predicted speedup",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for name in ("layer", "of", "mean", "p50", "p99", "max", "silent", "top 10 %", "shared", "GPU hot", "GPU"):
+        table.add_column(name.replace(" ", "\n", 1), justify="left" if name == "layer" else "right", no_wrap=True)
     for layer, F in zip(analysis.layers, facts.hidden_sizes, strict=True):
         overlap, plan = layer.overlap.neighbours, layer.plan
         table.add_row(
@@ -139,9 +146,9 @@ def _print_analysis(analysis: Any) -> None:
             f"{layer.silent:.1%}",
             f"{layer.top_shares['10']:.0%}",
             "" if overlap is None else f"{overlap:.0%}",
-            "dense" if plan.dense else f"{plan.hot} hot, {plan.predicted:.2f}x",
+            *(("dense", "") if plan.dense else (str(plan.hot), f"{plan.predicted:.2f}x")),
         )
-    console.print(table)
+    print_table(table)
     for what, tokens in (("most", analysis.most_active), ("fewest", analysis.least_active)):
         some = ", ".join(f"{token.text!r} {token.mean:.0f}" for token in tokens[:8])
         console.print(f"tokens that wake {what} neurons, all layers together: {escape(some)}", highlight=False)

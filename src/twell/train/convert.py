@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from twell.hf.configs import SparsityFields
 from twell.hf.convert import Report, sparsify_
+from twell.hf.loading import check_name, load_causal_lm, load_config
 from twell.hf.relufy import relufy_
 from twell.nn import SparseFFNBase
 from twell.train.data import Blocks, Corpus, Progress, silent
@@ -47,7 +48,7 @@ def _no_bar(what: str) -> contextlib.AbstractContextManager[Progress]:
 def check(name: str, *, relufy: bool, l1: float = L1) -> Report:
     """What ``relufy_``, or without it ``sparsify_``, does to each layer of a model; nothing is written."""
     _config(name)  # whose error is clear
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    model = load_causal_lm(name)
     return relufy_(model, l1) if relufy else sparsify_(model)
 
 
@@ -63,7 +64,7 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
     if _is_sparse_type(config):
         raise ValueError(f"{name} is a {config.model_type} already: there is nothing to convert, only to --train")
     tok = _tokenizer(name, tokenizer, config)
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    model = load_causal_lm(name)
     report = relufy_(model, l1)
     if not report.changed:
         why = report.skipped[0].why if report.skipped else "it has none with projections that relufy_ knows"
@@ -74,11 +75,8 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
 
 
 def _config(name: str) -> Any:
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{name} is no folder or hub name of a model: {reason}") from None
+    check_name(name)
+    return load_config(name)
 
 
 def activation_of(config: Any) -> str:
@@ -216,7 +214,7 @@ def _converted(
     name: str, recipe: Recipe, corpus: Corpus, say: Callable[[str], None], bar: Bar
 ) -> tuple[Any, dict[str, Any]]:
     """The model to train, and its validation losses before and after the change."""
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # as training keeps weights
+    model = load_causal_lm(name, torch.float32)  # as training keeps weights
     if torch.cuda.is_available():
         model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
     facts: dict[str, Any] = {"model": name, "type": model.config.model_type, "activation": activation_of(model.config)}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from twell.hf.loading import reading
 from twell.train.data import END_OF_TEXT
 
 
@@ -23,7 +24,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         if END_OF_TEXT in tokenizer.get_vocab():
             tokenizer.eos_token = tokenizer.bos_token = tokenizer.pad_token = END_OF_TEXT
     else:
-        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
+        with reading(f"the tokenizer of {name_or_path}"):
+            tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{name_or_path}: the tokenizer has no end-of-text token")
     return tokenizer

@@ -1,0 +1,117 @@
+"""Models from files that others wrote: whatever is wrong with them is said in one line, and their code never runs.
+
+transformers initialises weights that a file lacks, skips a broken ``generation_config.json``, and asks on the terminal
+whether to run a model's code. Here each of these is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+_SIZES = (  # of a configuration, where it has them
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LONGEST = 300  # characters of what a library says
+
+
+@contextlib.contextmanager
+def reading(name: str | Path) -> Iterator[None]:
+    """Errors of libraries about the files of ``name``, which are of any type, become a ValueError of one line."""
+    try:
+        yield
+    except (ImportError, MemoryError, torch.OutOfMemoryError):  # not about the files
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        if "trust_remote_code" in said:
+            raise ValueError(
+                f"{name} needs code of its own (auto_map in its files), and code of models is never run here: "
+                f"only architectures that transformers has can be loaded"
+            ) from None
+        if not isinstance(error, ValueError | OSError):  # a KeyError says nothing but a key
+            said = f"{type(error).__name__}: {said}"
+        said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
+        raise ValueError(said if str(name) in said else f"{name} cannot be loaded: {said}") from error
+
+
+def check_name(name: str) -> None:
+    """That it is a folder of a model, or could be a hub's owner/name."""
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return
+    if not folder.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        return
+    inside = f"; {name}/model has" if (folder / "model" / "config.json").is_file() else ""
+    there = "has no config.json" if folder.exists() else "does not exist"
+    raise ValueError(f"{name} is no folder of a model: it {there}{inside}")
+
+
+def load_config(name: str) -> Any:
+    with reading(f"{name}/config.json" if Path(name).is_dir() else name):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    text = config.get_text_config()
+    for size in _SIZES:
+        if isinstance(number := getattr(text, size, None), int) and number < 1:
+            raise ValueError(f"{name}: {size} in config.json must be at least 1, got {number}")
+    return config
+
+
+def load_causal_lm(name: str, dtype: torch.dtype | str = "auto") -> Any:
+    """A causal language model whose every weight comes from the files of a folder or of the hub."""
+    check_name(name)
+    config = load_config(name)
+    if (Path(name) / "generation_config.json").exists():
+        with reading(f"{name}/generation_config.json"):
+            GenerationConfig.from_pretrained(name)
+    with reading(name):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    model, info = loaded
+    if mismatched := sorted(info["mismatched_keys"]):
+        key, found, expected = mismatched[0]
+        raise ValueError(
+            f"{name}: the weights do not fit config.json: {key} is {list(found)}, expected {list(expected)}"
+            f"{_and_more(mismatched)}"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{name}: weights are missing from its files: {missing[0]}{_and_more(missing)}")
+    _check_generation(name, model.generation_config)
+    return model
+
+
+def _and_more(found: list[Any]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+
+
+def _check_generation(name: str, config: GenerationConfig | None) -> None:
+    if config is None:
+        return
+    with reading(f"{name}/generation_config.json"):
+        for what in (*_SAMPLING, *_TOKENS):
+            value = getattr(config, what, None)
+            expected = int if what in _TOKENS else int | float
+            each = value if isinstance(value, list) and what in _TOKENS else [] if value is None else [value]
+            if any(isinstance(number, bool) or not isinstance(number, expected) for number in each):
+                raise ValueError(f"{what} must be a number, got {value!r}")
+        config.validate()

@@ -1,0 +1,487 @@
+"""Bad input to commands, by the hundred: each is refused in one clear line, by no traceback, and none is accepted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from command_line import Result, Twell
+from twell import doctor
+from twell.cli import common, errors, models
+from twell.train.tokenizer import train_bpe
+
+SENTENCE = "hello world this is a text "
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sound model, a text, and measured rows."""
+    place = tmp_path_factory.mktemp("bad")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 300}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, **heads, hidden_act="relu", bos_token_id=0, eos_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(place / "model")
+    train_bpe([SENTENCE * 20], 300).save_pretrained(place / "model")
+    (place / "text.txt").write_text(SENTENCE * 40)
+    (place / "rows.jsonl").write_text(json.dumps(MODEL_ROW) + "\n" + json.dumps(FFN_ROW) + "\n")
+    (place / "empty").mkdir()
+    return place
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_self_test", lambda: None)
+    monkeypatch.setattr(doctor, "bf16_problem", lambda: None)
+
+
+def assert_refused(result: Result) -> None:
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr and "unexpected error" not in result.stderr
+    if "Usage:" not in result.stderr:  # of the parser of options
+        assert result.stderr.startswith("twell: error: ") and len(result.stderr.splitlines()) == 1, result.stderr
+        assert len(result.stderr) > len("twell: error: \n")
+
+
+# -- files of models --------------------------------------------------------------------------------------
+
+Damage = Callable[[Path], Any]
+
+
+def setting(**changes: Any) -> Damage:
+    def damage(model: Path) -> None:
+        file = model / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return damage
+
+
+def holding(name: str, content: bytes) -> Damage:
+    return lambda model: (model / name).write_bytes(content)
+
+
+def cut(name: str, length: int) -> Damage:
+    return lambda model: (model / name).write_bytes((model / name).read_bytes()[:length])
+
+
+def without(*names: str) -> Damage:
+    return lambda model: [(model / name).unlink() for name in names]
+
+
+def with_tensor(value: torch.Tensor | None) -> Damage:
+    def damage(model: Path) -> None:
+        tensors = load_file(model / "model.safetensors")
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        more = {} if value is None else {"model.layers.0.mlp.up_proj.weight": value}
+        save_file(tensors | more, model / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def sharded_without_a_map(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    (model / "model.safetensors.index.json").write_text("{}")
+
+
+WEIGHTS: dict[str, Damage] = {
+    "weights empty": holding("model.safetensors", b""),
+    "weights cut in the header": cut("model.safetensors", 500),
+    "weights cut in a tensor": cut("model.safetensors", 5000),
+    "weights garbage": holding("model.safetensors", b"x" * 1000),
+    "weights header too long": holding("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"),
+    "weights of nothing": holding("model.safetensors", struct.pack("<Q", 2) + b"{}"),
+    "weights gone": without("model.safetensors"),
+    "a tensor missing": with_tensor(None),
+    "a tensor of another shape": with_tensor(torch.zeros(3, 3)),
+    "no map of shards": sharded_without_a_map,
+    "more layers than weights": setting(num_hidden_layers=2),
+    "wider than weights": setting(hidden_size=32),
+    "fewer tokens than weights": setting(vocab_size=10),
+    "another architecture": setting(model_type="bert"),
+    "generation_config cut": cut("generation_config.json", 20),
+    "generation_config a list": holding("generation_config.json", b"[]"),
+    "generation_config of words": holding("generation_config.json", b'{"temperature": "warm", "do_sample": true}'),
+    "generation_config eos": holding("generation_config.json", b'{"eos_token_id": "x"}'),
+    "generation_config eos list": holding("generation_config.json", b'{"eos_token_id": [0, "x"]}'),
+    "generation_config length": holding("generation_config.json", b'{"max_new_tokens": -5}'),
+}
+TOKENIZERS: dict[str, Damage] = {
+    "tokenizer {}": holding("tokenizer.json", b"{}"),
+    "tokenizer []": holding("tokenizer.json", b"[]"),
+    "tokenizer empty": holding("tokenizer.json", b""),
+    "tokenizer cut": cut("tokenizer.json", 300),
+    "tokenizer gone": without("tokenizer.json", "tokenizer_config.json"),
+    "tokenizer.json gone": without("tokenizer.json"),
+    "tokenizer_config cut": cut("tokenizer_config.json", 30),
+    "tokenizer_config []": holding("tokenizer_config.json", b"[]"),
+    "tokenizer_config {}": holding("tokenizer_config.json", b"{}"),
+    "tokenizer_config eos": holding(
+        "tokenizer_config.json", b'{"tokenizer_class": "TokenizersBackend", "eos_token": 5}'
+    ),
+    "tokenizer of its own code": holding(
+        "tokenizer_config.json", b'{"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["tok.T", null]}}'
+    ),
+}
+CONFIGS: dict[str, Damage] = {
+    "config gone": without("config.json"),
+    "config empty": holding("config.json", b""),
+    "config {}": holding("config.json", b"{}"),
+    "config []": holding("config.json", b"[]"),
+    "config null": holding("config.json", b"null"),
+    "config cut": cut("config.json", 100),
+    "config no text": holding("config.json", b"\xff\xfe"),
+    "config a folder": lambda model: ((model / "config.json").unlink(), (model / "config.json").mkdir()),
+    "code of its own": setting(
+        model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    ),
+    "counts garbage": holding("neuron_counts.npz", b"xx"),
+    **{
+        f"{name} {value!r}": setting(**{name: value})
+        for name, values in {
+            "hidden_size": ("16", 0, -16, 16.5, None),
+            "intermediate_size": ("x", 0),
+            "num_attention_heads": (0, 3),
+            "num_key_value_heads": (0,),
+            "num_hidden_layers": ("one", 0, -1),
+            "vocab_size": (0, -1),
+            "max_position_embeddings": (0, "x"),
+            "head_dim": (7, "x"),
+            "hidden_act": ("nonsense", None),
+            "dtype": ("float7",),
+            "model_type": ("nonsense", None, 5, "t5"),
+            "rms_norm_eps": ("x",),
+            "rope_parameters": ({"rope_type": "nonsense"}, [1]),
+            "quantization_config": ([1],),
+            "pad_token_id": (10**6,),
+        }.items()
+        for value in values
+    },
+}
+ON_MODEL: dict[str, list[str]] = {
+    "analyze": ["analyze", "MODEL", "--text", "TEXT", "--tokens", "64"],
+    "generate": ["generate", "MODEL", "-p", "hello", "--max-new-tokens", "2"],
+    "bench": ["bench", "model", "MODEL", "--length", "8", "--batch", "1", "--seconds", "0", "--device", "cpu"],
+    "trace": ["trace", "MODEL", "--text", "TEXT", "--out", "OUT/trace.npz", "--tokens", "64"],
+    "eval": ["eval", "MODEL", "--text", "TEXT"],
+    "calibrate": ["calibrate", "MODEL", "--text", "TEXT", "--tokens", "64"],
+    "check": ["convert", "MODEL", "--check"],
+    "convert": ["convert", "MODEL", "--relufy", "--out", "OUT/converted"],
+    "doctor": ["doctor", "MODEL"],
+}
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Every damage with two of the commands that read the file, so that every command meets every kind of damage."""
+    readers = {
+        **dict.fromkeys(WEIGHTS, ("analyze", "generate", "bench", "trace", "eval", "calibrate", "check")),
+        **dict.fromkeys(TOKENIZERS, ("analyze", "generate", "bench", "trace", "eval", "calibrate", "convert")),
+        **dict.fromkeys(CONFIGS, ("doctor", "analyze", "check", "generate", "doctor", "convert", "eval", "bench")),
+        "counts garbage": ("doctor", "analyze", "generate"),
+    }
+    return [
+        (damage, command)
+        for i, (damage, commands) in enumerate(readers.items())
+        for command in {commands[2 * i % len(commands)], commands[(2 * i + 1) % len(commands)]}
+    ]
+
+
+@pytest.mark.parametrize(("damage", "command"), sorted(pairs()))
+def test_damaged_models_are_refused(twell: Twell, place: Path, tmp_path: Path, damage: str, command: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(place / "model", model)
+    {**WEIGHTS, **TOKENIZERS, **CONFIGS}[damage](model)
+    result = twell(*filled(ON_MODEL[command], place, model, tmp_path))
+    assert_refused(result)
+    if "of its own" in damage:
+        assert "code of models is never run" in result.stderr
+    assert not (tmp_path / "trace.npz").exists() and not (tmp_path / "converted").exists()
+
+
+def filled(command: list[str], place: Path, model: Path, out: Path) -> list[str]:
+    for name, path in {"MODEL": model, "TEXT": place / "text.txt", "ROWS": place / "rows.jsonl", "OUT": out}.items():
+        command = [part.replace(name, str(path)) for part in command]
+    return command
+
+
+@pytest.mark.parametrize("command", [name for name in ON_MODEL if name != "convert"])
+def test_the_sound_model_is_taken(twell: Twell, place: Path, tmp_path: Path, command: str) -> None:
+    """Or the tests above would show nothing."""
+    model = tmp_path / "model"  # calibrate writes into it
+    shutil.copytree(place / "model", model)
+    result = twell(*filled(ON_MODEL[command], place, model, tmp_path))
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", ["analyze", "eval", "generate", "check", "doctor", "calibrate"])
+@pytest.mark.parametrize(
+    "name", ["/nonexistent", "nonexistent", "./x/y", "../x", "~/x", "a/b/c", "x/", "", "no such/name"]
+)
+def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(
+    twell: Twell, place: Path, tmp_path: Path, command: str, name: str
+) -> None:
+    assert_refused(twell(*filled([part.replace("MODEL", name) for part in ON_MODEL[command]], place, place, tmp_path)))
+
+
+# -- options ----------------------------------------------------------------------------------------------
+
+FFN = ["bench", "ffn", "-w", "skew2", "-m", "2", "--width", "16", "--hidden", "32", "--seconds", "0"]
+TRAIN = ["bench", "train", *FFN[2:], "--device", "cpu"]
+OPTIONS: dict[tuple[str, ...], list[str]] = {
+    (*FFN,): [
+        *("--seconds -1", "--seconds nan", "--seconds inf", "--seconds x", "--dtype float8", "--dtype="),
+        *("--device cuda:99x", "--device=", "--device tpu", "--backend=", "--backend magic", "-w skew-1", "-w iid0"),
+        *("-w skew", "-w skew1e9", "-m -1", "-m x", "--width 0", "--hidden -5", "--out OUT", "--out /dev/full"),
+        *("--trace TEXT", "--graph", "--nonsense", "extra"),
+    ],
+    (*TRAIN,): [
+        *("--seconds -1", "--seconds nan", "--dtype=", "--device=", "-m 0", "--variant x", "--variant dense"),
+        *("--largest", "--model --tokens 2", "--trace TEXT", "--batch 0", "--length 0"),
+    ],
+    ("bench", "decode", "--preset", "tiny", "--device", "cpu", "--context", "2"): [
+        *("--seconds -1", "--seconds nan", "--preset x", "-w x", "--batch 0", "--context 0", "--device x", "--device="),
+    ],
+    ("bench", "model", "MODEL", "--device", "cpu"): [
+        *("--seconds -1", "--seconds nan", "--shape 0x1", "--shape x", "--shape 1x100000", "--length 65", "--batch -1"),
+        *(
+            "--preset tiny",
+            "--depth 1",
+            "--trace TEXT",
+            "--paper --batch 1",
+            "--text /none",
+            "--text MODEL",
+            "--device x",
+        ),
+        *("--shape 1x8 --batch 1", "--length 8 --generate --text OUT/empty.txt"),
+    ],
+    ("bench", "model", "--device", "cpu"): [
+        *("--preset tiny --depth 0", "--preset x", "--text TEXT", "--layers", "--preset tiny --trace /none.npz"),
+        *("--preset tiny --trace TEXT", "--preset tiny --trace TEXT --generate", "--preset tiny -w x"),
+    ],
+    ("bench", "plot"): ["", "/none --out OUT/x.png", "ROWS", "ROWS --out OUT/x.gif", "TEXT --out OUT/x.png"],
+    ("bench", "curves"): ["/none --out OUT/x.png", "MODEL --out OUT/x.png", "ROWS --out OUT/x.png", "TEXT --out OUT/x"],
+    ("trace", "MODEL", "--text", "TEXT", "--out", "OUT/trace.npz"): [
+        *("--tokens 0", "--tokens -5", "--tokens x", "--length 0", "--length -1", "--length 1000000", "--length 65"),
+        *("--out OUT", "--text /none", "--text OUT"),
+    ],
+    ("analyze", "MODEL", "--text", "TEXT"): [
+        *("--tokens 0", "--tokens 1", "--length 0", "--length 65", "--out OUT", "--report x.txt", "--metrics TEXT"),
+        *("--speed TEXT", "--report OUT/x.html --speed TEXT", "--report OUT/x.html --speed /none"),
+        *("--report OUT/x.html --metrics /none", "--figures OUT/f --suffix .gif", "--figures TEXT"),
+    ],
+    ("calibrate", "MODEL", "--text", "TEXT"): ["--tokens 0", "--tokens -5", "--text /none", "--text MODEL"],
+    ("eval", "MODEL", "--text", "TEXT"): [
+        *(
+            "--limit 0",
+            "--batch-size 0",
+            "--tasks x",
+            "--scorer x",
+            "--device x",
+            "--device=",
+            "--dtype x",
+            "--out OUT",
+        ),
+        *("--data /none --scorer own", "--data MODEL --scorer own", "--last-words /none", "--last-words TEXT"),
+        *("--text /none", "--text OUT", "--text MODEL/model.safetensors"),
+    ],
+    ("generate", "MODEL", "-p", "hello", "--max-new-tokens", "2"): [
+        *("--temperature -1", "--temperature nan", "--temperature inf", "--top-p 0", "--top-p 2", "--top-p nan"),
+        *("--top-k 0", "--seed -1", f"--seed {2**80}", "--max-new-tokens 0", "--max-new-tokens 100000", "--chat"),
+        *("--repeats 0 --compare", "--dtype x", "--dtype int8", "--device x", "--stream --json", "--stream --compare"),
+        *("--temperature 1 --compare", "--prompt=", "--prompt-file /none", "--prompt-file MODEL/model.safetensors"),
+    ],
+    ("compare",): [
+        *("", "/none /none", "TEXT", "TEXT TEXT", "ROWS", "ROWS ROWS --floor -1", "ROWS ROWS --floor nan"),
+        *("ROWS ROWS --threshold -1", "ROWS ROWS --threshold nan", "ROWS ROWS --check x", "ROWS --by x", "OUT OUT"),
+        *("ROWS ROWS --first x",),
+    ],
+    ("results",): ["/none.md", "TEXT --rows /none", "OUT --rows OUT"],
+    ("convert", "MODEL"): ["", "--check --out OUT/c", "--check --train", "--out OUT/c --data TEXT", "--out OUT/c lr=1"],
+    ("tune",): ["-m 0", "--dtype x", "--kernel x"],
+    ("train", "--out", "OUT/run"): ["--preset x", "nonsense=1", "steps=x", "l1=", "--data /none", "--resume l1=1"],
+    (): ["nonsense", "--nonsense", "bench nonsense"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [(command, options) for command, several in OPTIONS.items() for options in several]
+)
+def test_bad_options_are_refused(
+    twell: Twell, place: Path, tmp_path: Path, command: tuple[str, ...], options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert_refused(twell(*filled([*command, *options.split()], place, place / "model", tmp_path)))
+
+
+def test_tune_recommends_nothing_that_it_does_not_have(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = twell("tune")
+    assert_refused(result)
+    assert "--device" not in result.stderr and "torch sees none" in result.stderr
+
+
+# -- rows -------------------------------------------------------------------------------------------------
+
+SPREAD = {"p20": 1.0, "p50": 1.0, "p80": 1.0}
+TIMES = {"dense_ms": SPREAD, "sparse_ms": SPREAD, "speedup": 1.5, "gpu": "G", "dtype": "bfloat16"}
+LAYER = {"name": "model.layers.0.mlp", "tokens": 8, "mean_active": 3.0, "speedup": 1.5}
+MODEL_ROW = {"bench": "model", "model": "x", "batch": 1, "length": 8, **TIMES, "ffns": [LAYER]}
+FFN_ROW = {"bench": "ffn", "workload": "iid29", "M": 8, "D": 16, "F": 32, "mean_active": 3.0, "kind": "gated", **TIMES}
+WRONG_FIELDS: list[dict[str, Any]] = [
+    *({"dense_ms": wrong} for wrong in ("x", [1], None, {"p50": 1}, {**SPREAD, "p50": "1"}, {**SPREAD, "p50": -1})),
+    *({"sparse_ms": wrong} for wrong in (5, {**SPREAD, "p80": float("nan")})),
+    *({"speedup": wrong} for wrong in ("fast", None, [1], float("nan"), float("inf"), True)),
+    *({"batch": wrong} for wrong in ("one", None, 0, 1.5)),
+    *({"ffns": wrong} for wrong in ("x", 5, [5], [{"name": "x"}], [{**LAYER, "speedup": "1"}])),
+    *({"memory": wrong} for wrong in (5, {"dense": 5}, {"dense": {"pass": "x"}})),
+    *({"first_token_ms": wrong} for wrong in (5, {"dense": 5})),
+    {"called_ms": {"dense": None}},
+    {"bench": 5},
+    {"model": 5},
+]
+WRONG_FFN_FIELDS: list[dict[str, Any]] = [
+    {name: "x"} for name in ("M", "D", "F", "mean_active", "speedup", "dense_ms")
+] + [{"workload": 5}, {"M": None}, {"D": 0}]
+ROWS = [
+    json.dumps({**row, **wrong})
+    for row, some in ((MODEL_ROW, WRONG_FIELDS), (FFN_ROW, WRONG_FFN_FIELDS))
+    for wrong in some
+]
+
+
+@pytest.fixture
+def analysed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are read before a model is: no time is lost."""
+    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("the model was loaded first"))
+
+
+READERS = (
+    "analyze MODEL --text TEXT --report OUT/x.html --speed OUT/rows.jsonl",
+    "bench plot OUT/rows.jsonl --out OUT/x.png",
+    "compare OUT/rows.jsonl OUT/rows.jsonl",
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "row"), [(READERS[i % 3], row) for i, row in enumerate([*ROWS, "[1]", "xx\nyy", "\udcff\n\n", "5"])]
+)
+def test_wrong_rows_are_refused(
+    twell: Twell, place: Path, tmp_path: Path, command: str, row: str, analysed_before: None
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(row + "\n", errors="surrogateescape")
+    result = twell(*filled(command.split(), place, place / "model", tmp_path))
+    assert_refused(result)
+    assert "rows.jsonl, line 1" in result.stderr
+
+
+@pytest.mark.parametrize("row", ["", '{"bench": "other"}', json.dumps({**MODEL_ROW, "batch": 1} | {"bench": "sweep"})])
+def test_rows_without_anything_to_show_are_refused(twell: Twell, place: Path, tmp_path: Path, row: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    command = "analyze MODEL --text TEXT --tokens 64 --report OUT/x.html --speed OUT/rows.jsonl"
+    assert_refused(twell(*filled(command.split(), place, place / "model", tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "row",
+    ['{"step": "x", "ce_loss": 1}', '{"step": null}', '{"step": [1]}', '{"step": NaN}', '{"step": 1, "ce_loss": "x"}'],
+)
+@pytest.mark.parametrize(
+    "command",
+    ["analyze MODEL --text TEXT --report OUT/x.html --metrics OUT/m.jsonl", "bench curves OUT/m.jsonl --out OUT/x.png"],
+)
+def test_wrong_logs_of_training_are_refused(
+    twell: Twell, place: Path, tmp_path: Path, command: str, row: str, analysed_before: None
+) -> None:
+    (tmp_path / "m.jsonl").write_text(row + "\n")
+    result = twell(*filled(command.split(), place, place / "model", tmp_path))
+    assert_refused(result)
+    assert "m.jsonl, line 1" in result.stderr
+
+
+# -- the boundary -----------------------------------------------------------------------------------------
+
+
+def test_an_unexpected_error_says_so_and_how_to_report_it(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise KeyError("a key")
+
+    monkeypatch.setattr("twell.bench.compare.compare_files", breaks)
+    result = twell("compare", "a b", "c")
+    assert result.returncode == errors.BUG != 0
+    first, second = result.stderr.splitlines()
+    assert first == "twell: unexpected error: KeyError: 'a key'"
+    assert "report" in second and second.endswith("TWELL_TRACEBACK=1 twell compare 'a b' c")
+    monkeypatch.setenv(errors.SHOW_TRACEBACK, "1")
+    monkeypatch.setattr(sys, "argv", ["twell", "compare", "a", "b"])
+    from twell import cli
+
+    with pytest.raises(KeyError):
+        cli.main()
+
+
+WITHOUT_EXTRAS = """
+import contextlib, importlib.abc, io, sys
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("transformers", "tokenizers", "safetensors", "accelerate", "matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+from twell import cli
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["twell", *line.split()]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            cli.main()
+        except SystemExit as stop:
+            print(stop.code, said.getvalue().strip().replace(chr(10), " // "), file=sys.__stdout__)
+"""
+
+
+def test_without_extras_the_one_that_is_needed_is_named(place: Path, tmp_path: Path) -> None:
+    commands = [
+        "sweep --preset tiny --out OUT/sweep",
+        "eval MODEL --text TEXT",
+        "bench model --preset tiny",
+        "bench model MODEL",
+        "bench decode --preset tiny",
+        "bench train --model --preset tiny",
+        "calibrate MODEL --text TEXT",
+        "trace MODEL --text TEXT --out OUT/t.npz",
+        "analyze MODEL --text TEXT",
+        "generate MODEL -p x",
+        "convert MODEL --check",
+        "train --out OUT/run",
+        "doctor MODEL",
+    ]
+    asked = "\n".join(" ".join(filled(command.split(), place, place / "model", tmp_path)) for command in commands)
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS], input=asked, capture_output=True, text=True, env=dict(os.environ)
+    )
+    said = ran.stdout.splitlines()
+    assert len(said) == len(commands), ran.stdout + ran.stderr
+    for command, line in zip(commands, said, strict=True):
+        assert line.startswith("2 twell: error: ") and "pip install 'twell[train]'" in line, (command, line)
+        assert " // " not in line
+
+
+def test_a_warning_is_one_line() -> None:
+    assert errors.one_line(UserWarning("odd"), UserWarning, "file.py", 3) == "twell: warning: odd\n"
+
+
+def test_a_device_that_is_not_named_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_gpu, expected in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert common.device_of(None).type == expected
