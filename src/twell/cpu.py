@@ -129,6 +129,11 @@ def freeze(w: Weights) -> tuple[Tensor, ...]:
     return tuple(frozen) if any(t.numel() for t in frozen) else ()
 
 
+def fewest_tokens(D: int, F: int) -> int:
+    """From how many on a layer of this size is not computed densely right away."""
+    return max(0, math.ceil(_MIN_WORK / max(1, D * F)) - _WEIGHT_READ_ROWS)
+
+
 def forward(
     x: Tensor,
     w: Weights,
@@ -145,7 +150,7 @@ def forward(
     ``frozen`` is what ``freeze`` made of these weights; with ``save`` it is not read.
     """
     (M, D), F = x.shape, w.gate.shape[0]
-    if D * F * (M + _WEIGHT_READ_ROWS) < _MIN_WORK:
+    if fewest_tokens(D, F) > M:
         return reference.forward(x, w, activation, token_mask, want_stats=want_stats)
     state = _Frozen(*frozen) if frozen and not save else None
     if M == 1 and not want_stats and not save:

@@ -220,7 +220,7 @@ def plans(model: str) -> list[LayerPlan]:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         from twell.hf.classify import SPARSE
-        from twell.hf.convert import sparsify_
+        from twell.hf.convert import sparsify_empty_
         from twell.hf.counts import find_counts
     except ImportError as error:
         raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
@@ -228,7 +228,7 @@ def plans(model: str) -> list[LayerPlan]:
     with torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
     counts = find_counts(model)
-    report = sparsify_(empty, counts)  # refuses counts of another shape
+    report = sparsify_empty_(empty, counts)  # refuses counts of another shape
     ffns = dict(sparse_ffns(empty))
     fired = {} if counts is None else dict(zip(ffns, counts.fired, strict=True))
     no_counts = f"plans by its first batches; `twell calibrate {shlex.quote(model)} --text FILE` counts beforehand"
