@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -202,7 +206,8 @@ def plain_l1(model: Any, ids: Tensor, counted: Tensor) -> Tensor:
         terms.append(h.abs().sum(-1)[counted].mean())
 
     hooks = [layer.mlp.register_forward_pre_hook(record) for layer in model.model.layers]
-    model(ids)
+    with torch.no_grad():
+        model(ids)
     for hook in hooks:
         hook.remove()
     return torch.stack(terms).mean()
@@ -220,7 +225,7 @@ def test_loss_is_cross_entropy_plus_l1(config_class: type, gated: bool) -> None:
     counted = nn.functional.pad(labels[:, 1:] != -100, (0, 1))  # the tokens that predict a label
     torch.testing.assert_close(out.l1_loss, plain_l1(model, ids, counted))
     torch.testing.assert_close(out.loss, out.ce_loss + 0.02 * out.l1_loss)
-    logits = model(ids).logits
+    logits = model.eval()(ids).logits
     ce = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(out.ce_loss, ce)
     assert torch.equal(out.logits, logits)
@@ -324,9 +329,55 @@ def test_gradient_checkpointing_changes_nothing_and_counts_once(config_class: ty
     assert len(checkpointed.sparsity) == 3
 
 
-def test_reentrant_checkpointing_is_refused() -> None:
+@pytest.mark.parametrize("of", ["causal LM", "base model", "a layer's function"])
+def test_reentrant_checkpointing_is_refused(of: str) -> None:
+    model, ids = sparse_model().train(), token_ids()
     with pytest.raises(ValueError, match="use_reentrant"):
-        sparse_model().gradient_checkpointing_enable({"use_reentrant": True})
+        if of != "a layer's function":
+            (model if of == "causal LM" else model.model).gradient_checkpointing_enable({"use_reentrant": True})
+        model.gradient_checkpointing_enable()
+        for layer in model.model.layers:  # past both models, as wrappers do it
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=True)
+        model(ids, labels=ids, use_cache=False)
+
+
+@pytest.mark.parametrize("how", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_trainer_that_keeps_labels_back_is_refused(how: str, tmp_path: Path) -> None:
+    """The loss would have no L1. Without L1, or where nothing is trained, labels may stay away."""
+    model = sparse_model(l1=0.1)
+    smoothing = {"label_smoothing_factor": 0.1} if how == "label_smoothing_factor" else {}
+    loss = {} if smoothing else {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, use_cpu=True, save_strategy="no", report_to="none", **smoothing
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows_of_unequal_length(), **loss)
+    with pytest.raises(ValueError, match=r"sparsity_l1_coeff is 0\.1.*label_smoothing_factor and compute_loss_func"):
+        trainer.train()
+    ids = token_ids()
+    assert model.train()(ids, output_sparsity=True).sparsity is not None
+    with torch.no_grad():
+        model(ids)
+    model.eval()(ids)
+    model.config.sparsity_l1_coeff = 0.0
+    trainer.train()
+
+
+def test_threads_have_losses_of_their_own() -> None:
+    model = sparse_model(l1=0.1).eval()
+    batches = [token_ids(seed=1), token_ids(2, 7, seed=2)]
+    expected = [model(ids, labels=ids) for ids in batches]
+    meeting = threading.Barrier(2, timeout=20)
+
+    def meet(*_: Any) -> None:
+        meeting.wait()
+
+    for layer in model.model.layers:  # both are within the layer before either computes its FFN
+        layer.mlp.register_forward_pre_hook(meet)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda ids: model(ids, labels=ids), batches))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.l1_loss, other.l1_loss) and torch.equal(one.loss, other.loss)
+        assert [int(s.tokens) for s in one.sparsity] == [int(s.tokens) for s in other.sparsity]
 
 
 def test_compiles_without_a_break() -> None:
