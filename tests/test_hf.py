@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -37,6 +37,7 @@ from transformers import (
 import twell
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.counts import NeuronCounts
+from twell.hf.loading import load_causal_lm
 from twell.nn import SparseFFNBase, sparse_ffns
 
 TINY: dict[str, Any] = {
@@ -180,6 +181,22 @@ def test_save_and_load_bit_for_bit(config_class: type, gated: bool, tmp_path: Pa
     for module in loaded.modules():
         if isinstance(module, SparseFFNBase):
             assert int(module.tokens_seen) == int(module.neuron_counts.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("kind", ["sparse type", "commands"])
+def test_a_checkpoint_that_lacks_weights_is_refused(kind: str, tmp_path: Path) -> None:
+    """Of the sparse types by every way to load them, of other models by the commands' loader."""
+    model = sparse_model() if kind == "sparse type" else dense_model("llama")
+    model.save_pretrained(tmp_path)
+    load: Callable[[Path], Any] = load_causal_lm if kind == "commands" else AutoModelForCausalLM.from_pretrained
+    assert load(tmp_path).config.model_type == model.config.model_type
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({n: t for n, t in weights.items() if ".mlp." not in n}, tmp_path / "model.safetensors", {"format": "pt"})
+    loads = [load] if kind == "commands" else [load, type(model).from_pretrained, type(model.model).from_pretrained]
+    for load in loads:
+        names = r"layers\.0\.mlp\.down_proj\.weight, .* and 4 more"
+        with pytest.raises(ValueError, match=rf"lacks 9 of its model's weights: (model\.)?{names}"):
+            load(tmp_path)
 
 
 @each_type

@@ -46,8 +46,7 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     By default on the GPU where there is one, in the dtype it was saved in.
     """
     try:
-        from transformers import AutoModelForCausalLM
-
+        from twell.hf.loading import load_causal_lm
         from twell.train.run import quiet_libraries
         from twell.train.tokenizer import load_tokenizer
     except ImportError as error:
@@ -64,7 +63,7 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
         inside = f"; {name}/model has" if (folder / "model" / "config.json").is_file() else ""
         raise ValueError(f"{name} is no folder of a model: it has no config.json{inside}")
     tokenizer = load_tokenizer(name)
-    language_model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch_dtype)
+    language_model: Any = load_causal_lm(name, dtype=torch_dtype)
     if language_model.dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
     return language_model.to(torch_device).eval(), tokenizer

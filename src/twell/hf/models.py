@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2Model
 
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
+from twell.hf.loading import refuse_missing
 from twell.hf.parallel import register_style
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase
 from twell.ops import Stats
@@ -40,8 +41,8 @@ _REENTRANT = (
     "use gradient_checkpointing_kwargs={'use_reentrant': False}"
 )
 _NO_LABELS = (
-    "without labels the loss has no L1 term, and sparsity_l1_coeff is {l1:g}: a model in training mode needs them in its "
-    "forward. The Trainer's label_smoothing_factor and compute_loss_func keep them back: leave those out, or set "
+    "without labels the loss has no L1 term, and sparsity_l1_coeff is {l1:g}: a model in training mode needs them in "
+    "its forward. The Trainer's label_smoothing_factor and compute_loss_func keep them back: leave those out, or set "
     "model.config.sparsity_l1_coeff = 0 to train without L1. For a loss of your own pass output_sparsity=True and add "
     "L1 from output.sparsity; for predictions call model.eval() or use torch.no_grad()"
 )
@@ -156,6 +157,13 @@ def _without_layers(config: Any) -> Iterator[None]:
 
 class _PretrainedMixin:
     """What both models override of PreTrainedModel."""
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As PreTrainedModel's, but a checkpoint that lacks weights is refused instead of filled up at random."""
+        model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        refuse_missing(name, info)
+        return (model, info) if output_loading_info else model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):
         if (gradient_checkpointing_kwargs or {}).get("use_reentrant", False):

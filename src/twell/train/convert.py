@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from twell.hf.configs import SparsityFields
 from twell.hf.convert import Report, sparsify_
+from twell.hf.loading import load_causal_lm
 from twell.hf.relufy import relufy_
 from twell.nn import SparseFFNBase
 from twell.train.data import Blocks, Corpus, Progress, silent
@@ -48,7 +49,7 @@ def _no_bar(what: str) -> contextlib.AbstractContextManager[Progress]:
 def check(name: str, *, relufy: bool, l1: float = L1) -> Report:
     """What ``relufy_``, or without it ``sparsify_``, does to each layer of a model; nothing is written."""
     _config(name)  # whose error is clear
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    model: Any = load_causal_lm(name, dtype="auto")
     return relufy_(model, l1) if relufy else sparsify_(model)
 
 
@@ -64,7 +65,7 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
     if _is_sparse_type(config):
         raise ValueError(f"{name} is a {config.model_type} already: there is nothing to convert, only to --train")
     tok = _tokenizer(name, tokenizer, config)
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    model: Any = load_causal_lm(name, dtype="auto")
     report = relufy_(model, l1)
     if not report.changed:
         why = report.skipped[0].why if report.skipped else "it has none with projections that relufy_ knows"
@@ -230,7 +231,7 @@ def _converted(
     name: str, recipe: Recipe, corpus: Corpus, say: Callable[[str], None], bar: Bar
 ) -> tuple[Any, dict[str, Any]]:
     """The model to train, and its validation losses before and after the change."""
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # as training keeps weights
+    model: Any = load_causal_lm(name, dtype=torch.float32)  # as training keeps weights
     if torch.cuda.is_available():
         model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
     facts: dict[str, Any] = {"model": name, "type": model.config.model_type, "activation": activation_of(model.config)}
