@@ -12,7 +12,8 @@ def load_causal_lm(name: Any, **options: Any) -> Any:
     """``AutoModelForCausalLM.from_pretrained`` of a checkpoint that has all weights of its model."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+    model, info = loaded
     refuse_missing(name, info)
     return model
 
