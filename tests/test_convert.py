@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -235,12 +236,21 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
     gpt2 = saved(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=320)), tmp_path / "g", tokenizer)
     mute = saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "mute", None)
     narrow = saved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 280})), tmp_path / "narrow", tokenizer)
+    lacking = saved(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")), tmp_path / "lacking", tokenizer)
+    weights = load_file(f"{lacking}/model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, f"{lacking}/model.safetensors", metadata={"format": "pt"})
     out, full = tmp_path / "out", tmp_path / "full"
     full.mkdir()
     (full / "note").touch()
     train = ["--relufy", "--train", "--data", text, "--out", out]
     for args, message in (
         ([llama], "give --out, or --check"),
+        (
+            [lacking, "--check"],
+            r"lacks 1 of its model's weights: model\.layers\.1\.mlp\.down_proj\.weight\. They would",
+        ),
+        ([lacking, "--out", out], "lacks 1 of its model's weights"),
         ([tmp_path / "nowhere", "--check"], "nowhere is no folder of a model"),
         ([llama, "--check", "--out", out], "--check writes nothing"),
         ([llama, "--out", out], "is silu: --relufy makes it ReLU"),

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,6 +37,7 @@ from transformers import (
 import twell
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.counts import NeuronCounts
+from twell.hf.loading import load_causal_lm
 from twell.nn import SparseFFNBase, sparse_ffns
 
 TINY: dict[str, Any] = {
@@ -178,6 +183,22 @@ def test_save_and_load_bit_for_bit(config_class: type, gated: bool, tmp_path: Pa
             assert int(module.tokens_seen) == int(module.neuron_counts.abs().sum()) == 0
 
 
+@pytest.mark.parametrize("kind", ["sparse type", "commands"])
+def test_a_checkpoint_that_lacks_weights_is_refused(kind: str, tmp_path: Path) -> None:
+    """Of the sparse types by every way to load them, of other models by the commands' loader."""
+    model = sparse_model() if kind == "sparse type" else dense_model("llama")
+    model.save_pretrained(tmp_path)
+    load: Callable[[Path], Any] = load_causal_lm if kind == "commands" else AutoModelForCausalLM.from_pretrained
+    assert load(tmp_path).config.model_type == model.config.model_type
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({n: t for n, t in weights.items() if ".mlp." not in n}, tmp_path / "model.safetensors", {"format": "pt"})
+    loads = [load] if kind == "commands" else [load, type(model).from_pretrained, type(model.model).from_pretrained]
+    for load in loads:
+        names = r"layers\.0\.mlp\.down_proj\.weight, .* and 4 more"
+        with pytest.raises(ValueError, match=rf"lacks 9 of its model's weights: (model\.)?{names}"):
+            load(tmp_path)
+
+
 @each_type
 def test_generate_with_cache_gives_the_tokens_without(config_class: type) -> None:
     model = sparse_model(config_class).eval()
@@ -202,7 +223,8 @@ def plain_l1(model: Any, ids: Tensor, counted: Tensor) -> Tensor:
         terms.append(h.abs().sum(-1)[counted].mean())
 
     hooks = [layer.mlp.register_forward_pre_hook(record) for layer in model.model.layers]
-    model(ids)
+    with torch.no_grad():
+        model(ids)
     for hook in hooks:
         hook.remove()
     return torch.stack(terms).mean()
@@ -220,7 +242,7 @@ def test_loss_is_cross_entropy_plus_l1(config_class: type, gated: bool) -> None:
     counted = nn.functional.pad(labels[:, 1:] != -100, (0, 1))  # the tokens that predict a label
     torch.testing.assert_close(out.l1_loss, plain_l1(model, ids, counted))
     torch.testing.assert_close(out.loss, out.ce_loss + 0.02 * out.l1_loss)
-    logits = model(ids).logits
+    logits = model.eval()(ids).logits
     ce = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     torch.testing.assert_close(out.ce_loss, ce)
     assert torch.equal(out.logits, logits)
@@ -324,9 +346,55 @@ def test_gradient_checkpointing_changes_nothing_and_counts_once(config_class: ty
     assert len(checkpointed.sparsity) == 3
 
 
-def test_reentrant_checkpointing_is_refused() -> None:
+@pytest.mark.parametrize("of", ["causal LM", "base model", "a layer's function"])
+def test_reentrant_checkpointing_is_refused(of: str) -> None:
+    model, ids = sparse_model().train(), token_ids()
     with pytest.raises(ValueError, match="use_reentrant"):
-        sparse_model().gradient_checkpointing_enable({"use_reentrant": True})
+        if of != "a layer's function":
+            (model if of == "causal LM" else model.model).gradient_checkpointing_enable({"use_reentrant": True})
+        model.gradient_checkpointing_enable()
+        for layer in model.model.layers:  # past both models, as wrappers do it
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=True)
+        model(ids, labels=ids, use_cache=False)
+
+
+@pytest.mark.parametrize("how", ["label_smoothing_factor", "compute_loss_func"])
+def test_a_trainer_that_keeps_labels_back_is_refused(how: str, tmp_path: Path) -> None:
+    """The loss would have no L1. Without L1, or where nothing is trained, labels may stay away."""
+    model = sparse_model(l1=0.1)
+    smoothing = {"label_smoothing_factor": 0.1} if how == "label_smoothing_factor" else {}
+    loss = {} if smoothing else {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, use_cpu=True, save_strategy="no", report_to="none", **smoothing
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows_of_unequal_length(), **loss)
+    with pytest.raises(ValueError, match=r"sparsity_l1_coeff is 0\.1.*label_smoothing_factor and compute_loss_func"):
+        trainer.train()
+    ids = token_ids()
+    assert model.train()(ids, output_sparsity=True).sparsity is not None
+    with torch.no_grad():
+        model(ids)
+    model.eval()(ids)
+    model.config.sparsity_l1_coeff = 0.0
+    trainer.train()
+
+
+def test_threads_have_losses_of_their_own() -> None:
+    model = sparse_model(l1=0.1).eval()
+    batches = [token_ids(seed=1), token_ids(2, 7, seed=2)]
+    expected = [model(ids, labels=ids) for ids in batches]
+    meeting = threading.Barrier(2, timeout=20)
+
+    def meet(*_: Any) -> None:
+        meeting.wait()
+
+    for layer in model.model.layers:  # both are within the layer before either computes its FFN
+        layer.mlp.register_forward_pre_hook(meet)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda ids: model(ids, labels=ids), batches))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.l1_loss, other.l1_loss) and torch.equal(one.loss, other.loss)
+        assert [int(s.tokens) for s in one.sparsity] == [int(s.tokens) for s in other.sparsity]
 
 
 def test_compiles_without_a_break() -> None:
@@ -500,23 +568,6 @@ def test_what_is_not_relu_is_skipped_with_the_reason() -> None:
     assert torch.equal(model(token_ids()).logits, before)
 
 
-def test_blocks_that_compute_something_else_are_skipped() -> None:
-    model: Any = dense_model("llama")
-    mlp = model.model.layers[0].mlp
-    mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)) + x
-    model.model.layers[1].mlp.up_proj = nn.Bilinear(32, 32, 96)
-    report = twell.sparsify_(model)
-    assert [row.why for row in report.rows] == [
-        "its forward is not that of a gated FFN",
-        "up_proj is Bilinear, not a plain nn.Linear",
-        "",
-    ]
-
-
-def test_a_model_without_ffns_says_so() -> None:
-    assert str(twell.sparsify_(nn.Sequential(nn.Linear(3, 3)))) == "no feed-forward layers found"
-
-
 def test_sparse_types_switch_between_dense_and_sparse() -> None:
     model = sparse_model()
     assert [row.why for row in twell.sparsify_(model).rows] == ["already sparse"] * 3
@@ -539,6 +590,10 @@ def test_a_chosen_backend_stays() -> None:
         twell.desparsify_(model)
         assert {layer.mlp.backend for layer in model.model.layers} == {"reference"}
         twell.sparsify_(model)
+    twell.desparsify_(model)
+    model.model.layers[2].mlp.backend = "cpu"  # chosen meanwhile
+    twell.sparsify_(model)
+    assert [layer.mlp.backend for layer in model.model.layers] == ["cpu", "reference", "cpu"]
 
 
 def test_a_dense_twin_may_leave_the_layout_to_the_sparse_one() -> None:

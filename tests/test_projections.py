@@ -571,18 +571,6 @@ def test_blocks_whose_activation_has_hooks_are_left_alone() -> None:
     torch.testing.assert_close(logits(model), expected)
 
 
-def test_blocks_with_dropout_are_left_alone() -> None:
-    class WithDropout(DenseFFN):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.dropout(super().forward(x), 0.5, self.training)
-
-    model = nn.ModuleList([WithDropout(), DenseFFN()]).eval()
-    state = torch.get_rng_state()
-    assert [row.kind for row in twell.sparsify_(model).rows] == ["left alone", "sparse"]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not any(module.training for module in model.modules())
-
-
 @pytest.mark.parametrize("part", ["fc1", "activation_fn", "fc2"])
 def test_hooks_on_each_part_of_opt(part: str) -> None:
     dense, sparse = model_pair("opt")

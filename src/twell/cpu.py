@@ -41,6 +41,8 @@ from twell.reference import (
     Weights,
     activate,
     gradient_if,
+    has_silent_nan,
+    is_finite,
     is_neuron_major,
     no_statistics,
     slope,
@@ -131,6 +133,11 @@ def freeze(w: Weights) -> tuple[Tensor, ...]:
     return tuple(frozen) if any(t.numel() for t in frozen) else ()
 
 
+def fewest_tokens(D: int, F: int) -> int:
+    """From how many on a layer of this size is not computed densely right away."""
+    return max(0, math.ceil(_MIN_WORK / max(1, D * F)) - _WEIGHT_READ_ROWS)
+
+
 def forward(
     x: Tensor,
     w: Weights,
@@ -147,8 +154,24 @@ def forward(
     ``frozen`` is what ``freeze`` made of these weights; with ``save`` it is not read.
     """
     (M, D), F = x.shape, w.gate.shape[0]
-    if D * F * (M + _WEIGHT_READ_ROWS) < _MIN_WORK:
+    if fewest_tokens(D, F) > M:
         return reference.forward(x, w, activation, token_mask, want_stats=want_stats)
+    result = _forward(x, w, activation, token_mask, want_stats, save, frozen)
+    if has_silent_nan(x, result.y):  # of a weight: the dense parts take in neurons that are not active
+        return reference.forward(x, w, activation, token_mask, want_stats=want_stats)
+    return result
+
+
+def _forward(
+    x: Tensor,
+    w: Weights,
+    activation: str,
+    token_mask: Tensor | None,
+    want_stats: bool,
+    save: bool,
+    frozen: Sequence[Tensor],
+) -> Forward:
+    (M, _), F = x.shape, w.gate.shape[0]
     state = _Frozen(*frozen) if frozen and not save else None
     if M == 1 and not want_stats and not save:
         return Forward(_in_time(x, w, activation, state), *no_statistics(x), x.new_empty(0, F), None)
@@ -321,7 +344,8 @@ class _Block:
         """Write the block's y, and r and u where asked for."""
         if gate_out is not None:
             gate_out.copy_(self.gate)
-        self.parts = _cut(self.gate, self.x.shape[1], self.down_FD is None) if _is_finite(self.x) else None
+        # A block that is not finite runs densely, so that 0 * inf = NaN as in a dense FFN.
+        self.parts = _cut(self.gate, self.x.shape[1], self.down_FD is None) if is_finite(self.x) else None
         if self.parts is None:
             self._run_dense(y, up_out)
         else:
@@ -396,7 +420,7 @@ def backward(
 ) -> Gradients:
     """The twin of ``reference.backward``: dense for hot neurons, at the active elements for the tail."""
     down_FD, parts = _down_rows(w.down, None), None
-    if len(x) >= _MIN_TRAIN_ROWS and _is_finite(x) and _is_finite(dy):
+    if len(x) >= _MIN_TRAIN_ROWS and is_finite(x) and is_finite(dy):
         parts = _cut(r, x.shape[1], down_FD is None)
     if parts is None or parts.down_is_dense:
         return reference.backward(dy, dl1, x, w, r, u, activation, token_mask, needs)
@@ -496,17 +520,10 @@ def _tail_backward(
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _is_finite(x: Tensor) -> bool:
-    """No inf or NaN in x. (A block that is not finite runs densely, so that 0 * inf = NaN as in a dense FFN.)"""
-    if math.isfinite(x.sum(dtype=sum_dtype(x.dtype)).item()):
-        return True
-    return bool(x.isfinite().all())  # the sum may have overflowed
-
-
 def _is_finite_token(x: Tensor, active: Tensor) -> bool:
-    """``_is_finite`` of one token, from its active gate values: a single inf or NaN in x leaves no pre-activation
+    """``is_finite`` of one token, from its active gate values: a single inf or NaN in x leaves no pre-activation
     finite, so one finite active value vouches for all of x."""
-    return (len(active) > 0 and math.isfinite(active[0].item())) or _is_finite(x)
+    return (len(active) > 0 and math.isfinite(active[0].item())) or is_finite(x)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -217,7 +217,7 @@ def plans(model: str) -> list[LayerPlan]:
         from transformers import AutoModelForCausalLM
 
         from twell.hf.classify import SPARSE
-        from twell.hf.convert import sparsify_
+        from twell.hf.convert import sparsify_empty_
         from twell.hf.counts import find_counts
         from twell.hf.loading import check_name, load_config, reading
     except ImportError as error:
@@ -227,7 +227,7 @@ def plans(model: str) -> list[LayerPlan]:
     with reading(model), torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
     counts = find_counts(model)
-    report = sparsify_(empty, counts)  # refuses counts of another shape
+    report = sparsify_empty_(empty, counts)  # refuses counts of another shape
     ffns = dict(sparse_ffns(empty))
     fired = {} if counts is None else dict(zip(ffns, counts.fired, strict=True))
     no_counts = f"plans by its first batches; `twell calibrate {shlex.quote(model)} --text FILE` counts beforehand"

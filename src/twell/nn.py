@@ -405,6 +405,8 @@ class SparseFFNBase(nn.Module):
             kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
             plan = self._plan_captured if captured else self._plan_eager
             return gpu.forward_here(x, w, self.activation, plan, few, least, kept)
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{type(self).__name__}: x must be a torch.Tensor, got {type(x).__name__}")
         if self._plans_itself and not torch.is_grad_enabled() and not is_compiling:
             self._look_at(x)
         if x.dtype != gate.dtype or x.shape[-1] != gate.shape[1] or x.device != gate.device or token_mask is not None:

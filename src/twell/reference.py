@@ -10,11 +10,16 @@ Legend: M tokens, D model width, F hidden width, H hot neurons. Weights in HF la
 stored form and the gradient needs no square root.
 
 Sums run in the dtype of the inputs for float32 and float64, and in float32 for 16-bit inputs.
+
+A neuron that is not active for a token adds nothing to y, l1 or gradients, whatever its weights are: NaN in Wu or Wd
+reaches only tokens for which its neuron is active. ``forward`` and ``backward`` keep that on CPU tensors, for any
+number of tokens. (A token with inf or NaN in x is computed as in a dense FFN, where 0 * inf = NaN.)
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -110,8 +115,40 @@ def forward(
     h = activate(r, activation)
     h = h if u is None else h * u
     y = nnf.linear(h, w.down, w.down_bias)
+    if has_silent_nan(x, y):
+        h = _without_silent(h, r, x)
+        y = _weighted_sum(h, w.down.t(), w.down_bias).where(finite_rows(x)[:, None], y)
     l1_sum, counts = statistics(r, h, token_mask) if want_stats else no_statistics(x)
     return Forward(y, l1_sum, counts, r, u)
+
+
+def has_silent_nan(x: Tensor, y: Tensor) -> bool:
+    """Whether a token with finite x has a y that is not, on a CPU: then a neuron that is not active may have made it
+    so, by 0 * NaN or 0 * inf. (On a GPU the question would wait for the device.)"""
+    if y.device.type != "cpu" or is_finite(y):
+        return False
+    return bool((finite_rows(x) & ~finite_rows(y)).any())
+
+
+def is_finite(t: Tensor) -> bool:
+    """No inf or NaN in it, of which one sum tells most of the time."""
+    t = t.detach()
+    return math.isfinite(t.sum(dtype=sum_dtype(t.dtype)).item()) or bool(t.isfinite().all())  # sums may overflow
+
+
+def _without_silent(h: Tensor, r: Tensor, x: Tensor) -> Tensor:
+    """h with zeros where the neuron is not active; tokens whose x is not finite keep theirs."""
+    return h.where((r != 0) | ~finite_rows(x)[:, None], 0)
+
+
+def _weighted_sum(weight: Tensor, table: Tensor, bias: Tensor | None = None) -> Tensor:
+    """weight [M, F] @ table [F, D] + bias, where a weight of 0 takes nothing of its row, be it NaN or inf."""
+    is_odd = ~finite_rows(table)
+    y = weight @ table.masked_fill(is_odd[:, None], 0)
+    for j in is_odd.nonzero().flatten().tolist():
+        column = weight[:, j, None]
+        y = y + (column * table[j]).where(column != 0, 0)
+    return y if bias is None else y + bias
 
 
 def no_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,18 +182,25 @@ def backward(
     dWu = du^T x    dWg = dz^T x    dWd = dy^T h    biases: sums over tokens
     Gradients that are not needed come back empty.
     """
-    a = activate(r, activation)
+    a, active = activate(r, activation), r != 0
     h = a if u is None else a * u
+    if has_silent_nan(x, h):
+        h = _without_silent(h, r, x)
     dh = dy @ w.down
     if dl1 is not None:
         dh = dh + l1_gradient(h, dl1, token_mask)
-    du = None if u is None else dh * a
-    dz = (dh if u is None else dh * u) * slope(r, activation)
+    # Chosen, not multiplied by 0: dh overflows fp16 where a loss is scaled, and inf * 0 is NaN.
+    du = None if u is None else (dh * a).where(active, 0)
+    dz = ((dh if u is None else dh * u) * slope(r, activation)).where(active, 0)
 
     when = functools.partial(gradient_if, x)
 
     def dx() -> Tensor:
-        return dz @ w.gate if du is None or w.up is None else dz @ w.gate + du @ w.up
+        parts = [(dz, w.gate)] if du is None or w.up is None else [(dz, w.gate), (du, w.up)]
+        total = functools.reduce(torch.add, (part @ table for part, table in parts))
+        if has_silent_nan(dz if du is None else dz + du, total):
+            total = functools.reduce(torch.add, (_weighted_sum(part, table) for part, table in parts))
+        return total
 
     return Gradients(
         when(needs[0], dx),
@@ -178,7 +222,7 @@ def gradient_if(x: Tensor, needed: bool, gradient: Callable[[], Tensor]) -> Tens
 
 def l1_gradient(h: Tensor, dl1: Tensor, token_mask: Tensor | None) -> Tensor:
     """d l1_sum / dh, [M, F]: the sign of h at counted tokens."""
-    sign = h.sign() * dl1.to(h.dtype)
+    sign = (h.sign() * dl1.to(h.dtype)).where(h != 0, 0)  # dl1 may be inf in fp16
     return sign if token_mask is None else sign.where(token_mask[:, None], 0)
 
 
@@ -408,7 +452,7 @@ def hybrid_backward(
     sparse_dy = dy.where(~dense_rows[:, None], 0)
     dh = (sparse_dy @ w.down)[row, col]
     if dl1 is not None:
-        sign = h.sign() * dl1.to(h.dtype)
+        sign = (h.sign() * dl1.to(h.dtype)).where(h != 0, 0)
         dh = dh + (sign if token_mask is None else sign.where(token_mask[row], 0))
     dz = (dh if u is None else dh * u) * slope(r, activation)
     dz_MF, h_MF = _scatter(row, col, dz, shape), _scatter(row, col, h, shape)

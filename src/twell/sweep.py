@@ -124,11 +124,11 @@ def _timed(
         return None
     kept = folder / SPEED_FILE
     if not kept.exists():
-        from transformers import AutoModelForCausalLM
+        from twell.hf.loading import load_causal_lm
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(folder / MODEL_FOLDER, dtype=dtype)
+        model: Any = load_causal_lm(str(folder / MODEL_FOLDER), dtype)
         ids = _held_out(recipe, data, validation, folder).to(device)
         subject = speed.real(model.to(device).eval(), folder.name)
         row = speed.measure(subject, ids, seconds=seconds, wants_layers=True)

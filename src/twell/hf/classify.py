@@ -17,14 +17,13 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.hf.hooks import has_hooks
+from twell.hf.known import GATED_NAMES, INLINE_NAMES, KNOWN, PLAIN_NAMES, class_name
 from twell.hf.parallel import ParallelFFN, is_sharded
 from twell.nn import INLINE, SparseFFNBase, activation_of, find_activation, why_called
 
-GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
-PLAIN_NAMES = ("up_proj", "down_proj")
-INLINE_NAMES = ("fc1", "fc2")  # OPT: the decoder layer itself holds and applies them
 SPARSE, CALLED, LEFT_ALONE = "sparse", "called", "left alone"
 BACKEND_BEFORE = "_backend_before_desparsify"  # attribute of a sparse FFN that ``desparsify_`` has set to run densely
+_RELU2_CLASS = "transformers.activations.ReLUSquaredActivation"
 
 
 def find_ffns(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
@@ -41,7 +40,14 @@ def find_ffns(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module
 
 def projection_names(ffn: nn.Module) -> tuple[str, ...]:
     """The names of its projections, the one that the activation follows first."""
+    if is_known(ffn):
+        return KNOWN[class_name(type(ffn))].projections
     return INLINE_NAMES if hasattr(ffn, "fc1") else GATED_NAMES if hasattr(ffn, "gate_proj") else PLAIN_NAMES
+
+
+def is_known(ffn: nn.Module) -> bool:
+    """Whether its class, not one it inherits from, is in the table."""
+    return class_name(type(ffn)) in KNOWN
 
 
 def sparse_ffn_of(ffn: nn.Module) -> SparseFFNBase | None:
@@ -65,32 +71,64 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-def classify(ffn: nn.Module) -> Verdict:
-    """What ``sparsify_`` makes of an FFN, dense or sparse already, as far as its parts tell; nothing is run."""
-    for kind, question in _QUESTIONS:
+def classify(ffn: nn.Module, is_requested: bool = False) -> Verdict:
+    """What ``sparsify_`` makes of an FFN, dense or sparse already, as far as its parts tell; nothing is run.
+
+    ``is_requested``: the user vouches for its class."""
+    if sparse_ffn_of(ffn) is None and not is_known(ffn) and not is_requested:
+        return Verdict(LEFT_ALONE, _why_unknown(ffn))
+    for kind, question in _QUESTIONS if sparse_ffn_of(ffn) is not None else (*_DENSE_QUESTIONS, *_QUESTIONS):
         reason = question(ffn)
         if reason is not None:
             return Verdict(kind, reason)
     return Verdict(SPARSE)
 
 
+def _why_unknown(ffn: nn.Module) -> str:
+    name, formula = class_name(type(ffn)), "down(act(up(x)))"
+    if projection_names(ffn) is INLINE_NAMES:
+        return "of FFNs with fc1 and fc2 only OPT's is known"
+    if projection_names(ffn) is GATED_NAMES:
+        formula = "down(act(gate(x)) * up(x))"
+    return f"{name} is no known class; pass also={name!r} if it computes {formula} and nothing else"
+
+
 def _why_not_linear(ffn: nn.Module) -> str | None:
     """LoRA's and quantisers' linears need not be of the class, but tell their sizes as it does."""
     for name in projection_names(ffn):
-        linear = getattr(ffn, name)
+        linear = getattr(ffn, name, None)
         if not all(isinstance(getattr(linear, size, None), int) for size in ("in_features", "out_features")):
             return f"{name} is {type(linear).__name__}, not a plain nn.Linear"
     return None
 
 
 def _why_not_relu(ffn: nn.Module) -> str | None:
-    if sparse_ffn_of(ffn) is not None:
-        return None
     try:
         activation_of(ffn)
     except ValueError:
         return f"{activation_name(ffn)}: call relufy_ first"
-    return None
+    attribute = (find_activation(ffn) or ("", ""))[0]
+    function = getattr(ffn, attribute)
+    kind = class_name(type(function))
+    if isinstance(function, nn.Module) and type(function) is not nn.ReLU and kind != _RELU2_CLASS:
+        return f"{attribute} is {kind}, not torch.nn.ReLU"  # its name alone says little
+    return f"{attribute} has a forward of its own" if "forward" in getattr(function, "__dict__", {}) else None
+
+
+def _why_more_parts(ffn: nn.Module) -> str | None:
+    """A part that a sparse FFN has no place for would be lost, and with it what it adds, now or once it is trained."""
+    if projection_names(ffn) is INLINE_NAMES:
+        return None  # the decoder layer stays as it is
+    activation = KNOWN[class_name(type(ffn))].activation if is_known(ffn) else (find_activation(ffn) or ("", ""))[0]
+    known = {*projection_names(ffn), activation}
+    held = (*ffn._modules.items(), *ffn._parameters.items(), *ffn._buffers.items())
+    parts = [name for name, part in held if part is not None and name not in known]
+    return f"it has more parts than an FFN: {', '.join(parts)}" if parts else None
+
+
+def _why_own_forward(ffn: nn.Module) -> str | None:
+    """One may move tensors between devices, as accelerate's does, or compute anything."""
+    return "it has a forward of its own" if "forward" in vars(ffn) else None
 
 
 def _why_activation_called(ffn: nn.Module) -> str | None:
@@ -103,10 +141,10 @@ def _why_activation_called(ffn: nn.Module) -> str | None:
 
 
 def _why_not_inline(ffn: nn.Module) -> str | None:
-    if projection_names(ffn) is not INLINE_NAMES or sparse_ffn_of(ffn) is not None:
+    if projection_names(ffn) is not INLINE_NAMES:
         return None
-    if type(ffn).__name__ != "OPTDecoderLayer":
-        return "of FFNs with fc1 and fc2 only OPT's is known"
+    if not is_known(ffn):
+        return _why_unknown(ffn)
     if is_sharded(ffn):
         return "OPT's FFN does not run on sharded weights"
     for name in INLINE_NAMES:  # they are to get a forward, which has to be the only one
@@ -134,12 +172,16 @@ def _why_projections_called(ffn: nn.Module) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-# In this order: the first that gives a reason decides.
-_QUESTIONS: tuple[tuple[str, Callable[[nn.Module], str | None]], ...] = (
+# In this order: the first that gives a reason decides. Dense blocks are asked all of them.
+_DENSE_QUESTIONS: tuple[tuple[str, Callable[[nn.Module], str | None]], ...] = (
     (LEFT_ALONE, _why_not_linear),
     (LEFT_ALONE, _why_not_relu),
     (LEFT_ALONE, _why_activation_called),
+    (LEFT_ALONE, _why_more_parts),
+    (LEFT_ALONE, _why_own_forward),
     (LEFT_ALONE, _why_not_inline),
+)
+_QUESTIONS: tuple[tuple[str, Callable[[nn.Module], str | None]], ...] = (
     (LEFT_ALONE, _why_reference),
     (CALLED, _why_projections_called),
 )

@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from twell.hf.check import why_not_the_same
 from twell.hf.classify import (
     BACKEND_BEFORE,
     CALLED,
-    GATED_NAMES,
-    INLINE_NAMES,
     LEFT_ALONE,
     SPARSE,
     classify,
     find_ffns,
+    is_known,
     projection_names,
     sparse_ffn_of,
 )
 from twell.hf.counts import NeuronCounts, find_counts
-from twell.hf.hooks import share_hooks, without_hooks
+from twell.hf.hooks import share_hooks
 from twell.hf.inline import InlineFFN
+from twell.hf.known import GATED_NAMES, INLINE_NAMES, NOBODY, Also, describe, requested
 from twell.hf.parallel import is_sharded, parallelize_, tensor_parallel_mesh
 from twell.nn import (
     GatedSparseFFN,
@@ -40,7 +41,8 @@ from twell.nn import (
 )
 
 _ALREADY = "already sparse"
-_CHECKED_TOKENS = 4
+_NONE_FOUND = f"no feed-forward layers were found; looked for modules with {describe()}"
+_EMPTY = "its weights are on the meta device and hold nothing: load them first"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +82,14 @@ class Report:
         if n_sparse == len(self.rows) > 0:
             return f"all {n_sparse} feed-forward layers can run sparsely"
         reasons = Counter(row.why for row in self.rows if row.kind != SPARSE)
-        why = "; ".join(f"{n} dense: {reason}" for reason, n in reasons.items()) or "no feed-forward layers were found"
+        why = "; ".join(f"{n} dense: {reason}" for reason, n in reasons.items()) or _NONE_FOUND
         if n_sparse == 0:
             return f"nothing is sparse: {why}"
         return f"{n_sparse} of {len(self.rows)} feed-forward layers can run sparsely; {why}"
 
     def __str__(self) -> str:
         if not self.rows:
-            return "no feed-forward layers found"
+            return _NONE_FOUND
         cells = [("layer", "was", "became")]
         for row in self.rows:
             why = "" if not row.why else f"called: {row.why}" if row.kind == CALLED else f"skipped: {row.why}"
@@ -101,26 +103,49 @@ class Report:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def sparsify_(model: nn.Module, counts: NeuronCounts | None = None) -> Report:
+def sparsify_(model: nn.Module, counts: NeuronCounts | None = None, *, also: Also = NOBODY) -> Report:
     """Run every FFN of ``model`` that computes relu or relu2 through ``twell``, in place.
 
-    Knows gated FFNs (gate_proj, up_proj, down_proj: Llama, Mistral, Qwen, Gemma and their like), plain ones
-    (up_proj, down_proj: Nemotron) and OPT's fc1 / fc2. Each is compared with the dense one on a few random tokens
-    before it is taken, so a block that computes something else is skipped, not broken. A model that was loaded with a
-    tensor parallel plan stays parallel; call it on every process.
+    Takes FFNs of the classes in ``twell.hf.known``: gated ones (gate_proj, up_proj, down_proj: Llama, Mistral, Qwen,
+    Gemma and their like), plain ones (up_proj, down_proj: Nemotron) and OPT's fc1 / fc2. A block that has more parts
+    than an FFN is left alone, and so is one that gives other results than its sparse twin on random tokens, in training
+    or in evaluation mode. The report says why.
+
+    ``also``: blocks of other classes that compute the same, with the same names of projections: a class, its full
+    name, several of them, or a function that says of a block whether it is one.
+
+    A model that was loaded with a tensor parallel plan stays parallel; call it on every process.
 
     Unless the model is in training mode or sharded, the weights of down projections are laid out neuron by neuron: the
     same parameters, shapes and values with other strides (``restore_layout_`` makes them contiguous again).
 
     ``counts`` make the plans of the layers; by default those that ``twell calibrate`` left beside the model.
     """
-    rows = [_sparsify_one(*found) for found in list(find_ffns(model))]
+    return _sparsify(model, counts, requested(also), may_be_empty=False)
+
+
+def sparsify_empty_(model: nn.Module, counts: NeuronCounts | None = None) -> Report:
+    """``sparsify_`` of a model on the meta device, to see what becomes of its layers: no block is checked."""
+    return _sparsify(model, counts, requested(NOBODY), may_be_empty=True)
+
+
+def _sparsify(
+    model: nn.Module, counts: NeuronCounts | None, is_requested: Callable[[nn.Module], bool], *, may_be_empty: bool
+) -> Report:
+    _check_model("sparsify_", model)
+    rows = [_sparsify_one(*found, is_requested(found[-1]), may_be_empty) for found in list(find_ffns(model))]
     if not model.training:
         for _, ffn in sparse_ffns(model):
             _lay_out(ffn)
     if counts is None:
         counts = find_counts(getattr(getattr(model, "config", None), "_name_or_path", None))
     return Report(tuple(rows if counts is None else _with_plans(model, rows, counts)))
+
+
+def _check_model(function: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        hint = "; load it first: AutoModelForCausalLM.from_pretrained(...)" if isinstance(model, str) else ""
+        raise ValueError(f"{function}: expected a torch.nn.Module, got {type(model).__name__}{hint}")
 
 
 def _lay_out(ffn: SparseFFNBase) -> None:
@@ -148,6 +173,7 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
 
     ``restore_layout=False`` leaves weights as they lie, for a dense twin that shares them with a sparse model.
     """
+    _check_model("desparsify_", model)
     rows = []
     for name, parent, attribute, ffn in list(find_ffns(model)):
         sparse, was = sparse_ffn_of(ffn), type(ffn).__name__
@@ -161,8 +187,10 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
             sparse.take_out()
             rows.append(Row(name, "SparseFFN (fc1, fc2)", was))
         elif dense is not None:
-            for projection in sparse.projections:  # an adapter may have taken a linear's place
-                setattr(dense, projection, getattr(sparse, projection))
+            shared = vars(sparse)["dense_projections"]
+            for projection, before in zip(sparse.projections, shared, strict=True):
+                if getattr(sparse, projection) is not before:  # an adapter has taken the linear's place, say
+                    setattr(dense, projection, getattr(sparse, projection))
             dense.train(sparse.training)
             setattr(parent, attribute, dense)
             rows.append(Row(name, was, type(dense).__name__))
@@ -174,17 +202,23 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
     return Report(tuple(rows))
 
 
-def _sparsify_one(name: str, parent: nn.Module, attribute: str, ffn: nn.Module) -> Row:
-    was, (kind, why) = type(ffn).__name__, classify(ffn)
+def _sparsify_one(
+    name: str, parent: nn.Module, attribute: str, ffn: nn.Module, is_requested: bool, may_be_empty: bool
+) -> Row:
+    was, (kind, why) = type(ffn).__name__, classify(ffn, is_requested)
     if kind == LEFT_ALONE:
         return Row(name, was, None, why, kind=kind)
     sparse = sparse_ffn_of(ffn)
     if sparse is not None:
         if BACKEND_BEFORE not in vars(sparse):
             return Row(name, was, None, why or _ALREADY, kind=kind)
-        sparse.backend = getattr(sparse, BACKEND_BEFORE)
-        delattr(sparse, BACKEND_BEFORE)
+        before = vars(sparse).pop(BACKEND_BEFORE)
+        if sparse.backend == "reference":  # else another was chosen since
+            sparse.backend = before
         return Row(name, was, f"{was}, run sparsely", why, kind=kind)
+    is_empty = any(p.device.type == "meta" for p in ffn.parameters())
+    if is_empty and not may_be_empty:
+        return Row(name, was, None, _EMPTY, kind=LEFT_ALONE)
     sparse = wrap(ffn)
     if isinstance(sparse, InlineFFN):
         sparse.put_in()
@@ -196,13 +230,12 @@ def _sparsify_one(name: str, parent: nn.Module, attribute: str, ffn: nn.Module) 
             return Row(name, was, None, why, kind=LEFT_ALONE)
         parallelize_(sparse, mesh)
         kind, why = classify(sparse)
-    if not _computes_the_same(ffn, sparse):
-        why = f"its forward is not that of a {'gated' if isinstance(sparse, GatedSparseFFN) else 'plain'} FFN"
-        return Row(name, was, None, why, kind=LEFT_ALONE)
-    if "forward" in vars(ffn):  # moves what it gets between devices, for example (accelerate)
-        return Row(name, was, None, "it has a forward of its own", kind=LEFT_ALONE)
+    reason = None if is_empty else why_not_the_same(ffn, sparse, must_tell=not is_known(ffn))
+    if reason is not None:
+        return Row(name, was, None, reason, kind=LEFT_ALONE)
     share_hooks(ffn, sparse)
     object.__setattr__(sparse, "dense_block", ffn)  # not a submodule: the state dict stays as it is
+    vars(sparse)["dense_projections"] = tuple(getattr(sparse, projection) for projection in sparse.projections)
     setattr(parent, attribute, sparse)
     return Row(name, was, f"{_class_of(ffn).__name__}, {sparse.activation}", why, kind=kind)
 
@@ -220,35 +253,3 @@ def wrap(ffn: nn.Module, cls: type[SparseFFNBase] | None = None, activation: str
     if isinstance(new, InlineFFN):
         new.belong_to(ffn)
     return new
-
-
-@torch.no_grad()
-def _computes_the_same(dense: nn.Module, sparse: SparseFFNBase) -> bool:
-    """On random tokens, by which the layer must not plan; in training mode too, where there may be dropout."""
-    first = getattr(sparse, sparse.projections[0])
-    weight = first.weight
-    if weight.device.type == "meta":
-        return True  # nothing to compare yet
-    dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, _CHECKED_TOKENS, first.in_features, generator=generator).to(weight.device, dtype)
-    modes = [(module, module.training) for module in dense.modules()]
-    sparse._plans_itself = False
-    try:
-        with without_hooks(dense), torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
-            try:
-                expected = [dense.train(mode)(x) for mode in (False, True)]
-            except (TypeError, ValueError, RuntimeError):
-                return False
-            got = sparse(x).double()
-    finally:
-        sparse._plans_itself = True
-        for module, mode in modes:
-            module.training = mode
-    tolerance = 0.05 if dtype in (torch.bfloat16, torch.float16) else 1e-3
-    return all(
-        isinstance(y, Tensor)
-        and y.shape == x.shape
-        and bool((got - y.double()).norm() <= tolerance * y.double().norm())
-        for y in expected
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ _SIZES = (  # of a configuration, where it has them
 )
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_NAMED = 5  # missing weights, of more
 _LONGEST = 300  # characters of what a library says
 
 
@@ -94,10 +95,20 @@ def load_causal_lm(name: str, dtype: torch.dtype | str = "auto") -> Any:
             f"{name}: the weights do not fit config.json: {key} is {list(found)}, expected {list(expected)}"
             f"{_and_more(mismatched)}"
         )
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{name}: weights are missing from its files: {missing[0]}{_and_more(missing)}")
+    refuse_missing(name, info)
     _check_generation(name, model.generation_config)
     return model
+
+
+def refuse_missing(name: Any, info: Mapping[str, Any]) -> None:
+    """A ValueError with the names of what is missing; ``info``: transformers' loading info."""
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise ValueError(
+            f"{name} lacks {len(missing)} of its model's weights: {', '.join(missing[:_NAMED])}{more}. They would be "
+            f"random; the checkpoint is incomplete, or config.json is of another model"
+        )
 
 
 def _and_more(found: list[Any]) -> str:

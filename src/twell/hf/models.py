@@ -5,16 +5,21 @@ every layer. ``l1_loss`` is the mean over layers of the mean over tokens of sum_
 prediction counts in the cross-entropy and normalised exactly as that is: by ``num_items_in_batch`` where the Trainer
 gives it, else by their number. So neither accumulation steps nor the number of processes change the gradient.
 
-How statistics leave the layers: the model's forward makes a ``_Sink`` and passes it down as a keyword argument,
-which a decoder layer binds to its FFN while it runs. A checkpointed layer that runs again in the backward gets the
-same sink with its arguments, makes the same calls, and finds the sink closed: nothing is counted twice. (This needs
-non-reentrant checkpointing, where what leaves the first run is part of the graph; the reentrant kind is refused.)
+How statistics leave the layers: the model's forward makes a ``_Sink`` and passes it down as a keyword argument. A
+decoder layer binds it for the thread in which it runs, and its FFN finds it there: another thread has its own. A
+checkpointed layer that runs again in the backward gets the same sink with its arguments, makes the same calls, and
+finds the sink closed: nothing is counted twice. (This needs non-reentrant checkpointing, where what leaves the first
+run is part of the graph; the reentrant kind is refused.)
+
+L1 acts through the loss, so it needs labels. A forward with gradients in training mode without them is refused, unless
+``sparsity_l1_coeff`` is 0 or the caller takes the statistics: the loss it goes into would lack L1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -25,11 +30,22 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaFor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2Model
 
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
+from twell.hf.loading import refuse_missing
 from twell.hf.parallel import register_style
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase
 from twell.ops import Stats
 
 IGNORED_LABEL = -100
+_REENTRANT = (
+    "gradient checkpointing with use_reentrant=True loses the L1 term of checkpointed layers; "
+    "use gradient_checkpointing_kwargs={'use_reentrant': False}"
+)
+_NO_LABELS = (
+    "without labels the loss has no L1 term, and sparsity_l1_coeff is {l1:g}: a model in training mode needs them in "
+    "its forward. The Trainer's label_smoothing_factor and compute_loss_func keep them back: leave those out, or set "
+    "model.config.sparsity_l1_coeff = 0 to train without L1. For a loss of your own pass output_sparsity=True and add "
+    "L1 from output.sparsity; for predictions call model.eval() or use torch.no_grad()"
+)
 register_style()  # the configurations' tensor parallel plans name it
 
 
@@ -53,10 +69,14 @@ class _Sink:
         self.token_mask = token_mask
         self.stats: list[Stats] = []
         self.is_open = True
+        self.wants_gradients = torch.is_grad_enabled()
 
     def add(self, stats: Stats) -> None:
-        if self.is_open:
-            self.stats.append(stats)
+        if not self.is_open:
+            return
+        if self.wants_gradients and not torch.is_grad_enabled():  # so runs a layer under reentrant checkpointing
+            raise ValueError(_REENTRANT)
+        self.stats.append(stats)
 
     def close(self) -> tuple[Stats, ...]:
         self.is_open = False
@@ -64,26 +84,36 @@ class _Sink:
         return stats
 
 
-class _ReportingMixin:
-    """An FFN that hands its statistics to the sink bound to it, and skips them where none is."""
+class _Bound(threading.local):
+    """The sink of the decoder layer that runs in this thread."""
 
     sink: _Sink | None = None
+
+
+_bound = _Bound()
+
+
+@contextlib.contextmanager
+def _reporting_to(sink: _Sink | None) -> Iterator[None]:
+    before, _bound.sink = _bound.sink, sink
+    try:
+        yield
+    finally:
+        _bound.sink = before
+
+
+class _ReportingMixin:
+    """An FFN that hands its statistics to the sink of its decoder layer, and skips them where there is none."""
+
     _ffn: Any
 
-    @contextlib.contextmanager
-    def reporting_to(self, sink: _Sink | None) -> Iterator[None]:
-        self.sink = sink
-        try:
-            yield
-        finally:
-            self.sink = None
-
     def forward(self, x: Tensor) -> Tensor:
-        if self.sink is None:
+        sink = _bound.sink
+        if sink is None:
             return super().forward(x)
-        mask = self.sink.token_mask
+        mask = sink.token_mask
         y, stats = self._ffn(x, None if mask is None else mask.expand(x.shape[:-1]), return_stats=True)
-        self.sink.add(stats)  # the model commits them, once, outside checkpointed blocks
+        sink.add(stats)  # the model commits them, once, outside checkpointed blocks
         return y
 
 
@@ -111,7 +141,7 @@ class _SparseDecoderLayerMixin(nn.Module):
         self.mlp = make_mlp(config)
 
     def forward(self, *args: Any, sparsity_sink: _Sink | None = None, **kwargs: Any) -> Any:
-        with self.mlp.reporting_to(sparsity_sink):
+        with _reporting_to(sparsity_sink):
             return super().forward(*args, **kwargs)
 
 
@@ -125,7 +155,21 @@ def _without_layers(config: Any) -> Iterator[None]:
         config.num_hidden_layers = n_layers
 
 
-class _InitCountsMixin:
+class _PretrainedMixin:
+    """What both models override of PreTrainedModel."""
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As PreTrainedModel's, but a checkpoint that lacks weights is refused instead of filled up at random."""
+        model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        refuse_missing(name, info)
+        return (model, info) if output_loading_info else model
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant", False):
+            raise ValueError(_REENTRANT)
+        return super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kw)
+
     def _init_weights(self, module: nn.Module) -> None:
         """Buffers made on the meta device hold nothing until set, and a loaded checkpoint does not bring counts."""
         super()._init_weights(module)
@@ -136,7 +180,7 @@ class _InitCountsMixin:
             module.set_l1_scale(1.0)
 
 
-class _SparseModelMixin(_InitCountsMixin, nn.Module):
+class _SparseModelMixin(_PretrainedMixin, nn.Module):
     """The base model with sparse decoder layers."""
 
     decoder_layer: type[nn.Module]
@@ -148,7 +192,7 @@ class _SparseModelMixin(_InitCountsMixin, nn.Module):
         self.post_init()
 
 
-class _SparseCausalLMMixin(_InitCountsMixin, nn.Module):
+class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
     model_class: type[nn.Module]
     l1_scale: Tensor
 
@@ -170,10 +214,6 @@ class _SparseCausalLMMixin(_InitCountsMixin, nn.Module):
     def set_l1_scale(self, value: float) -> None:
         """What ``sparsity_l1_coeff`` is multiplied by from now on: 1, or less while a schedule warms L1 up."""
         self.l1_scale.fill_(value)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):
-        _refuse_reentrant(gradient_checkpointing_kwargs)
-        return super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kw)
 
     def forward(
         self,
@@ -202,6 +242,8 @@ class _SparseCausalLMMixin(_InitCountsMixin, nn.Module):
             "logits_to_keep": logits_to_keep,
         }
         if labels is None and not output_sparsity:
+            if self.training and torch.is_grad_enabled() and self.config.sparsity_l1_coeff:
+                raise ValueError(_NO_LABELS.format(l1=self.config.sparsity_l1_coeff))
             return super().forward(**inputs, **kwargs)
         layers: Any = self.model.layers
         if not all(hasattr(layer, "mlp") for layer in layers):  # which wrappers of layers pass on
@@ -242,14 +284,6 @@ def _l1_loss(stats: tuple[Stats, ...], num_items_in_batch: Tensor | int | None) 
     if num_items_in_batch is None:
         return total / stats[0].tokens
     return total / torch.as_tensor(num_items_in_batch, device=total.device)
-
-
-def _refuse_reentrant(gradient_checkpointing_kwargs: dict[str, Any] | None) -> None:
-    if (gradient_checkpointing_kwargs or {}).get("use_reentrant", False):
-        raise ValueError(
-            "gradient checkpointing with use_reentrant=True loses the L1 term of checkpointed layers; "
-            "use gradient_checkpointing_kwargs={'use_reentrant': False}"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------------
