@@ -51,7 +51,7 @@ def of_the_first_call(layer: Any) -> Any:
     [
         (cpu, "_weighted_sum", less_one_neuron),
         (cpu, "_linear", lambda *a: LINEAR(*a).to(torch.bfloat16).to(a[0].dtype)),
-        (cpu, "_is_finite", lambda *_: True),
+        (cpu, "is_finite", lambda *_: True),
         (nn.SparseFFNBase, "_plain_weights", of_the_first_call),
     ],
     ids=["a neuron is left out", "a rounding too many", "infinite tokens are not looked for", "old weights"],
