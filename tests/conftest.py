@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Some virtual machines advertise AMX and trap on its use; must be set before torch is imported.
@@ -99,3 +101,36 @@ def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         return Result(int(stop.value.code or 0), *capsys.readouterr())
 
     return run
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Servers of a tiny model, for tests of ``twell serve``. Their module needs what a server needs.
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from serving import make_model
+
+    return make_model(tmp_path_factory.mktemp("my-run") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Any]:
+    from serving import served
+
+    with served(folder, batched=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def sequential(folder: Path) -> Iterator[Any]:
+    from serving import served
+
+    with served(folder, batched=False) as one:
+        yield one
+
+
+@pytest.fixture(params=["server", "sequential"])
+def either(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)

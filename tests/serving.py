@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import openai
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' openai")
+pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -24,7 +24,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from killed import mortal_runs
+from small_runs import mortal_runs
 from twell.bench import rows as results
 from twell.cli import app
 from twell.train import convert as converting

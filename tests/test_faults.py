@@ -16,29 +16,14 @@ from typing import Any
 import pytest
 
 from command_line import Twell
+from small_runs import BATCHES, MODEL
 from twell.train.data import SAMPLE, read_texts
 from twell.train.files import newest_sound
 from twell.train.run import read_metrics
 from twell.train.tokenizer import train_bpe
 from twell.train.trainer import METRICS_FILE
 
-OVERRIDES = [
-    "hidden_size=32",
-    "intermediate_size=64",
-    "layers=2",
-    "heads=2",
-    "context=32",
-    "vocab_size=300",
-    "steps=12",
-    "sequences_per_step=4",
-    "micro_batch=4",
-    "lr_warmup=2",
-    "log_every=1",
-    "eval_every=4",
-    "save_every=3",
-    "restart_every=5",
-    "dead_after_tokens=200",
-]
+OVERRIDES = [*MODEL, *BATCHES, "steps=12", "eval_every=4", "save_every=3", "restart_every=5"]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from command_line import Twell
-from killed import mortal_runs
+from small_runs import BATCHES, MODEL, mortal_runs
 from twell import cpu
 from twell.train import run as run_module
 from twell.train.data import SAMPLE, read_texts
@@ -24,23 +24,7 @@ from twell.train.run import SUMMARY_FILE, read_summary, run
 from twell.train.saved import RECIPE_FILE, Saved
 from twell.train.tokenizer import train_bpe
 
-OVERRIDES = [
-    "hidden_size=32",
-    "intermediate_size=64",
-    "layers=2",
-    "heads=2",
-    "context=32",
-    "vocab_size=300",
-    "steps=6",
-    "sequences_per_step=4",
-    "micro_batch=4",
-    "lr_warmup=2",
-    "log_every=1",
-    "eval_every=3",
-    "save_every=2",
-    "restart_every=3",
-    "dead_after_tokens=200",
-]
+OVERRIDES = [*MODEL, *BATCHES, "steps=6", "eval_every=3", "save_every=2", "restart_every=3"]
 MINI = override(tiny(), OVERRIDES)
 TIMES = (
     "tokens_per_second",

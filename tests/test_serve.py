@@ -18,35 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from serving import CONTEXT, PROMPTS, Server, generated, make_model, served, wait_until
+from serving import CONTEXT, PROMPTS, Server, generated, served, wait_until
 from twell import cpu
 from twell.hf.text import TextStream
 from twell.serve.jobs import Sampler
 from twell.serve.text import UntilStop
 from twell.train.tokenizer import train_bpe
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("my-run") / "model")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with served(folder, batched=True) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def sequential(folder: Path) -> Iterator[Server]:
-    with served(folder, batched=False) as one:
-        yield one
-
-
-@pytest.fixture(params=["server", "sequential"])
-def either(request: pytest.FixtureRequest) -> Server:
-    one: Server = request.getfixturevalue(request.param)
-    return one
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,34 +17,10 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' openai")
 pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 
-from serving import CONTEXT, PROMPTS, VOCABULARY, Server, get, make_model, post, served, wait_until
+from serving import CONTEXT, PROMPTS, VOCABULARY, Server, get, post, served, wait_until
 from twell import serve
 from twell.serve import app, engine, guard, running
 from twell.serve.guard import is_safe_host
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("my-run") / "model")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with served(folder, batched=True) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def sequential(folder: Path) -> Iterator[Server]:
-    with served(folder, batched=False) as one:
-        yield one
-
-
-@pytest.fixture(params=["server", "sequential"])
-def either(request: pytest.FixtureRequest) -> Server:
-    one: Server = request.getfixturevalue(request.param)
-    return one
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Clients that go away

@@ -24,14 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import twell
-from serving import SHAPE, make_model, post
+from serving import SHAPE, post
 from twell import serve
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("my-run") / "model")
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The command

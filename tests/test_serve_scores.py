@@ -16,12 +16,7 @@ pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 import torch
 from transformers import AutoModelForCausalLM
 
-from serving import CONTEXT, PROMPTS, Server, make_model, served
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("my-run") / "model")
+from serving import CONTEXT, PROMPTS, Server, served
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["batched", "one at a time"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
-from killed import mortal_runs
+from small_runs import mortal_runs
 from twell.hf.parallel import _parallel
 from twell.train.data import SAMPLE, read_texts
 from twell.train.files import MANIFEST_FILE, newest_sound

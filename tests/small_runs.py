@@ -1,4 +1,4 @@
-"""Training that is stopped hard, for tests of resuming."""
+"""Runs of a second, and runs that are stopped hard, for tests of training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import pytest
 from transformers import TrainerCallback
 
 from twell.train import run as run_module
+
+MODEL = ["hidden_size=32", "intermediate_size=64", "layers=2", "heads=2", "context=32", "vocab_size=300"]
+BATCHES = ["sequences_per_step=4", "micro_batch=4", "lr_warmup=2", "log_every=1", "dead_after_tokens=200"]
 
 
 class _Kill(TrainerCallback):
