@@ -10,6 +10,7 @@ counter, an address) rewrites them in place at the next call. A write through ``
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +19,15 @@ from torch import Tensor
 from twell.plan import Plan
 from twell.reference import Weights
 
+_address, _version = Tensor.data_ptr, operator.attrgetter("_version")
+
 
 class _Seen(NamedTuple):
     """Of which weights frozen state is. They are held themselves, so that no other takes one's place: weak references
     would keep torch.utils.swap_tensors from working."""
 
     plan: Plan | None
-    ids: tuple[int, ...]
+    ids: list[int]
     held: list[Tensor]
     addresses: list[int]
     counted: list[Tensor]  # of them; tensors of inference mode have no version
@@ -34,7 +37,7 @@ class _Seen(NamedTuple):
     def of(cls, w: Weights, plan: Plan | None) -> _Seen:
         held = [t for t in w if t is not None]
         counted = [t for t in held if not t.is_inference()]
-        return cls(plan, tuple(map(id, w)), held, [t.data_ptr() for t in held], counted, [t._version for t in counted])
+        return cls(plan, [*map(id, w)], held, [*map(_address, held)], counted, [*map(_version, counted)])
 
 
 class Frozen:
@@ -49,10 +52,14 @@ class Frozen:
 
     def tensors(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
         """Up to date, as far as changes can be seen. (Compiled code is made once: for it registered.py looks.)"""
-        if not torch.compiler.is_compiling():
-            if not self._is_of(w, plan):
-                self.rewrite(w, plan)
-            self._is_captured = self._is_captured or _is_capturing(w)
+        return self._tensors if torch.compiler.is_compiling() else self.tensors_now(w, plan, _is_capturing(w))
+
+    def tensors_now(self, w: Weights, plan: Plan | None, captured: bool) -> tuple[Tensor, ...]:
+        """The same for an eager call that knows whether a CUDA graph captures it."""
+        if not self._is_of(w, plan):
+            self.rewrite(w, plan)
+        if captured:
+            self._is_captured = True
         return self._tensors
 
     def forget(self) -> None:
@@ -102,9 +109,9 @@ class Frozen:
         return (
             seen is not None
             and plan is seen.plan
-            and tuple(map(id, w)) == seen.ids
-            and [t.data_ptr() for t in seen.held] == seen.addresses
-            and [t._version for t in seen.counted] == seen.versions
+            and [*map(id, w)] == seen.ids
+            and [*map(_address, seen.held)] == seen.addresses
+            and [*map(_version, seen.counted)] == seen.versions
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -402,7 +402,7 @@ class SparseFFNBase(nn.Module):
             few, least = self._plan_tokens[captured]
             if few < x.numel() // gate.shape[1] < least:
                 return gpu.dense.infer(x, w, self.activation)
-            kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
+            kept = () if self.frozen is None else self.frozen.tensors_now(w, self.plan, captured)
             plan = self._plan_captured if captured else self._plan_eager
             return gpu.forward_here(x, w, self.activation, plan, few, least, kept)
         if not isinstance(x, Tensor):

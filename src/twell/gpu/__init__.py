@@ -84,10 +84,10 @@ def forward_here(
     """On the current device, with the plan's numbers of tokens: up to ``few`` and from ``least`` on it is sparse."""
     M = x.numel() // x.shape[-1]
     kept = (frozen if type(frozen) is Frozen else Frozen(*frozen)) if frozen else None
-    down = None if kept is None or kept.down.shape[0] == 0 else kept.down
+    down = kept.down if kept is not None and kept.down.numel() else None
     if 0 < M <= few and (down is not None or is_neuron_major(w.down)):  # else to turn Wd would take as long as dense
         screened = None
-        if kept is not None and M == 1 and kept.q.shape[0]:
+        if kept is not None and M == 1 and kept.q.numel():
             screened = screen.Screen(kept.q, kept.scale, kept.reach)
         rows = w if down is None else w._replace(down=down)
         return few_tokens.forward(x, rows, activation, None, screened, settled=kept is not None)
@@ -95,7 +95,7 @@ def forward_here(
     if least > M or M == 0 or parts.n_hot == w.gate.shape[0]:
         return dense.infer(x, w, activation)
     layout = None
-    if kept is not None and kept.cold.shape[0]:
+    if kept is not None and kept.cold.numel():
         layout = split.Layout(*(t if t.numel() else None for t in kept[1:6]))  # type: ignore[arg-type]
     return split.forward(x, w, plan.order, parts, activation, *launch_facts(x), down, layout)
 
