@@ -307,7 +307,7 @@ OPTIONS: dict[tuple[str, ...], list[str]] = {
     ],
     ("results",): ["/none.md", "TEXT --rows /none", "OUT --rows OUT"],
     ("convert", "MODEL"): ["", "--check --out OUT/c", "--check --train", "--out OUT/c --data TEXT", "--out OUT/c lr=1"],
-    ("tune",): ["-m 0", "--dtype x", "--kernel x"],
+    ("tune",): ["--tiles -m 0", "--tiles --dtype x", "--tiles --kernel x", "-m 8", "--dtype float16"],
     ("train", "--out", "OUT/run"): ["--preset x", "nonsense=1", "steps=x", "l1=", "--data /none", "--resume l1=1"],
     (): ["nonsense", "--nonsense", "bench nonsense"],
 }
