@@ -56,6 +56,11 @@ class Recipe:
             _check(field.name, getattr(self, field.name), str(field.type))
         if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
             raise ValueError(f"hidden_size {self.hidden_size} is no even multiple of heads {self.heads}")
+        for name, needed in (("l1_warmup_start", "l1_warmup_end"), ("restart_until", "restart_every")):
+            if getattr(self, name) and not getattr(self, needed):
+                raise ValueError(f"{name} does nothing without {needed}")
+        if self.l1_warmup_start > self.l1_warmup_end:
+            raise ValueError(f"l1_warmup_start {self.l1_warmup_start} is after l1_warmup_end {self.l1_warmup_end}")
         if self.activation not in ("relu", "silu"):
             raise ValueError(f"activation must be relu or silu, got {self.activation!r}")
         if self.activation == "silu" and (self.l1 or self.restart_every or not self.gated):
