@@ -234,8 +234,11 @@ def test_a_projection_put_into_the_dense_block_meanwhile_stays() -> None:
     new, adapted = nn.Linear(D, F, bias=False), nn.Linear(D, F, bias=False)
     dense.gate_proj = new
     model[1].gate_proj = adapted  # type: ignore[assignment]
+    model[1].adapter = nn.Linear(D, D)  # type: ignore[assignment]
+    names = model.state_dict().keys()
     twell.desparsify_(model)
     assert model[0] is dense and dense.gate_proj is new and model[1].gate_proj is adapted
+    assert model.state_dict().keys() == names
 
 
 class Quantised(Tensor):
