@@ -652,5 +652,8 @@ def test_other_models_get_relu_and_can_be_sparsified() -> None:
 def test_relufy_refuses_nonsense() -> None:
     with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
         twell.relufy_(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="l1 must not be negative"):
-        twell.relufy_(dense_model("llama"), l1=-1.0)
+    for l1 in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="l1 must be a finite number of at least 0"):
+            twell.relufy_(dense_model("llama"), l1=l1)
+        with pytest.raises(ValueError, match="sparsity_l1_coeff must be a finite number of at least 0"):
+            sparse_model(l1=l1)

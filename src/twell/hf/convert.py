@@ -35,6 +35,7 @@ from twell.nn import (
     SparseFFN,
     SparseFFNBase,
     activation_of,
+    check_model,
     neuron_major_,
     restore_layout_,
     sparse_ffns,
@@ -132,7 +133,7 @@ def sparsify_empty_(model: nn.Module, counts: NeuronCounts | None = None) -> Rep
 def _sparsify(
     model: nn.Module, counts: NeuronCounts | None, is_requested: Callable[[nn.Module], bool], *, may_be_empty: bool
 ) -> Report:
-    _check_model("sparsify_", model)
+    check_model(model)
     rows = [_sparsify_one(*found, is_requested(found[-1]), may_be_empty) for found in list(find_ffns(model))]
     if not model.training:
         for _, ffn in sparse_ffns(model):
@@ -140,12 +141,6 @@ def _sparsify(
     if counts is None:
         counts = find_counts(getattr(getattr(model, "config", None), "_name_or_path", None))
     return Report(tuple(rows if counts is None else _with_plans(model, rows, counts)))
-
-
-def _check_model(function: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        hint = "; load it first: AutoModelForCausalLM.from_pretrained(...)" if isinstance(model, str) else ""
-        raise ValueError(f"{function}: expected a torch.nn.Module, got {type(model).__name__}{hint}")
 
 
 def _lay_out(ffn: SparseFFNBase) -> None:
@@ -176,7 +171,7 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
 
     ``restore_layout=False`` leaves weights as they lie, for a dense twin that shares them with a sparse model.
     """
-    _check_model("desparsify_", model)
+    check_model(model)
     rows = []
     for name, parent, attribute, ffn in list(find_ffns(model)):
         sparse, was = sparse_ffn_of(ffn), type(ffn).__name__
