@@ -37,6 +37,16 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Errors of libraries that write into a folder, which are of any type, become a RuntimeError of one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(f"could not write {folder} (disk full?): {reason}") from error
+
+
 # ---------------------------------------------------------------------------------------------------------
 # checksums
 # ---------------------------------------------------------------------------------------------------------
