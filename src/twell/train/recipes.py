@@ -75,7 +75,7 @@ _KINDS: dict[str, Any] = {"bool": bool, "int": int, "float": (float, int), "str"
 _SIZES = ("hidden_size", "intermediate_size", "layers", "heads", "vocab_size", "rope_theta")
 _COUNTS = ("steps", "sequences_per_step", "micro_batch", "log_every", "eval_every", "save_every")
 _LEAST = {**dict.fromkeys(_SIZES + _COUNTS, 1), "context": 2}  # of all other numbers: 0
-_MOST = {"seed": 2**32 - 1}  # of all other integers: what 64 bits hold
+_MOST = {"seed": 2**32 - 1, "vocab_size": 2**22}  # of all other integers: what 64 bits hold
 
 
 def _check(name: str, value: Any, kind: str) -> None:
