@@ -311,7 +311,10 @@ OPTIONS: dict[tuple[str, ...], list[str]] = {
         *("ROWS ROWS --first x",),
     ],
     ("results",): ["/none.md", "TEXT --rows /none", "OUT --rows OUT"],
-    ("convert", "MODEL"): ["", "--check --out OUT/c", "--check --train", "--out OUT/c --data TEXT", "--out OUT/c lr=1"],
+    ("convert", "MODEL"): [
+        *("", "--check --out OUT/c", "--check --train", "--check --tokenizer x", "--out OUT/c --data TEXT"),
+        "--out OUT/c lr=1",
+    ],
     ("tune",): ["-m 0", "--dtype x", "--kernel x"],
     ("train", "--out", "OUT/run"): ["--preset x", "nonsense=1", "steps=x", "l1=", "--data /none", "--resume l1=1"],
     (): ["nonsense", "--nonsense", "bench nonsense"],
