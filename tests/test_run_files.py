@@ -164,6 +164,17 @@ def test_damage_to_the_recipe_or_the_tokenizer_ends_in_one_line(again: Path, who
             Saved.read(again)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_model_that_cannot_be_written_ends_in_one_line(again: Path, whole: Path, file: str) -> None:
+    (again / "model" / file).mkdir(parents=True)
+    with pytest.raises(RuntimeError, match=r"could not write .*model \(disk full\?\): .*directory"):
+        resume(again)
+    assert not (again / SUMMARY_FILE).exists()
+    (again / "model" / file).rmdir()
+    resume(again)
+    assert result(again) == result(whole)
+
+
 def test_a_damaged_summary_ends_in_one_line(again: Path) -> None:
     for content in ("", "{}", "[1]", '{"validation_loss": 1'):
         (again / SUMMARY_FILE).write_text(content)

@@ -67,8 +67,10 @@ def results(
     for document in documents or [Path("docs/results.md"), Path("docs/converting.md"), Path("README.md")]:
         if not document.is_file():
             raise ValueError(f"there is no document {document}")
-        new = tables.updated(document, rows)
-        if new != document.read_text():
+        new, old = tables.updated(document, rows), document.read_text()
+        if documents and "<!-- table " not in old:
+            raise ValueError(f"{document} has no tables: see docs/results.md for how they begin and end")
+        if new != old:
             stale.append(str(document))
             if not check:
                 document.write_text(new)

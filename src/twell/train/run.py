@@ -34,6 +34,7 @@ from twell.train.files import (
     newest_sound,
     step_of,
     write_whole,
+    writing,
 )
 from twell.train.live import LiveView
 from twell.train.recipes import Recipe
@@ -124,7 +125,8 @@ def _run(
     trainer.unsound = list(found.flaws)
     if is_first:  # everything has been checked: from here on the folder is a run's
         if saved is None:
-            tok.save_pretrained(out / TOKENIZER_FOLDER)
+            with writing(out / TOKENIZER_FOLDER):
+                tok.save_pretrained(out / TOKENIZER_FOLDER)
         now = Saved(
             recipe=recipe,
             data=[str(p) for p in data],
@@ -196,11 +198,13 @@ def _finish(
     say: Callable[[str], None],
 ) -> None:
     """Save the model, validate it where that was not done yet, and last of all write the summary."""
-    trainer.save_model(str(out / MODEL_FOLDER))
+    with writing(out / MODEL_FOLDER):
+        trainer.save_model(str(out / MODEL_FOLDER))
+        if _is_first():
+            tok.save_pretrained(out / MODEL_FOLDER)
     if _last_evaluation(trainer).get("step") != trainer.state.global_step:
         trainer.evaluate()
     if _is_first():
-        tok.save_pretrained(out / MODEL_FOLDER)
         summary = summarise(trainer, out, seconds, _bytes_a_token(corpus.held_out, tok))
         if conversion is not None:
             summary["conversion"] = {**conversion["facts"], "loss_recovered": summary["validation_loss"]}
