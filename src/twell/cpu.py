@@ -222,8 +222,7 @@ def _one_token(x: Tensor, w: Weights, activation: str, frozen: _Frozen | None) -
     """y [1, D] for decoding, in few calls: beside a 1 ms gate, the block's bookkeeping takes 0.3 ms."""
     candidates = None if frozen is None else _candidates(x, w, frozen)
     if candidates is not None:
-        z = w.gate.index_select(0, candidates) @ x[0]
-        z = z if w.gate_bias is None else z.add_(w.gate_bias.take(candidates))
+        z = _dots(x, w.gate, w.gate_bias, candidates)
         active = z.relu_().nonzero().view(-1)
         return _at_neurons(x, w, frozen, candidates.take(active), z.take(active), activation)
     gate = _linear(x, w.gate, w.gate_bias).relu_()
@@ -242,12 +241,21 @@ def _one_token(x: Tensor, w: Weights, activation: str, frozen: _Frozen | None) -
     return _linear(h, w.down, w.down_bias)
 
 
+def _dots(x: Tensor, weight: Tensor, bias: Tensor | None, neurons: Tensor) -> Tensor:
+    """x . w + b of one token, for some neurons. Not rounded before a 16-bit bias is added: they may nearly cancel."""
+    rows = weight.index_select(0, neurons)
+    if bias is None:
+        return rows @ x[0]
+    if x.element_size() == 2:
+        return nnf.linear(x, rows, bias.take(neurons)).view(-1)
+    return (rows @ x[0]).add_(bias.take(neurons))
+
+
 def _at_neurons(x: Tensor, w: Weights, frozen: _Frozen | None, col: Tensor, r: Tensor, activation: str) -> Tensor:
     """y [1, D] of one token whose active neurons are ``col``, with values ``r``."""
     h = activate(r, activation)
     if w.up is not None:
-        u = w.up.index_select(0, col) @ x[0]
-        h = h * (u if w.up_bias is None else u.add_(w.up_bias.take(col)))
+        h = h * _dots(x, w.up, w.up_bias, col)
     down_FD, F = _down_rows(w.down, frozen), w.down.shape[1]
     if down_FD is None and len(col) > _MAX_COLUMNS * F:
         return _linear(x.new_zeros(1, F).index_copy_(1, col, h.unsqueeze(0)), w.down, w.down_bias)

@@ -236,8 +236,11 @@ def layer_of(w: Weights, case: Case) -> Any:
     return layer
 
 
-def units(name: str, got: Tensor, by_dense: Tensor, truth: Tensor, allowed: float, exact: bool) -> float:
-    """How far from float64, in units of dense's error and of what rounding may do; raises Difference."""
+def units(
+    name: str, got: Tensor, by_dense: Tensor, truth: Tensor, allowed: float, of_terms: float, exact: bool
+) -> float:
+    """How far from float64, in units of dense's error and of what rounding may do, ``allowed`` of the result and
+    ``of_terms`` that cancel; raises Difference."""
     if got.shape != by_dense.shape:
         raise Difference(f"{name} has shape {tuple(got.shape)}, dense has {tuple(by_dense.shape)}")
     if exact and not torch.equal(got.double(), truth.double()):
@@ -248,7 +251,7 @@ def units(name: str, got: Tensor, by_dense: Tensor, truth: Tensor, allowed: floa
     off, dense_off = ((t.double() - truth)[there].norm().item() for t in (got, by_dense))
     if off == 0:
         return 0.0
-    found = off / (dense_off + allowed * truth[there].norm().item() + 1e-300)
+    found = off / (dense_off + allowed * truth[there].norm().item() + of_terms + 1e-300)
     if not found <= MOST_UNITS:
         raise Difference(f"{name} is {off:.3g} from float64, dense {dense_off:.3g}")
     return found
@@ -275,6 +278,20 @@ def rounding(x: Tensor, w: Weights, case: Case) -> float:
 
     eps = torch.finfo(DTYPES[case.dtype]).eps  # of what is kept; sums are of at least fp32
     return 4 * eps * times(y_terms, y) + 4 * min(eps, 2.0**-23) * max(times(most, h), times(y_most, y))
+
+
+def gradient_terms(x: Tensor, w: Weights, case: Case, mask: Tensor | None, dy: Tensor, dl1: float) -> dict[str, Tensor]:
+    """What gradients would be if none of their terms cancelled: each is rounded by its share of that."""
+    x, dy = x.double().reshape(-1, case.D), dy.double().reshape(-1, case.D).abs()
+    w = w.to(torch.float64)
+    r = torch.relu(nnf.linear(x, w.gate, w.gate_bias))
+    a, slope = (r, (r > 0).double()) if case.activation == "relu" else (r * r, 2 * r)
+    u = torch.ones_like(r) if w.up is None else nnf.linear(x, w.up, w.up_bias).abs()
+    counted = 1.0 if mask is None else mask.reshape(-1, 1).double()
+    dh = dy @ w.down.abs() + dl1 * counted
+    dz, du = dh * u * slope, dh * a
+    of_x = dz @ w.gate.abs() + (0 if w.up is None else du @ w.up.abs())
+    return {"dx": of_x, "dgate": dz.T @ x.abs(), "dup": du.T @ x.abs(), "ddown": dy.T @ (a * u)}
 
 
 def run(case: Case) -> dict[str, float]:
@@ -310,14 +327,16 @@ def run(case: Case) -> dict[str, float]:
     got, by_dense, truth = results
     names = ("y", "l1", "counts", "dx", *(("dgate", "dup", "ddown") if case.gated else ("dgate", "ddown")))
     found = {}
-    allowed = rounding(x, w, case)
+    allowed, eps = rounding(x, w, case), torch.finfo(DTYPES[case.dtype]).eps
+    terms = gradient_terms(x, w, case, mask, dy, dl1) if trains else {}
     for name, a, b, t in zip(names, got, by_dense, truth, strict=False):
         if name == "counts":
             off, dense_off = (int((c.long() - t.long()).abs().sum()) for c in (a, b))
             if off > (0 if exact else 2 * dense_off + 2):  # a sum that is 0 but for rounding
                 raise Difference(f"counts are off by {off}, dense's by {dense_off}")
             continue
-        found[name] = units(name, a, b, t, allowed, exact)
+        of_terms = 4 * eps * terms[name].nan_to_num(0, 0).norm().item() if name in terms else 0.0
+        found[name] = units(name, a, b, t, allowed, of_terms, exact)
     return found
 
 
