@@ -214,6 +214,8 @@ def test_blocks_cover_the_tokens_once() -> None:
     [
         ("x.csv", b"", "expected one of .txt"),
         ("x.txt", b" \n", "holds no documents"),
+        ("x.txt", b"one\xff", "x.txt is not UTF-8"),
+        ("x.parquet", b"PAR1 nonsense", "x.parquet cannot be read as .parquet: "),
         ("x.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2 has no field 'text'"),
         ("x.jsonl", b"{", "line 1 is not JSON"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8"),

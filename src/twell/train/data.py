@@ -165,7 +165,10 @@ def _texts_and_positions(path: Path) -> Iterator[tuple[str, int]]:
     """Documents, each with how many bytes of the file were read for it and those before: exact for .jsonl alone."""
     size = path.stat().st_size
     if path.suffix == ".txt":
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not UTF-8") from None
         done = 0
         for document in _cut_text(text):
             done += len(document)
@@ -179,17 +182,22 @@ def _texts_and_positions(path: Path) -> Iterator[tuple[str, int]]:
                     yield _text_of(line, f"{path}, line {number}"), position
     else:
         try:
+            import pyarrow
             import pyarrow.parquet as parquet
         except ImportError:
             raise ValueError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
-        table = parquet.ParquetFile(path)
-        if "text" not in table.schema_arrow.names:
-            raise ValueError(f"{path} has no column 'text', only {', '.join(table.schema_arrow.names)}")
-        rows = 0
-        for batch in table.iter_batches(columns=["text"]):
-            rows += len(batch)
-            position = size * rows // table.metadata.num_rows
-            yield from ((text, position) for text in batch.column(0).to_pylist() if text)
+        try:
+            table = parquet.ParquetFile(path)
+            if "text" not in (names := table.schema_arrow.names):
+                raise ValueError(f"{path} has no column 'text', only {', '.join(names)}")
+            rows = 0
+            for batch in table.iter_batches(columns=["text"]):
+                rows += len(batch)
+                position = size * rows // table.metadata.num_rows
+                yield from ((text, position) for text in batch.column(0).to_pylist() if text)
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{path} cannot be read as .parquet: {reason}") from None
 
 
 def _cut_text(text: str) -> Iterable[str]:
