@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from twell.train.files import (
     LOCK_FILE,
     MANIFEST_FILE,
     NOT_FINISHED,
+    PART,
     Found,
     checkpoints,
     describe_files,
@@ -46,6 +48,7 @@ MODEL_FOLDER = "model"
 DATA_FOLDER = "data"  # of a streamed dataset
 BPE_TEXTS = 20_000  # of a streamed dataset, to train a tokenizer on
 SUMMARY_FILE = "summary.json"
+_BEGUN = RECIPE_FILE + PART  # becomes the recipe: until then a run has not begun
 
 # A model to start from, made once the data is read, and what the summary should say of it.
 Begin = Callable[[Recipe, Corpus], tuple[PreTrainedModel, dict[str, Any]]]
@@ -106,7 +109,7 @@ def _run(
     elif recipe is None:
         raise ValueError("a new run needs a recipe")
     else:
-        if is_first and any(path.name not in (DATA_FOLDER, LOCK_FILE) for path in out.iterdir()):
+        if is_first and not _is_free(out):
             raise ValueError(f"{out} is not empty: resume the run there, or choose another folder")
         found, tok = Found(None, {}), _tokenizer(tokenizer, data, recipe, say)
     tokens_needed = saved.tokens_needed if saved else recipe.steps * recipe.tokens_per_step
@@ -124,6 +127,7 @@ def _run(
     trainer.unsound = list(found.flaws)
     if is_first:  # everything has been checked: from here on the folder is a run's
         if saved is None:
+            (out / _BEGUN).touch()
             tok.save_pretrained(out / TOKENIZER_FOLDER)
         now = Saved(
             recipe=recipe,
@@ -148,6 +152,12 @@ def _run(
             resume(trainer, found.checkpoint)
     _finish(trainer, corpus, tok, out, time.perf_counter() - start, conversion, say)
     return trainer
+
+
+def _is_free(out: Path) -> bool:
+    """Whether a run may begin there: it holds nothing, or what one left that was killed before it had a recipe."""
+    names = {path.name for path in out.iterdir()} - {DATA_FOLDER, LOCK_FILE}
+    return not names or (_BEGUN in names and names <= {_BEGUN, TOKENIZER_FOLDER})
 
 
 def _found(out: Path, steps: int, say: Callable[[str], None]) -> Found:
@@ -200,7 +210,8 @@ def _finish(
     if _last_evaluation(trainer).get("step") != trainer.state.global_step:
         trainer.evaluate()
     if _is_first():
-        tok.save_pretrained(out / MODEL_FOLDER)
+        # The run's own files: one that was loaded from them would be saved with a note of that.
+        shutil.copytree(out / TOKENIZER_FOLDER, out / MODEL_FOLDER, dirs_exist_ok=True)
         summary = summarise(trainer, out, seconds, _bytes_a_token(corpus.held_out, tok))
         if conversion is not None:
             summary["conversion"] = {**conversion["facts"], "loss_recovered": summary["validation_loss"]}
