@@ -177,6 +177,30 @@ def test_a_damaged_summary_ends_in_one_line(again: Path) -> None:
             read_summary(again)
 
 
+def test_what_is_in_the_way_of_files_is_named_before_training(again: Path) -> None:
+    metrics = (again / "metrics.jsonl").rename(again / "kept")
+    for name in ("metrics.jsonl", SUMMARY_FILE):
+        (again / name).mkdir()
+        with pytest.raises(ValueError, match=f"{name} is a folder, and the run writes a file of that name: remove it"):
+            resume(again)
+        (again / name).rmdir()
+    metrics.rename(again / "model")
+    with pytest.raises(ValueError, match="model is a file, and the run writes a folder of that name: remove it"):
+        resume(again)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
+def test_a_model_that_cannot_be_written_is_no_bug_and_no_finished_run(name: str, again: Path, whole: Path) -> None:
+    shutil.copy(whole / SUMMARY_FILE, again / SUMMARY_FILE)
+    (again / "model" / name).mkdir(parents=True)
+    with pytest.raises(RuntimeError, match=r"could not write the model .* the last checkpoint holds it: twell"):
+        resume(again)
+    assert not (again / SUMMARY_FILE).exists()
+    (again / "model" / name).rmdir()
+    resume(again)
+    assert result(again) == result(whole)
+
+
 # -- other arguments --------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from twell import __version__
@@ -103,6 +104,7 @@ def _run(
         say = _say_nothing
     saved = Saved.read(out) if go_on else None
     if saved is not None:
+        _check_places(out)
         recipe = saved.extended(recipe)
         data, validation = data or saved.data, validation or saved.validation
         found, tok = _found(out, recipe.steps, say), _saved_tokenizer(saved, out, tokenizer)
@@ -160,6 +162,15 @@ def _is_free(out: Path) -> bool:
     return not names or (_BEGUN in names and names <= {_BEGUN, TOKENIZER_FOLDER})
 
 
+def _check_places(out: Path) -> None:
+    """What a run will write, a folder of that name would stop: after the training, were it not looked for before."""
+    for name in (METRICS_FILE, SUMMARY_FILE):
+        if (out / name).is_dir():
+            raise ValueError(f"{out / name} is a folder, and the run writes a file of that name: remove it")
+    if (out / MODEL_FOLDER).is_file():
+        raise ValueError(f"{out / MODEL_FOLDER} is a file, and the run writes a folder of that name: remove it")
+
+
 def _found(out: Path, steps: int, say: Callable[[str], None]) -> Found:
     """The checkpoint to go on from; none at all in a run that was cut short before its first."""
     found = newest_sound(out)
@@ -206,12 +217,23 @@ def _finish(
     say: Callable[[str], None],
 ) -> None:
     """Save the model, validate it where that was not done yet, and last of all write the summary."""
-    trainer.save_model(str(out / MODEL_FOLDER))
+    try:
+        if _is_first():
+            (out / SUMMARY_FILE).unlink(missing_ok=True)  # of a finished run, whose model is written again here
+        trainer.save_model(str(out / MODEL_FOLDER))
+        if _is_first():  # the run's own files: a tokenizer loaded from them would be saved with a note of that
+            shutil.copytree(
+                out / TOKENIZER_FOLDER, out / MODEL_FOLDER, copy_function=shutil.copyfile, dirs_exist_ok=True
+            )
+    except (OSError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(
+            f"could not write the model into {out / MODEL_FOLDER} (disk full?): {reason}; the last checkpoint "
+            f"holds it: twell train --resume --out {out} writes it again"
+        ) from error
     if _last_evaluation(trainer).get("step") != trainer.state.global_step:
         trainer.evaluate()
     if _is_first():
-        # The run's own files: one that was loaded from them would be saved with a note of that.
-        shutil.copytree(out / TOKENIZER_FOLDER, out / MODEL_FOLDER, dirs_exist_ok=True)
         summary = summarise(trainer, out, seconds, _bytes_a_token(corpus.held_out, tok))
         if conversion is not None:
             summary["conversion"] = {**conversion["facts"], "loss_recovered": summary["validation_loss"]}
