@@ -49,14 +49,15 @@ def serve(args: list[str]) -> None:
 
     wanted = threading.Event()
 
-    def fail(module: Any, args: Any, kwargs: Any) -> None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        if wanted.is_set() and ids.shape[1] > 1:
-            wanted.clear()
-            raise RuntimeError(SECRET)
-
     def load_and_watch(*args: Any) -> Any:
         model, tokenizer = load(*args)
+
+        def fail(module: Any, args: Any, kwargs: Any) -> None:
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            if wanted.is_set() and ids.shape[1] > 1 and module is model:  # not its twin, which scores prompts
+                wanted.clear()
+                raise RuntimeError(SECRET)
+
         model.register_forward_pre_hook(fail, with_kwargs=True)
         return model, tokenizer
 
@@ -79,7 +80,7 @@ def address_of(process: subprocess.Popen[str]) -> str:
 
 
 def make_requests(folder: Path, n: int, chance: random.Random) -> list[Asked]:
-    """Prompts of all lengths and their answers, but for those that rounding could change: of two logits near others."""
+    """Prompts of all lengths and their answers, but for those that rounding could change."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -161,13 +162,11 @@ class Load:
         with contextlib.closing(connection):
             response = connection.getresponse()
             content = response.read().decode()
-        if how.get("stream"):
-            events = [line.removeprefix("data: ") for line in content.split("\n\n") if line]
-            if response.status == 200 and events[-1] != "[DONE]":
-                return f"the stream has no end: {events[-1]}"
-            parts = [json.loads(event) for event in events[:-1]] if response.status == 200 else [json.loads(content)]
-        else:
-            parts = [json.loads(content)]
+        is_stream = response.status == 200 and how.get("stream")
+        events = content.removesuffix("\n\n").split("\n\n") if is_stream else [content, "data: [DONE]"]
+        if events[-1] != "data: [DONE]":
+            return f"the stream has no end: {events[-1]}"
+        parts = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
         for part in parts:
             if "error" in part:
                 return self.wrong_error(500 if response.status == 200 else response.status, part["error"], started)
@@ -209,11 +208,10 @@ class Load:
         """Sends a part of a request and hangs up."""
         connection = http.client.HTTPConnection(self.address, timeout=60)
         with contextlib.closing(connection):
-            connection.putrequest("POST", "/v1/completions")
-            if chance.random() < 0.7:
-                connection.putheader("Content-Type", "application/json")
-                connection.putheader("Content-Length", "100")
-                connection.endheaders(b'{"prompt": "On')
+            connection.connect()
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            whole = f"{head}Content-Length: 100\r\n\r\n" + '{"prompt": "Once upon a time'
+            connection.sock.sendall(whole[: chance.randrange(len(whole))].encode())
             time.sleep(chance.random() * 0.2)
 
     def bad(self, chance: random.Random) -> str | None:
