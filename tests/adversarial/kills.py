@@ -74,16 +74,14 @@ DAMAGES: dict[str, Callable[[Path, random.Random], Any]] = {
 
 
 def damage(case: Path, chance: random.Random) -> list[tuple[str, str]]:
-    """Damage one file to three, of a run or its text; half of the runs were stopped before their end."""
-    if chance.random() < 0.5:
-        (case / "run/summary.json").unlink()
-        shutil.rmtree(case / "run/model")
+    """Damage one file to three of a run or its text, most of them in checkpoints; which ones, and how."""
     done = []
     for _ in range(chance.choice((1, 1, 2, 3))):
-        groups = collections.defaultdict(list)  # of files: a run has far more of checkpoints than of others
+        groups = collections.defaultdict(list)
         for path in sorted(p for p in case.rglob("*") if p.is_file()):
             groups["/".join(path.relative_to(case).parts[:2])].append(path)
-        path = chance.choice(chance.choice(list(groups.values())))
+        weights = [4 if "checkpoint" in name else 1 for name in groups]
+        path = chance.choice(chance.choices(list(groups.values()), weights)[0])
         how = chance.choice(list(DAMAGES))
         DAMAGES[how](path, chance)
         done.append((str(path.relative_to(case)), how))
@@ -133,11 +131,11 @@ def twell(*args: str | Path) -> tuple[int, str, str]:
 
 def one_damage(number: int, work: Path, wanted: dict[str, Any]) -> tuple[list[tuple[str, str]], str, str]:
     """What was damaged, what came of it, and all that was said."""
-    case = work / "damaged"
+    chance, case = random.Random(number), work / "damaged"
     shutil.rmtree(case, ignore_errors=True)
-    shutil.copytree(work / "whole", case / "run")
+    shutil.copytree(work / chance.choice(("whole", "stopped", "stopped")), case / "run")
     shutil.copy(work / "text.txt", case / "text.txt")
-    done = damage(case, random.Random(number))
+    done = damage(case, chance)
     before = files(case / "run")
     code, said, errors = twell("train", "--resume", "--out", case / "run", "--data", case / "text.txt")
     return done, verdict(code, errors, case / "run", wanted, before), said + errors
@@ -222,6 +220,7 @@ def main() -> int:
             print(errors)
             return 1
         wanted = result(work / "whole")
+        kill(start(work, work / "stopped"), work / "stopped", "checkpoint-18/manifest.json", 0)
         if options.only is not None:
             progress.stop()
             print(*one_damage(options.only, work, wanted), sep="\n")
