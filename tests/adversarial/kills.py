@@ -245,7 +245,8 @@ def main() -> int:
     print(f"{n_kills} kills; an undisturbed run takes {seconds:.1f} s")
     for what, counts in tried.items():
         print(f"{what}: " + ", ".join(f"{name} {n}" for name, n in counts.most_common()))
-    lines = collections.Counter(re.sub(r"/\S*/|\d+", "#", v) for _, v in found if v.startswith("refused"))
+    about = re.compile(r"\(.*\)|/\S*/|\d+")  # numbers, paths, and what is wrong exactly
+    lines = collections.Counter(about.sub("#", v) for _, v in found if v.startswith("refused"))
     for line, n in lines.most_common():
         print(f"{n:4} {line}")
     for part in ("killed", "damaged"):
