@@ -286,7 +286,8 @@ def main() -> int:
     print("answers: " + ", ".join(f"{name} {n:,}" for name, n in load.answers.most_common()))
     print(f"memory of the server: {memory[0]} MB before, {memory[-1]} MB after")
     print(f"{len(load.wrong)} wrong")
-    print(*load.wrong[:20], sep="\n")
+    for line in load.wrong[:20]:
+        print(line)
     return 1 if load.wrong else 0
 
 
