@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
 import interpreted
 from command_line import Result, Twell
-from twell import cli, cpu
+from twell import cli, cpu, tuned
 
 if os.environ.get("PYTEST_XDIST_WORKER"):  # two processes on two cores
     torch.set_num_threads(1)
@@ -75,6 +75,12 @@ def interpreter_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available() and "twell.gpu.prefill.split" in sys.modules:
         interpreted.look_through_triton_once()
         interpreted.gather_in_torch(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def no_measured_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not those of whoever runs the tests."""
+    monkeypatch.setattr(tuned, "folder", lambda: tmp_path / "cache")
 
 
 @pytest.fixture(autouse=True)

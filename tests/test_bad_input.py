@@ -37,6 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.txt").write_text(SENTENCE * 40)
     (place / "rows.jsonl").write_text(json.dumps(MODEL_ROW) + "\n" + json.dumps(FFN_ROW) + "\n")
     (place / "empty").mkdir()
+    for suffix in (".jsonl", ".parquet", ".u16", ".txt"):  # .u16: text, too, but a file of tokens by its name
+        (place / f"odd{suffix}").write_bytes(b"\xff" if suffix == ".txt" else b"ab")
     return place
 
 
@@ -209,7 +211,8 @@ def test_damaged_models_are_refused(twell: Twell, place: Path, tmp_path: Path, d
 
 
 def filled(command: list[str], place: Path, model: Path, out: Path) -> list[str]:
-    for name, path in {"MODEL": model, "TEXT": place / "text.txt", "ROWS": place / "rows.jsonl", "OUT": out}.items():
+    files = {"MODEL": model, "TEXT": place / "text.txt", "ROWS": place / "rows.jsonl", "BAD": place / "odd", "OUT": out}
+    for name, path in files.items():
         command = [part.replace(name, str(path)) for part in command]
     return command
 
@@ -292,8 +295,10 @@ OPTIONS: dict[tuple[str, ...], list[str]] = {
             "--out OUT",
         ),
         *("--data /none --scorer own", "--data MODEL --scorer own", "--last-words /none", "--last-words TEXT"),
-        *("--text /none", "--text OUT", "--text MODEL/model.safetensors"),
+        *("--text /none", "--text OUT", "--text MODEL/model.safetensors", "--text BAD.jsonl", "--text BAD.u16"),
+        *("--text BAD.parquet", "--text BAD.txt", "--last-words BAD.jsonl"),
     ],
+    ("sweep", "--preset", "tiny", "--out", "OUT/sweep"): ["--seconds -1", "--seconds nan", "--l1 nan", "steps=0"],
     ("generate", "MODEL", "-p", "hello", "--max-new-tokens", "2"): [
         *("--temperature -1", "--temperature nan", "--temperature inf", "--top-p 0", "--top-p 2", "--top-p nan"),
         *("--top-k 0", "--seed -1", f"--seed {2**80}", "--max-new-tokens 0", "--max-new-tokens 100000", "--chat"),
@@ -305,9 +310,12 @@ OPTIONS: dict[tuple[str, ...], list[str]] = {
         *("ROWS ROWS --threshold -1", "ROWS ROWS --threshold nan", "ROWS ROWS --check x", "ROWS --by x", "OUT OUT"),
         *("ROWS ROWS --first x",),
     ],
-    ("results",): ["/none.md", "TEXT --rows /none", "OUT --rows OUT"],
-    ("convert", "MODEL"): ["", "--check --out OUT/c", "--check --train", "--out OUT/c --data TEXT", "--out OUT/c lr=1"],
-    ("tune",): ["-m 0", "--dtype x", "--kernel x"],
+    ("results",): ["/none.md", "TEXT --rows /none", "TEXT --rows OUT", "OUT --rows OUT"],
+    ("convert", "MODEL"): [
+        *("", "--check --out OUT/c", "--check --train", "--check --tokenizer x", "--out OUT/c --data TEXT"),
+        "--out OUT/c lr=1",
+    ],
+    ("tune",): ["--tiles -m 0", "--tiles --dtype x", "--tiles --kernel x", "-m 8", "--dtype float16"],
     ("train", "--out", "OUT/run"): ["--preset x", "nonsense=1", "steps=x", "l1=", "--data /none", "--resume l1=1"],
     (): ["nonsense", "--nonsense", "bench nonsense"],
 }
@@ -320,7 +328,9 @@ def test_bad_options_are_refused(
     twell: Twell, place: Path, tmp_path: Path, command: tuple[str, ...], options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert_refused(twell(*filled([*command, *options.split()], place, place / "model", tmp_path)))
+    result = twell(*filled([*command, *options.split()], place, place / "model", tmp_path))
+    assert_refused(result)
+    assert "BAD" not in options or str(place / "odd") in result.stderr
 
 
 def test_tune_recommends_nothing_that_it_does_not_have(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,8 @@ def test_parquet_says_what_it_needs_or_reads(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="needs pyarrow"):
             corpus_of(path)
         return
+    with pytest.raises(ValueError, match=r"data\.parquet is no whole \.parquet file"):
+        corpus_of(path)
     pyarrow.parquet.write_table(pyarrow.table({"text": [*TEXTS, None, ""]}), path)
     assert sorted(read_texts(path)) == TEXTS
     calls: list[tuple[int, int]] = []
@@ -80,6 +82,9 @@ def test_parquet_says_what_it_needs_or_reads(tmp_path: Path) -> None:
     assert calls[-1] == (path.stat().st_size, path.stat().st_size)
     pyarrow.parquet.write_table(pyarrow.table({"body": TEXTS}), path)
     with pytest.raises(ValueError, match="no column 'text', only body"):
+        corpus_of(path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), path)
+    with pytest.raises(ValueError, match=r"data\.parquet: the column 'text' holds int, not text"):
         corpus_of(path)
 
 
@@ -214,11 +219,13 @@ def test_blocks_cover_the_tokens_once() -> None:
     [
         ("x.csv", b"", "expected one of .txt"),
         ("x.txt", b" \n", "holds no documents"),
-        ("x.txt", b"one\xff", "x.txt is not UTF-8"),
-        ("x.parquet", b"PAR1 nonsense", "x.parquet cannot be read as .parquet: "),
         ("x.jsonl", b'{"text": "a"}\n{"body": "b"}\n', "line 2 has no field 'text'"),
         ("x.jsonl", b"{", "line 1 is not JSON"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2 is not UTF-8"),
+        ("x.jsonl", b'{"text": ' + b"[" * 100_000, "x.jsonl, line 1 is not JSON: maximum recursion"),
+        ("x.jsonl", b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "x.jsonl, line 1 is not JSON"),
+        ("x.jsonl", b'{"text": "a\\ud800"}', "x.jsonl, line 1 holds half a character"),
+        ("x.txt", "abc".encode("utf-16"), "x.txt is no text in UTF-8"),
         ("x.u16", b"", "holds no documents"),
         ("x.u16", b"abc", "not a whole number of 16-bit tokens"),
         ("x.u16.xz", b"nonsense", "not a whole .xz file"),

@@ -104,6 +104,13 @@ def test_infinite_and_missing_numbers_are_as_in_a_dense_layer(M: int) -> None:
     w = make_weights(32, 64, f32)
     w.gate[5, 3] = float("nan")  # a neuron that is nan for all tokens
     assert run(torch.randn(M, 32), w).isnan().all()
+    for sign in (1, -1):
+        w, x = make_weights(32, 64, f32), torch.randn(M, 32)
+        w.gate[5], x[:, 0] = torch.eye(32)[0], sign  # a neuron that all tokens wake, or none
+        expected = reference.forward(x, w, want_stats=False).y
+        w.down[2, 5] = w.up[5, 3] = float("nan")  # type: ignore[index]
+        y = run(x, w, **ways(M)[-1])
+        assert not y.isfinite().all(1).any() if sign > 0 else torch.allclose(y, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_where_nothing_fires_the_bias_is_left() -> None:

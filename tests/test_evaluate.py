@@ -215,6 +215,14 @@ def test_metrics_average_over_tasks() -> None:
     assert unpaired == pytest.approx((0.25, math.hypot(arc.mean("acc").error, wino.mean("acc").error)))
 
 
+def test_documents_are_predicted_with_an_end_of_text_after_each(model: Any, tokenizer: Any) -> None:
+    documents, end = [TEXT[:100], TEXT[100:250]], tokenizer.eos_token
+    score = score_text(model, tokenizer, documents)
+    as_text = score_text(model, tokenizer, "".join(document + end for document in documents))
+    assert score.nats == pytest.approx(as_text.nats) and score.tokens == as_text.tokens
+    assert score.bytes == sum(len(document.encode()) for document in documents)
+
+
 def test_metrics_of_texts_are_means_over_their_parts(model: Any, tokenizer: Any) -> None:
     score = score_text(model, tokenizer, TEXT)
     assert score.metrics.mean("bits_per_byte").value == pytest.approx(score.bits_per_byte)
@@ -230,8 +238,9 @@ def test_training_mode_is_left_as_it_was(model: Any, tokenizer: Any) -> None:
 
 
 def test_errors(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the text is empty"):
-        score_text(model, tokenizer, "")
+    for empty in ("", [], ["", ""]):
+        with pytest.raises(ValueError, match="the text is empty"):
+            score_text(model, tokenizer, empty)
     with pytest.raises(ValueError, match="no passages"):
         score_last_words(model, tokenizer, [])
     with pytest.raises(ValueError, match="at least two words, got 'alone'"):

@@ -577,23 +577,27 @@ def test_sparse_types_switch_between_dense_and_sparse() -> None:
     assert {layer.mlp.backend for layer in model.model.layers} == {"auto"}
 
 
-def test_a_chosen_backend_stays() -> None:
-    model = sparse_model()
-    for layer, backend in zip(model.model.layers, ("cpu", "reference", "auto"), strict=True):
-        layer.mlp.backend = backend
-    for _ in range(2):
+@pytest.mark.parametrize("name", ["own", "llama", "opt"])
+def test_a_chosen_backend_stays(name: str) -> None:
+    """Of layers of a sparse type, of converted ones and of OPT's, however often they are dense in between."""
+    model = sparse_model() if name == "own" else dense_model(name)
+    twell.sparsify_(model)
+    chosen = ["cpu", "reference", "auto"]
+    for (_, ffn), backend in zip(sparse_ffns(model), chosen, strict=True):
+        ffn.backend = backend
+    for _ in range(3):
         rows = twell.sparsify_(model).rows
         assert [row.kind for row in rows] == ["sparse", "left alone", "sparse"]
         assert rows[1].why == "backend='reference' was chosen for it"
-        assert [layer.mlp.backend for layer in model.model.layers] == ["cpu", "reference", "auto"]
+        assert [ffn.backend for _, ffn in sparse_ffns(model)] == chosen
         twell.desparsify_(model)
         twell.desparsify_(model)
-        assert {layer.mlp.backend for layer in model.model.layers} == {"reference"}
+        assert {ffn.backend for _, ffn in sparse_ffns(model)} <= {"reference"}
+    if name == "own":
+        model.model.layers[2].mlp.backend = "cpu"  # chosen meanwhile
+        twell.desparsify_(model)
         twell.sparsify_(model)
-    twell.desparsify_(model)
-    model.model.layers[2].mlp.backend = "cpu"  # chosen meanwhile
-    twell.sparsify_(model)
-    assert [layer.mlp.backend for layer in model.model.layers] == ["cpu", "reference", "cpu"]
+        assert [layer.mlp.backend for layer in model.model.layers] == ["cpu", "reference", "cpu"]
 
 
 def test_a_dense_twin_may_leave_the_layout_to_the_sparse_one() -> None:
@@ -648,5 +652,8 @@ def test_other_models_get_relu_and_can_be_sparsified() -> None:
 def test_relufy_refuses_nonsense() -> None:
     with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
         twell.relufy_(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="l1 must not be negative"):
-        twell.relufy_(dense_model("llama"), l1=-1.0)
+    for l1 in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="l1 must be a finite number of at least 0"):
+            twell.relufy_(dense_model("llama"), l1=l1)
+        with pytest.raises(ValueError, match="sparsity_l1_coeff must be a finite number of at least 0"):
+            sparse_model(l1=l1)

@@ -219,6 +219,20 @@ def test_light_heavy_empty_and_poisoned_tokens_side_by_side() -> None:
         assert not y[2:5].isfinite().any()
 
 
+def test_weights_that_are_not_finite() -> None:
+    """They reach every token that wakes their neuron. Others may get NaN of GEMMs: heavy tokens, hot neurons."""
+    w, x = make_weights(16, 64, f32, bias=True), torch.randn(4, 16)
+    w.gate[5], x[:, 0] = torch.eye(16)[0], torch.tensor([1.0, -1.0, 1.0, -1.0])
+    w.gate_bias[:] = -2  # type: ignore[index]
+    w.gate_bias[5] = 0  # type: ignore[index]
+    finite = reference.forward(x, w, want_stats=False).y
+    w.up[5, 3] = w.down[2, 5] = float("nan")  # type: ignore[index]
+    for n_hot, cap in ((0, 64), (0, 1)):
+        y = run(x, w, make_plan(64, n_hot, cap))
+        assert not y[::2].isfinite().all(1).any()
+        assert cap == 1 or torch.allclose(y[1::2], finite[1::2], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("density", [0.0, 1.0])
 def test_all_tokens_empty_or_full(density: float) -> None:
     w, x = make_weights(16, 256, f32, bias=True), torch.randn(6, 16)

@@ -234,8 +234,11 @@ def test_a_projection_put_into_the_dense_block_meanwhile_stays() -> None:
     new, adapted = nn.Linear(D, F, bias=False), nn.Linear(D, F, bias=False)
     dense.gate_proj = new
     model[1].gate_proj = adapted  # type: ignore[assignment]
+    model[1].adapter = nn.Linear(D, D)  # type: ignore[assignment]
+    names = model.state_dict().keys()
     twell.desparsify_(model)
     assert model[0] is dense and dense.gate_proj is new and model[1].gate_proj is adapted
+    assert model.state_dict().keys() == names
 
 
 class Quantised(Tensor):
@@ -267,7 +270,10 @@ def test_models_that_have_none_are_told_what_was_looked_for() -> None:
         assert "looked for modules with gate_proj, up_proj, down_proj; up_proj, down_proj; fc1, fc2" in text
 
 
-@pytest.mark.parametrize("function", [twell.sparsify_, twell.desparsify_])
+@pytest.mark.parametrize(
+    "function",
+    [twell.sparsify_, twell.desparsify_, twell.freeze_, twell.thaw_, twell.refresh_, twell.restore_layout_],
+)
 def test_a_name_is_no_model(function: Any) -> None:
     with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module, got str; load it first"):
         function("gpt2")

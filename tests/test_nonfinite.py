@@ -95,12 +95,16 @@ def test_fp16_gradients_that_overflow_stay_at_active_neurons(gated: bool, activa
         assert not hybrid.x.isnan().any() and not hybrid.x[1].any()
 
 
-@pytest.mark.parametrize("call", ["function", "module"])
-def test_x_that_is_no_tensor_is_refused(call: str) -> None:
-    ffn = twell.SparseFFN(16, 32)
-    x: Any = torch.randn(2, 16).numpy()
-    with pytest.raises(ValueError, match=r"x must be a torch\.Tensor, got ndarray"):
-        if call == "module":
-            ffn(x)
-        else:
-            twell.ffn(x, ffn.up_proj.weight, ffn.down_proj.weight)
+def test_what_is_no_tensor_is_refused() -> None:
+    ffn: Any = twell.SparseFFN(16, 32)
+    x, up, down = torch.randn(2, 16), ffn.up_proj.weight.detach(), ffn.down_proj.weight.detach()
+    call: Any = twell.ffn
+    for refused, what in (
+        (lambda: ffn(x.numpy()), "x must be a torch.Tensor, got ndarray"),
+        (lambda: call(x.numpy(), up, down), "x must be a torch.Tensor, got ndarray"),
+        (lambda: call(x, up.numpy(), down), "w_up must be a torch.Tensor, got ndarray"),
+        (lambda: call(x, up, down.tolist()), "w_down must be a torch.Tensor, got list"),
+        (lambda: call(x, up, down, token_mask=[True, True]), "token_mask must be a torch.Tensor, got list"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            refused()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from twell import tuned
+from twell.bench import cases
 from twell.plan import (
     _FEW_COSTS,
     _FEW_GATE,
@@ -346,3 +350,91 @@ def test_captured_calls_have_thresholds_of_their_own() -> None:
     assert not some_plan(16).in_parts(10_000, captured=True)
     same = Plan(n_neurons=16, hot=torch.arange(2), cap=8, min_tokens=9, few_tokens=4)
     assert same.tokens(captured=False) == same.tokens(captured=True) == (4, 9)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Costs that twell tune has measured
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_measured_costs_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = pretend(monkeypatch, "NVIDIA L40S (48 GB)", (8, 9), 142)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S (48 GB)")
+    assert "twell tune has not measured this GPU; it takes a minute" in costs_are(device)
+    own = [costs_for(torch.device("cpu"), training=training)._replace(gather=200.0) for training in (False, True)]
+    path = tuned.write(device, {"inference": own[0]._asdict(), "training": own[1]._asdict()}, date="2026-01-02")
+    assert path.name == "costs-nvidia-l40s-48-gb-142-sm89.json" and [*path.parent.iterdir()] == [path]
+    assert [costs_for(device), costs_for(device, training=True)] == own
+    assert costs_are(device) == f"costs of this GPU that twell tune has measured on 2026-01-02 ({path})"
+    other = pretend(monkeypatch, "NVIDIA L40S (48 GB)", (8, 9), 100)
+    assert costs_are(other).startswith("none, so layers run densely")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda text: text.replace('"torch": "', '"torch": "9'), "was written by other versions"),
+        (lambda text: text[: len(text) // 2], "cannot be read"),
+        (lambda text: text.replace('"gather"', '"gathers"'), "is damaged"),
+        (lambda text: text.replace('"few": 1.0', '"few": NaN'), "is damaged (costs out of range)"),
+        (lambda text: text.replace('"few": 1.0', '"few": -1'), "is damaged (costs out of range)"),
+        (lambda text: "[]", "was written by other versions"),
+    ],
+    ids=["versions", "cut", "names", "nan", "negative", "list"],
+)
+def test_measured_costs_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str], why: str
+) -> None:
+    device = pretend(monkeypatch, "another", (8, 9), 108)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "another")
+    costs = costs_for(torch.device("cpu"))._asdict()
+    path = tuned.write(device, {"inference": costs, "training": costs})
+    path.write_text(change(path.read_text()))
+    with contextlib.nullcontext() if "versions" in why else pytest.warns(UserWarning, match="run twell tune again"):
+        assert choose_plan(torch.full((5632,), 3.0), 1000, costs_for(device)).is_dense
+    assert why in costs_are(device)
+
+
+def test_a_gpu_that_takes_what_costs_say_is_measured_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that follow from other costs than the known ones: measured are those costs."""
+    pytest.importorskip("triton")
+    from twell.bench import costs as measuring
+
+    M, F, element = 512, 4096, 7e-9
+    of = Costs(gate=1.2, down=0.9, gather=300.0, heavy=2.0, token=900.0, hot=200.0, batch=1.2e7 * 5.8 / 7, few=1.5)
+    known = costs_for(torch.device("cpu"), training=True)
+    a_hot_one = 3 * known.dense - 1 + known.down
+
+    def make(workload: str, *shape: Any, **how: Any) -> cases.FFNInputs:
+        n_hot = {"skew29": 256, "skew100": 768, "iid29": 0}[workload]  # which fire half of the time, others hardly
+        x, gate = torch.randn(M, 32), torch.randn(F, 32) / 6
+        x[:, 0], gate[:, 0] = 1, -2.2
+        gate[:n_hot, 0] = 0
+        return cases.FFNInputs(x=x, w_gate=gate, w_up=gate, w_down=gate.t())
+
+    def split(given: cases.FFNInputs, plan: Plan) -> tuple[int, float]:
+        fired = (torch.relu(given.x @ given.w_gate.T) != 0).sum(0)
+        return len(plan.hot), (fired.sum() - fired[plan.hot].sum()).item() / M
+
+    def forward(given: cases.FFNInputs, w: Any, plan: Plan, seconds: float) -> dict[str, float]:
+        H, pairs = split(given, plan)
+        elements = {
+            "dense": 3 * F, "cold gate": of.gate * (F - H), "lists": of.token, "tail": of.gather * pairs,
+            "hot": 2 * H + of.hot, "hot down": of.down * H, "heavy": 2 * (F - H) * of.heavy / 16,
+        }  # fmt: skip
+        return {name: n * M * element for name, n in elements.items()} | {"heavy tokens": M / 16}
+
+    def training(given: cases.FFNInputs, w: Any, fired: Any, known: Costs, seconds: float) -> Any:
+        H, pairs = split(given, choose_plan(fired, M, known, width=32))
+        sparse = a_hot_one * H + known.gate * (F - H) + known.gather * pairs + known.token + known.hot * (H > 0)
+        dense = 3 * F * known.dense
+        return dense * M * element, 1.25 * sparse * M * element, (H, pairs)
+
+    monkeypatch.setattr(cases, "make", make)
+    monkeypatch.setattr(measuring, "_forward", forward)
+    monkeypatch.setattr(measuring, "_training", training)
+    how: dict[str, Any] = {"tokens": M, "width": 32, "hidden": F, "dtype": torch.float32}
+    inference, trained = measuring.measure(torch.device("cpu"), **how)
+    assert inference._replace(few=1.5) == pytest.approx(of)
+    assert trained.gather == pytest.approx(1.25 * known.gather) and trained.dense == pytest.approx(known.dense)
+    assert 3 * trained.dense - 1 + trained.down == pytest.approx(1.25 * a_hot_one)

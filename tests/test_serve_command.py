@@ -107,6 +107,8 @@ def test_bad_input_ends_in_one_line(command: Twell, folder: Path, tmp_path: Path
             assert result.returncode == 2
             assert result.stderr.startswith(f"twell: error: {message}"), result.stderr
             assert result.stderr.count("\n") == 1
+    result = command("nowhere", "--drain", "inf")
+    assert result.returncode == 2 and "--drain" in result.stderr
 
 
 def test_a_missing_package_is_named(command: Twell, monkeypatch: pytest.MonkeyPatch) -> None:

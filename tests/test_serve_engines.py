@@ -7,6 +7,7 @@ import queue
 import random
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,19 @@ def test_more_requests_than_the_cache_holds() -> None:
     expected = generated(model, prompts, 40)
     with serve.Batched(model, 512) as engine:
         assert tokens_of(engine, prompts, 40) == expected
+
+
+def test_the_cache_holds_16_contexts_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny().config
+    model: Any = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.float32)
+    free = SimpleNamespace(available=2**40)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+    assert serve.cache_tokens_for(model) == 16 * config.max_position_embeddings
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    free.available = 4 * 1000 * token_bytes
+    assert serve.cache_tokens_for(model) == 1000
+    free.available, config.max_position_embeddings = 2**40, 2**14
+    assert serve.cache_tokens_for(model) == 2**16
 
 
 # ---------------------------------------------------------------------------------------------------------

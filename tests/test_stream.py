@@ -146,6 +146,7 @@ def test_a_dataset_becomes_a_corpus_on_disk(hub: FakeHub, tmp_path: Path) -> Non
     assert names == [f"{stem}-held-out.u16", f"{stem}.json", f"{stem}.u16"]
     assert stem.startswith("owner-name-config-train-")
     facts = json.loads((cache / f"{stem}.json").read_text())
+    assert {name: file["bytes"] for name, file in facts.pop("files").items()} == {names[0]: 26, names[2]: 2002}
     assert facts == {
         "dataset": "owner/name",
         "config": "config",
@@ -300,6 +301,10 @@ def test_what_is_not_whole_is_read_again(hub: FakeHub, tmp_path: Path) -> None:
         facts.write_text(content)
         assert corpus_of(tmp_path).train.tolist() == expected
     assert len(hub.loads) == 10
+    said: list[str] = []
+    train.write_bytes(train.read_bytes()[:-1] + b"\x7f")
+    assert corpus_of(tmp_path, say=said.append).train.tolist() == expected
+    assert f"is damaged ({train.name} has another checksum) and is read again" in said[0]
 
 
 def test_other_processes_wait_for_the_first(hub: FakeHub, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -379,6 +380,17 @@ def test_a_recorded_trace_survives_its_file(tmp_path: Path) -> None:
     for layer in range(LAYERS):
         assert loaded.counts[layer].dtype == loaded.neurons[layer].dtype == np.uint16
         assert torch.equal(loaded.pattern(layer), trace.pattern(layer))
+
+
+def test_links_are_followed_and_devices_left_alone(tmp_path: Path) -> None:
+    trace, pipe, link = trace_of(np.eye(4, dtype=bool)), tmp_path / "pipe", tmp_path / "link.npz"
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match="pipe is no file"):
+        trace.save(pipe)
+    assert pipe.is_fifo()
+    link.symlink_to(tmp_path / "real.npz")
+    trace.save(link)
+    assert link.is_symlink() and Trace.load(tmp_path / "real.npz").tokens == 4
 
 
 def test_a_failed_save_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,10 +114,14 @@ def test_overrides_and_their_errors() -> None:
         ("seed=-1", "seed must not be negative"),
         ("seed=4294967296", "seed must be at most 4294967295"),
         ("steps=1" + "0" * 400, "steps must be at most"),
+        ("vocab_size=99999999999", "vocab_size must be at most 4194304"),  # the trainer of BPEs would abort
         ("heads=128", "no even multiple of heads"),
+        ("l1_warmup_start=9", "l1_warmup_start does nothing without l1_warmup_end"),
+        ("l1_warmup_start=9 l1_warmup_end=8", "l1_warmup_start 9 is after l1_warmup_end 8"),
+        ("restart_until=9", "restart_until does nothing without restart_every"),
     ):
         with pytest.raises(ValueError, match=message):
-            override(tiny(), [bad])
+            override(tiny(), bad.split())
     with pytest.raises(ValueError, match=r"steps must be of type int, got 1\.5"):
         Recipe(steps=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown preset 'huge': expected one of tiny"):

@@ -89,8 +89,15 @@ def restore_layout_(model: nn.Module) -> int:
     return changed
 
 
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        hint = "; load it first: AutoModelForCausalLM.from_pretrained(...)" if isinstance(model, str) else ""
+        raise ValueError(f"expected a torch.nn.Module, got {type(model).__name__}{hint}")
+
+
 def sparse_ffns(model: nn.Module) -> Iterator[tuple[str, SparseFFNBase]]:
     """(name, FFN) of every sparse FFN, in the model's order; also of those that a block runs itself, as OPT's does."""
+    check_model(model)
     for name, module in model.named_modules():
         if isinstance(module, SparseFFNBase):
             yield name, module

@@ -157,8 +157,9 @@ def _check(
 ) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name}: x must be a torch.Tensor, got {type(x).__name__}")
+    for key, t in (("x", x), *weights.items(), ("token_mask", token_mask)):
+        if not isinstance(t, Tensor) and (t is not None or key == "x"):
+            raise ValueError(f"{name}: {key} must be a torch.Tensor, got {type(t).__name__}")
     if x.dim() == 0:
         raise ValueError(f"{name}: x must be [..., D], got a scalar")
     w_first = next(iter(weights.values()))

@@ -33,6 +33,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from twell import tuned
+
 
 class Costs(NamedTuple):
     """What a GPU takes, in elements of a large dense FFN: 5.8 ps on an H200 at D 2048, bf16."""
@@ -115,11 +117,15 @@ def scale_of(device: torch.device) -> Scale:
 
 
 def costs_for(device: torch.device, *, training: bool = False) -> Costs:
-    """The measured costs, scaled to the device; of a compute capability without any such that all runs densely.
+    """What ``twell tune`` has measured on the device; else the measured costs of an H200, scaled to it; of a compute
+    capability without any such that all runs densely.
 
     The scaling is a guess by what bounds each cost: a GEMM takes as much longer as there are fewer multiprocessors,
     gathers and what tokens cost besides as there is less bandwidth, and a batch's start always takes the same time.
     """
+    own, _ = _tuned(device)
+    if own is not None:
+        return Costs(**own["training" if training else "inference"])
     of = scale_of(device)
     known = (_TRAINING_COSTS if training else _COSTS).get(of.capability, _UNKNOWN)
     if of.is_measured or known is _UNKNOWN:
@@ -134,16 +140,22 @@ def costs_for(device: torch.device, *, training: bool = False) -> Costs:
     )
 
 
+def _tuned(device: torch.device) -> tuple[dict[str, dict[str, float]] | None, str]:
+    return tuned.read(tuned.path_for(device), Costs._fields) if device.type == "cuda" else (None, "")
+
+
 def costs_are(device: torch.device) -> str:
     """Where the costs of a device come from, in words."""
-    of = scale_of(device)
+    of, (own, why) = scale_of(device), _tuned(device)
+    if own is not None:
+        return why
     if of.capability not in _COSTS:
-        return f"none, so layers run densely unless set_plan gives one: no GPU with sm_{of.capability} was measured"
+        return f"none, so layers run densely: no GPU with sm_{of.capability} was measured, and {why}; it takes a minute"
     if of.is_measured:
         return f"measured costs of sm_{of.capability}"
     return (
         f"an H200's costs, scaled to {of.processors:.0%} of its multiprocessors and {of.bandwidth:.0%} of its bandwidth"
-        f": a guess, which twell bench ffn checks"
+        f": a guess, and {why}; it takes a minute"
     )
 
 

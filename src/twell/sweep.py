@@ -59,7 +59,7 @@ def variants(recipe: Recipe, l1: Sequence[float], ablations: Sequence[str] = ())
         raise ValueError(f"the same l1 twice: {', '.join(f'{value:g}' for value in l1)}")
     same_size = 16 * round(1.5 * recipe.intermediate_size / 16)  # two projections instead of three
     changes = {
-        "silu": ["activation=silu", "l1=0", "restart_every=0"],
+        "silu": ["activation=silu", "l1=0", "restart_every=0", "restart_until=0"],
         "plain": ["gated=false", f"intermediate_size={same_size}"],
         "restart": [f"restart_every={max(1, recipe.steps // 12)}", f"restart_until={max(1, 2 * recipe.steps // 3)}"],
     }
@@ -123,7 +123,8 @@ def _timed(
     if recipe.activation != "relu":
         return None
     kept = folder / SPEED_FILE
-    if not kept.exists():
+    row = _read_speed(kept)
+    if row is None:
         from twell.hf.loading import load_causal_lm
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -135,7 +136,16 @@ def _timed(
         part = kept.with_suffix(".part")  # whole, or not at all
         part.write_text(json.dumps(row))
         part.replace(kept)
-    return dict(json.loads(kept.read_text()))
+    return row
+
+
+def _read_speed(kept: Path) -> dict[str, Any] | None:
+    """What was measured before; None where nothing was, or where it is damaged."""
+    try:
+        row = json.loads(kept.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return row if isinstance(row, dict) and "ffns" in row else None
 
 
 def _held_out(recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str], folder: Path) -> Tensor:

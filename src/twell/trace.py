@@ -131,7 +131,9 @@ class Trace:
 
     def save(self, path: Path | str) -> None:
         """Write the trace; the file appears whole or not at all."""
-        path = Path(path)
+        path = Path(path).resolve()  # what a link names is written, not the link
+        if path.exists() and not path.is_file():  # a device would be replaced by the file
+            raise ValueError(f"{path} is no file: choose another name")
         arrays: dict[str, Any] = {}
         for layer in range(self.layers):
             arrays[f"counts_{layer}"] = self.counts[layer]

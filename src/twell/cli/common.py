@@ -80,13 +80,6 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     return language_model.to(torch_device).eval(), tokenizer
 
 
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is no text in UTF-8") from None
-
-
 def collect(
     measured: Iterator[dict[str, Any]], n_rows: int, as_json: bool, out: Path | None, says: Callable[[Any], str]
 ) -> list[dict[str, Any]]:

@@ -60,6 +60,8 @@ def convert(
         raise ValueError("--check writes nothing: leave out --train and --out")
     if not check and out is None:
         raise ValueError("where to? give --out, or --check to only look")
+    if check and tokenizer is not None:
+        raise ValueError("--check writes nothing: leave out --tokenizer")
     if not train:
         for option, given in (("--data", data), ("--validation", validation), ("--compile", compiled)):
             if given:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from twell.cli.app import app
-from twell.cli.common import append, counted_bar, device_of, dtype_of, load_model, print_table, read_text
+from twell.cli.common import append, counted_bar, device_of, dtype_of, load_model, print_table
 
 if TYPE_CHECKING:
     from twell.evaluate import Mean, Metrics, TaskData
@@ -25,7 +25,7 @@ _SHORT = {"bits_per_byte": "bits/byte", "accuracy": "last word"}  # of metrics
 class _Inputs(NamedTuple):
     """What models are scored on, read before the first of them is loaded."""
 
-    texts: dict[Path, str]
+    texts: dict[Path, str | list[str]]  # a file's text, or its documents
     last_words: Path | None
     passages: list[str]
     tasks: list[TaskData]  # local ones
@@ -69,7 +69,9 @@ def evaluate(
     data: Annotated[
         Path | None, typer.Option(help="Folder with the tasks' .jsonl files. Default: the hub, through lm-eval.")
     ] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="Text file to predict; repeatable.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text to predict; .jsonl and .parquet: their 'text' fields. Repeatable.")
+    ] = None,
     last_words: Annotated[
         Path | None, typer.Option(help="LAMBADA: .jsonl with 'text' fields whose last word is to be predicted.")
     ] = None,
@@ -149,11 +151,23 @@ def _read(
     if names and data is None and not by_lm_eval:
         hint = "" if scorer == "own" else " (from the hub they need lm-eval: pip install 'twell[eval]')"
         raise ValueError(f"nothing to evaluate on: give --data with the tasks' files{hint}, --text or --last-words")
-    texts = {path: read_text(path) for path in text}
+    texts = {path: _text_of(path) for path in text}
     passages = [] if last_words is None else ev.read_passages(last_words)[:limit]
     local = [] if data is None else ev.read_folder(data, names, limit)
     theirs = harness.load_tasks(local or names) if by_lm_eval else None
     return _Inputs(texts, last_words, passages, local, theirs, limit)
+
+
+def _text_of(path: Path) -> str | list[str]:
+    """Documents of files that hold such; of any other file the text as it is."""
+    from twell.train.data import TOKEN_SUFFIXES, read_texts, read_utf8
+
+    if path.name.endswith(TOKEN_SUFFIXES):
+        raise ValueError(f"{path} holds tokens: --text takes text")
+    found = list(read_texts(path)) if path.suffix in (".jsonl", ".parquet") else read_utf8(path)
+    if not found:
+        raise ValueError(f"{path} is empty")
+    return found
 
 
 def _subjects(models: Sequence[str], compare: bool, device: Any, dtype: Any) -> Iterator[_Subject]:

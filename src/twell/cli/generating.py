@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from twell.cli.app import app
-from twell.cli.common import counted_bar, load_model, read_text
+from twell.cli.common import counted_bar, load_model
 
 if TYPE_CHECKING:
     from twell.bench.timing import Spread
@@ -139,8 +139,10 @@ def _say(line: str) -> None:
 
 def _read_prompts(given: Sequence[str], files: Sequence[Path]) -> list[str]:
     """A prompt's last line break is the shell's or the editor's, not a part of it."""
+    from twell.train.data import read_utf8
+
     prompts = [_standard_input() if text == "-" else text for text in given]
-    prompts += [_standard_input() if str(path) == "-" else _without_break(read_text(path)) for path in files]
+    prompts += [_standard_input() if str(path) == "-" else _without_break(read_utf8(path)) for path in files]
     return prompts or [_standard_input()]
 
 

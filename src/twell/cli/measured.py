@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,8 +67,10 @@ def results(
     for document in documents or [Path("docs/results.md"), Path("docs/converting.md"), Path("README.md")]:
         if not document.is_file():
             raise ValueError(f"there is no document {document}")
-        new = tables.updated(document, rows)
-        if new != document.read_text():
+        new, old = tables.updated(document, rows), document.read_text()
+        if documents and "<!-- table " not in old:
+            raise ValueError(f"{document} has no tables: see docs/results.md for how they begin and end")
+        if new != old:
             stale.append(str(document))
             if not check:
                 document.write_text(new)
@@ -77,32 +81,74 @@ def results(
 
 @app.command()
 def tune(
-    workload: Annotated[str, typer.Option("--workload", "-w", help="iidN or skewN, for a mean count of N.")] = "skew29",
-    tokens: Annotated[int, typer.Option("--tokens", "-m", help="Token count M.")] = 16384,
-    width: Annotated[int, typer.Option("--width", "-d", help="Model width D.")] = 2048,
-    hidden: Annotated[int, typer.Option("--hidden", "-f", help="Hidden width F.")] = 5632,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    tiles: Annotated[
+        bool, typer.Option("--tiles", help="Time the kernels with other tile sizes instead; writes nothing.")
+    ] = False,
+    workload: Annotated[str, typer.Option("--workload", "-w", help="For --tiles: iidN or skewN.")] = "skew29",
+    tokens: Annotated[int, typer.Option("--tokens", "-m", help="For --tiles: token count M.")] = 16384,
+    width: Annotated[int, typer.Option("--width", "-d", help="For --tiles: model width D.")] = 2048,
+    hidden: Annotated[int, typer.Option("--hidden", "-f", help="For --tiles: hidden width F.")] = 5632,
+    dtype: Annotated[str, typer.Option(help="For --tiles: bfloat16, float16 or float32.")] = "bfloat16",
     kernel: Annotated[
         list[str] | None,
-        typer.Option(help="tail, gate, hot or heavy; for up to 64 tokens neurons or sums; repeatable. Default: all."),
+        typer.Option(
+            help="For --tiles: tail, gate, hot or heavy; for up to 64 tokens neurons or sums; repeatable. Default: all."
+        ),
     ] = None,
-    best: Annotated[int, typer.Option(help="Candidates to show of each kernel.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Every trial as a JSON line on standard output.")] = False,
+    best: Annotated[int, typer.Option(help="For --tiles: candidates to show of each kernel.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output: costs, or every trial.")] = False,
 ) -> None:
-    """Time the GPU kernels with other tile sizes than the built-in ones, on this GPU.
+    """Measure what this GPU takes, and write it down: layers are planned by it from now on.
 
-    Takes a few minutes and changes nothing. Examples: [bold]twell tune -m 16384[/bold], [bold]twell tune -m 8[/bold]
+    Takes about a minute. Without it an H200's costs are scaled to other GPUs of its generation, and others run densely;
+    [bold]twell doctor[/bold] tells. Changes speed, never a result.
     """
     import torch
 
+    from twell import backends
+
     torch_dtype = dtype_of(dtype)
+    of_tiles = workload, tokens, width, hidden, dtype, kernel, best
+    if not tiles and of_tiles != ("skew29", 16384, 2048, 5632, "bfloat16", None, 5):
+        raise ValueError("-w, -m, -d, -f, --dtype, --kernel and --best are for twell tune --tiles")
     if not torch.cuda.is_available():
         raise ValueError("twell tune times kernels on a GPU, and torch sees none here")
-    device = torch.device("cuda")
-    try:
-        from twell.bench import tune as tuning
-    except ImportError as error:
-        raise RuntimeError(f"the kernels need triton ({error})") from None
+    device = torch.device("cuda", torch.cuda.current_device())
+    why_not = backends.why_unavailable("triton", device)
+    if why_not is not None:
+        raise ValueError(f"the kernels do not run here: {why_not}")
+    if tiles:
+        _tune_tiles(workload, tokens, width, hidden, torch_dtype, device, kernel or (), best, as_json)
+        return
+    from twell import tuned
+    from twell.bench import costs
+
+    with new_bar() as bar:
+        task = bar.add_task("measuring costs", total=None)
+        found = costs.measure(device, progress=lambda done, total: bar.update(task, completed=done, total=total))
+    by_kind = {kind: of._asdict() for kind, of in zip(("inference", "training"), found, strict=True)}
+    path = tuned.write(device, by_kind, date=datetime.datetime.now(datetime.UTC).date().isoformat())
+    if as_json:
+        print(json.dumps({"path": str(path), **by_kind}))
+        return
+    for kind, numbers in by_kind.items():
+        print(f"{kind}: " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+    print(f"written to {path}; delete it to undo")
+
+
+def _tune_tiles(
+    workload: str,
+    tokens: int,
+    width: int,
+    hidden: int,
+    dtype: Any,
+    device: Any,
+    kernels: Sequence[str],
+    best: int,
+    as_json: bool,
+) -> None:
+    from twell.bench import tune as tuning
+
     trials: dict[str, list[Any]] = {}
     with new_bar() as bar:
         task = bar.add_task("tuning", total=None)
@@ -110,7 +156,7 @@ def tune(
         def progress(tried: int, total: int) -> None:
             bar.update(task, completed=tried, total=total)
 
-        for trial in tuning.tune(workload, tokens, width, hidden, torch_dtype, device, kernel or (), progress):
+        for trial in tuning.tune(workload, tokens, width, hidden, dtype, device, kernels, progress):
             trials.setdefault(trial.kernel, []).append(trial)
             bar.update(task, description=trial.kernel)
             if as_json:

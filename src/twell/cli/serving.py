@@ -40,7 +40,9 @@ def serve(
     allow_host: Annotated[
         list[str] | None, typer.Option(help="A name that clients may call this server by, beside addresses.")
     ] = None,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that answers under way have left on SIGTERM.")] = 30,
+    drain: Annotated[
+        float, typer.Option(min=0, max=86400, help="Seconds that answers under way have left on SIGTERM.")
+    ] = 30,
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models.
 

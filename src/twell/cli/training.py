@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.cli.app import app
+from twell.cli.common import Seconds
 
 
 @app.command()
@@ -109,7 +110,7 @@ def sweep(
     validation: Annotated[list[Path] | None, typer.Option(help="Files to validate and to time on.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder, file or hub name. Default: one is trained.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the training.")] = False,
-    seconds: Annotated[float, typer.Option(help="Timing budget of a run's model.")] = 3.0,
+    seconds: Seconds = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output, all else on error.")] = False,
 ) -> None:
     """Train a model for each l1, evaluate and time it: the table and the figure of what sparsity costs and gives.

@@ -103,7 +103,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Fields]]:
             continue
         try:
             fields = json.loads(line.decode())
-        except ValueError as error:  # of JSON, or of UTF-8
+        except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8
             raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
         if not isinstance(fields, dict):
             raise ValueError(f"{path}, line {number} is no JSON object")

@@ -62,17 +62,24 @@ class LastWordScore:
         return Metrics({"accuracy": [float(r) for r in self.right]})
 
 
-def score_text(model: Any, tokenizer: Any, text: str, *, batch_size: int = 8, progress: Progress = silent) -> TextScore:
-    """Predict every token of ``text`` once."""
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    if not ids:
+def score_text(
+    model: Any, tokenizer: Any, text: str | Sequence[str], *, batch_size: int = 8, progress: Progress = silent
+) -> TextScore:
+    """Predict every token of ``text`` once; of several documents also the end-of-text after each, as in training."""
+    texts, end = ([text], []) if isinstance(text, str) else (text, [tokenizer.eos_token_id])
+    ids = [token for one in texts for token in (*tokenizer.encode(one, add_special_tokens=False), *end)]
+    if len(ids) == len(texts) * len(end):
         raise ValueError("the text is empty")
     context, led = context_length(model), [leader(tokenizer), *ids]
     windows = [led[start : start + context + 1] for start in range(0, len(led) - 1, context)]
     rows = [Row(window, len(window) - 1) for window in windows]
     nats = tuple(-p.log_p for p in predict(model, rows, batch_size=batch_size, progress=progress))
     return TextScore(
-        nats=sum(nats), tokens=len(ids), bytes=len(text.encode()), words=len(text.split()), window_nats=nats
+        nats=sum(nats),
+        tokens=len(ids),
+        bytes=sum(len(one.encode()) for one in texts),
+        words=sum(len(one.split()) for one in texts),
+        window_nats=nats,
     )
 
 

@@ -22,7 +22,7 @@ from twell.hf.parallel import ParallelFFN, is_sharded
 from twell.nn import INLINE, SparseFFNBase, activation_of, find_activation, why_called
 
 SPARSE, CALLED, LEFT_ALONE = "sparse", "called", "left alone"
-BACKEND_BEFORE = "_backend_before_desparsify"  # attribute of a sparse FFN that ``desparsify_`` has set to run densely
+BACKEND_BEFORE = "_backend_before_desparsify"  # attribute of a block that ``desparsify_`` has made dense
 _RELU2_CLASS = "transformers.activations.ReLUSquaredActivation"
 
 
@@ -155,8 +155,9 @@ def _why_not_inline(ffn: nn.Module) -> str | None:
 
 
 def _why_reference(ffn: nn.Module) -> str | None:
+    """Unless ``desparsify_`` has chosen it."""
     sparse = sparse_ffn_of(ffn)
-    chosen = sparse is not None and sparse.backend == "reference" and BACKEND_BEFORE not in vars(sparse)
+    chosen = sparse is not None and sparse.backend == vars(sparse).get(BACKEND_BEFORE, "reference") == "reference"
     return "backend='reference' was chosen for it" if chosen else None
 
 

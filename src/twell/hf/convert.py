@@ -35,6 +35,7 @@ from twell.nn import (
     SparseFFN,
     SparseFFNBase,
     activation_of,
+    check_model,
     neuron_major_,
     restore_layout_,
     sparse_ffns,
@@ -132,7 +133,7 @@ def sparsify_empty_(model: nn.Module, counts: NeuronCounts | None = None) -> Rep
 def _sparsify(
     model: nn.Module, counts: NeuronCounts | None, is_requested: Callable[[nn.Module], bool], *, may_be_empty: bool
 ) -> Report:
-    _check_model("sparsify_", model)
+    check_model(model)
     rows = [_sparsify_one(*found, is_requested(found[-1]), may_be_empty) for found in list(find_ffns(model))]
     if not model.training:
         for _, ffn in sparse_ffns(model):
@@ -140,12 +141,6 @@ def _sparsify(
     if counts is None:
         counts = find_counts(getattr(getattr(model, "config", None), "_name_or_path", None))
     return Report(tuple(rows if counts is None else _with_plans(model, rows, counts)))
-
-
-def _check_model(function: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        hint = "; load it first: AutoModelForCausalLM.from_pretrained(...)" if isinstance(model, str) else ""
-        raise ValueError(f"{function}: expected a torch.nn.Module, got {type(model).__name__}{hint}")
 
 
 def _lay_out(ffn: SparseFFNBase) -> None:
@@ -171,9 +166,12 @@ def _with_plans(model: nn.Module, rows: list[Row], counts: NeuronCounts) -> list
 def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
     """Undo ``sparsify_`` exactly; the FFNs of sparse model types run densely until the next ``sparsify_``.
 
+    The next one gives layers the ``backend`` again that was chosen for them. Parts that were put into a sparse layer go
+    to its dense block.
+
     ``restore_layout=False`` leaves weights as they lie, for a dense twin that shares them with a sparse model.
     """
-    _check_model("desparsify_", model)
+    check_model(model)
     rows = []
     for name, parent, attribute, ffn in list(find_ffns(model)):
         sparse, was = sparse_ffn_of(ffn), type(ffn).__name__
@@ -185,17 +183,22 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
         dense = vars(sparse).get("dense_block")
         if isinstance(sparse, InlineFFN):
             sparse.take_out()
+            vars(ffn)[BACKEND_BEFORE] = sparse.backend
             rows.append(Row(name, "SparseFFN (fc1, fc2)", was))
         elif dense is not None:
             shared = vars(sparse)["dense_projections"]
             for projection, before in zip(sparse.projections, shared, strict=True):
                 if getattr(sparse, projection) is not before:  # an adapter has taken the linear's place, say
                     setattr(dense, projection, getattr(sparse, projection))
+            for part in (*sparse._modules, *sparse._parameters):
+                if part not in sparse.projections:
+                    setattr(dense, part, getattr(sparse, part))
+            vars(dense)[BACKEND_BEFORE] = sparse.backend
             dense.train(sparse.training)
             setattr(parent, attribute, dense)
             rows.append(Row(name, was, type(dense).__name__))
         else:
-            if BACKEND_BEFORE not in vars(sparse):
+            if BACKEND_BEFORE not in vars(sparse) or sparse.backend != "reference":  # chosen since the last time
                 setattr(sparse, BACKEND_BEFORE, sparse.backend)
             sparse.backend = "reference"
             rows.append(Row(name, was, f"{was}, run densely"))
@@ -220,6 +223,8 @@ def _sparsify_one(
     if is_empty and not may_be_empty:
         return Row(name, was, None, _EMPTY, kind=LEFT_ALONE)
     sparse = wrap(ffn)
+    if sparse.backend == "reference":
+        kind, why = classify(sparse)
     if isinstance(sparse, InlineFFN):
         sparse.put_in()
         return Row(name, was, f"SparseFFN (fc1, fc2), {sparse.activation}", why, kind=kind)
@@ -248,7 +253,8 @@ def _class_of(ffn: nn.Module) -> type[SparseFFNBase]:
 def wrap(ffn: nn.Module, cls: type[SparseFFNBase] | None = None, activation: str | None = None) -> Any:
     """The sparse FFN of a dense block, in nobody's place yet. As ``from_dense``, which takes no LoRA's linears."""
     new = (cls or _class_of(ffn)).__new__(cls or _class_of(ffn))
-    new._build([getattr(ffn, name) for name in projection_names(ffn)], activation or activation_of(ffn), "auto", False)
+    linears, backend = [getattr(ffn, name) for name in projection_names(ffn)], vars(ffn).get(BACKEND_BEFORE, "auto")
+    new._build(linears, activation or activation_of(ffn), backend, False)
     new.train(ffn.training)
     if isinstance(new, InlineFFN):
         new.belong_to(ffn)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -197,6 +198,9 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
     l1_scale: Tensor
 
     def __init__(self, config: Any) -> None:
+        if not 0 <= config.sparsity_l1_coeff < math.inf:
+            l1 = config.sparsity_l1_coeff
+            raise ValueError(f"sparsity_l1_coeff must be a finite number of at least 0, got {l1}")
         with _without_layers(config):
             super().__init__(config)
         self.model = self.model_class(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -50,8 +51,8 @@ def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"relufy_: expected a transformers model, got {type(model).__name__}")
-    if not l1 >= 0:
-        raise ValueError(f"relufy_: l1 must not be negative, got {l1}")
+    if not 0 <= l1 < math.inf:
+        raise ValueError(f"relufy_: l1 must be a finite number of at least 0, got {l1}")
     if type(model) in _SPARSE_TYPES:
         return _become_sparse_type(model, l1)
     rows = []

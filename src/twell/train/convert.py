@@ -23,6 +23,7 @@ from twell.hf.loading import check_name, load_causal_lm, load_config
 from twell.hf.relufy import relufy_
 from twell.nn import SparseFFNBase
 from twell.train.data import Blocks, Corpus, Progress, silent
+from twell.train.files import writing
 from twell.train.recipes import Recipe, override
 from twell.train.run import SUMMARY_FILE, describe, read_summary, run
 from twell.train.saved import RECIPE_FILE, check_same_run
@@ -69,8 +70,9 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
     if not report.changed:
         why = report.skipped[0].why if report.skipped else "it has none with projections that relufy_ knows"
         raise ValueError(f"no feed-forward layer of {name} ({config.model_type}) can be converted: {why}")
-    model.save_pretrained(out)
-    tok.save_pretrained(out)
+    with writing(out):
+        model.save_pretrained(out)
+        tok.save_pretrained(out)
     return report
 
 

@@ -161,14 +161,18 @@ def read_texts(path: Path) -> Iterator[str]:
     return (text for text, _ in _texts_and_positions(path))
 
 
+def read_utf8(path: Path) -> str:
+    """A whole text file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no text in UTF-8") from None
+
+
 def _texts_and_positions(path: Path) -> Iterator[tuple[str, int]]:
     """Documents, each with how many bytes of the file were read for it and those before: exact for .jsonl alone."""
-    size = path.stat().st_size
     if path.suffix == ".txt":
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} is not UTF-8") from None
+        size, text = path.stat().st_size, read_utf8(path)
         done = 0
         for document in _cut_text(text):
             done += len(document)
@@ -181,23 +185,31 @@ def _texts_and_positions(path: Path) -> Iterator[tuple[str, int]]:
                 if line.strip():
                     yield _text_of(line, f"{path}, line {number}"), position
     else:
-        try:
-            import pyarrow
-            import pyarrow.parquet as parquet
-        except ImportError:
-            raise ValueError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
-        try:
-            table = parquet.ParquetFile(path)
-            if "text" not in (names := table.schema_arrow.names):
-                raise ValueError(f"{path} has no column 'text', only {', '.join(names)}")
-            rows = 0
-            for batch in table.iter_batches(columns=["text"]):
-                rows += len(batch)
-                position = size * rows // table.metadata.num_rows
-                yield from ((text, position) for text in batch.column(0).to_pylist() if text)
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"{path} cannot be read as .parquet: {reason}") from None
+        yield from _parquet_texts(path)
+
+
+def _parquet_texts(path: Path) -> Iterator[tuple[str, int]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ValueError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
+    size, rows = path.stat().st_size, 0
+    try:
+        table = parquet.ParquetFile(path)
+        names = table.schema_arrow.names
+        if "text" not in names:
+            raise ValueError(f"{path} has no column 'text', only {', '.join(names)}")
+        for batch in table.iter_batches(columns=["text"]):
+            rows += len(batch)
+            position = size * rows // table.metadata.num_rows
+            for text in batch.column(0).to_pylist():
+                if not isinstance(text, str | None):
+                    raise ValueError(f"{path}: the column 'text' holds {type(text).__name__}, not text")
+                if text:
+                    yield text, position
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no whole .parquet file: {error}") from None
 
 
 def _cut_text(text: str) -> Iterable[str]:
@@ -215,10 +227,14 @@ def _text_of(line: bytes, where: str) -> str:
         record: Any = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         raise ValueError(f"{where} is not UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from None
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
         raise ValueError(f"{where} has no field 'text' with a string")
+    try:
+        record["text"].encode()
+    except UnicodeEncodeError:  # JSON can write \ud800 alone, which no text has
+        raise ValueError(f"{where} holds half a character (a lone surrogate)") from None
     return record["text"]
 
 

@@ -38,6 +38,16 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Errors of libraries that write into a folder, which are of any type, become a RuntimeError of one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RuntimeError(f"could not write {folder} (disk full?): {reason}") from error
+
+
 # ---------------------------------------------------------------------------------------------------------
 # checksums
 # ---------------------------------------------------------------------------------------------------------
@@ -46,7 +56,11 @@ def write_whole(path: Path, text: str) -> None:
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and checksum of every file below a folder, by its path there."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST_FILE)
-    return {p.relative_to(folder).as_posix(): {"bytes": p.stat().st_size, "sha256": _checksum(p)} for p in files}
+    return {p.relative_to(folder).as_posix(): describe_file(p) for p in files}
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _checksum(path)}
 
 
 def flaw_of_files(folder: Path, described: dict[str, dict[str, Any]]) -> str | None:

@@ -56,6 +56,11 @@ class Recipe:
             _check(field.name, getattr(self, field.name), str(field.type))
         if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
             raise ValueError(f"hidden_size {self.hidden_size} is no even multiple of heads {self.heads}")
+        for name, needed in (("l1_warmup_start", "l1_warmup_end"), ("restart_until", "restart_every")):
+            if getattr(self, name) and not getattr(self, needed):
+                raise ValueError(f"{name} does nothing without {needed}")
+        if self.l1_warmup_start > self.l1_warmup_end:
+            raise ValueError(f"l1_warmup_start {self.l1_warmup_start} is after l1_warmup_end {self.l1_warmup_end}")
         if self.activation not in ("relu", "silu"):
             raise ValueError(f"activation must be relu or silu, got {self.activation!r}")
         if self.activation == "silu" and (self.l1 or self.restart_every or not self.gated):
@@ -70,7 +75,7 @@ _KINDS: dict[str, Any] = {"bool": bool, "int": int, "float": (float, int), "str"
 _SIZES = ("hidden_size", "intermediate_size", "layers", "heads", "vocab_size", "rope_theta")
 _COUNTS = ("steps", "sequences_per_step", "micro_batch", "log_every", "eval_every", "save_every")
 _LEAST = {**dict.fromkeys(_SIZES + _COUNTS, 1), "context": 2}  # of all other numbers: 0
-_MOST = {"seed": 2**32 - 1}  # of all other integers: what 64 bits hold
+_MOST = {"seed": 2**32 - 1, "vocab_size": 2**22}  # of all other integers: what 64 bits hold
 
 
 def _check(name: str, value: Any, kind: str) -> None:

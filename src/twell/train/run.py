@@ -20,7 +20,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from twell import __version__
@@ -37,6 +36,7 @@ from twell.train.files import (
     newest_sound,
     step_of,
     write_whole,
+    writing,
 )
 from twell.train.live import LiveView
 from twell.train.recipes import Recipe
@@ -130,7 +130,8 @@ def _run(
     if is_first:  # everything has been checked: from here on the folder is a run's
         if saved is None:
             (out / _BEGUN).touch()
-            tok.save_pretrained(out / TOKENIZER_FOLDER)
+            with writing(out / TOKENIZER_FOLDER):
+                tok.save_pretrained(out / TOKENIZER_FOLDER)
         now = Saved(
             recipe=recipe,
             data=[str(p) for p in data],
@@ -217,20 +218,14 @@ def _finish(
     say: Callable[[str], None],
 ) -> None:
     """Save the model, validate it where that was not done yet, and last of all write the summary."""
-    try:
-        if _is_first():
-            (out / SUMMARY_FILE).unlink(missing_ok=True)  # of a finished run, whose model is written again here
+    if _is_first():
+        (out / SUMMARY_FILE).unlink(missing_ok=True)  # of a finished run, whose model is written again here
+    with writing(out / MODEL_FOLDER):
         trainer.save_model(str(out / MODEL_FOLDER))
         if _is_first():  # the run's own files: a tokenizer loaded from them would be saved with a note of that
             shutil.copytree(
                 out / TOKENIZER_FOLDER, out / MODEL_FOLDER, copy_function=shutil.copyfile, dirs_exist_ok=True
             )
-    except (OSError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise RuntimeError(
-            f"could not write the model into {out / MODEL_FOLDER} (disk full?): {reason}; the last checkpoint "
-            f"holds it: twell train --resume --out {out} writes it again"
-        ) from error
     if _last_evaluation(trainer).get("step") != trainer.state.global_step:
         trainer.evaluate()
     if _is_first():

@@ -37,6 +37,7 @@ from twell.train.data import (
     silent,
     token_dtype,
 )
+from twell.train.files import describe_file, flaw_of_files
 
 # Their own default is everything, ordered by crawl; this is a random sample of all crawls. For more than its 10
 # billion tokens name another: HuggingFaceFW/fineweb:sample-100BT.
@@ -150,9 +151,11 @@ def stream_corpus(
     identity = [dataclasses.astuple(dataset), tokens_needed, share, share and held_out_least, vocab_size, end_of_text]
     stored = _Stored(cache, dataset, [*identity, _fingerprint(encode)], token_dtype(vocab_size))
     if wait:
-        while not stored.is_complete():
+        while stored.flaw() is not None:
             time.sleep(0.5)
-    elif not stored.is_complete():
+    elif (flaw := stored.flaw()) is not None:
+        if stored.facts.exists():
+            say(f"what {cache} holds of {dataset} is damaged ({flaw}) and is read again")
         with contextlib.closing(read_dataset(dataset)) as texts:
             batches = encode_batches(texts, encode, end_of_text, vocab_size, dataset)
             stored.write(batches, tokens_needed, share, held_out_least, progress)
@@ -180,7 +183,7 @@ def _fingerprint(encode: Encode) -> str:
 
 
 class _Stored:
-    """Two files of tokens, and last of all a .json: without it, or with other sizes than it tells, they are no good."""
+    """Two files of tokens, and last of all a .json: without it, or where they are not as it says, they are no good."""
 
     def __init__(self, folder: Path, dataset: DatasetName, identity: list[Any], dtype: np.dtype) -> None:
         digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
@@ -191,13 +194,15 @@ class _Stored:
         self.held_out = folder / f"{stem}-held-out{suffix}"
         self.facts = folder / f"{stem}.json"
 
-    def is_complete(self) -> bool:
+    def flaw(self) -> str | None:
+        """What is missing or damaged; None where nothing is."""
         try:
-            facts = self._read_facts()
-            sizes = {self.train: facts["tokens"], self.held_out: facts["held_out_tokens"]}
-            return all(path.stat().st_size == n * self.dtype.itemsize for path, n in sizes.items())
-        except (OSError, ValueError, TypeError, KeyError):  # missing or damaged: read again
-            return False
+            files = self._read_facts()["files"]
+            return flaw_of_files(
+                self.facts.parent, {path.name: files[path.name] for path in (self.train, self.held_out)}
+            )
+        except (OSError, ValueError, TypeError, KeyError):
+            return f"{self.facts.name} cannot be read"
 
     def _read_facts(self) -> dict[str, Any]:
         return json.loads(self.facts.read_text(encoding="utf-8"))
@@ -240,6 +245,7 @@ class _Stored:
                 "documents": train.documents,
                 "held_out_tokens": held_out.tokens,
                 "held_out_documents": held_out.documents,
+                "files": {path.name: describe_file(parts[path]) for path in (self.train, self.held_out)},
             }
             parts[self.facts].write_text(json.dumps(facts, indent=1), encoding="utf-8")
             for path, part in parts.items():  # in this order: the facts last

@@ -324,8 +324,8 @@ class SparseTrainer(Trainer):
             dist.all_reduce(finite, dist.ReduceOp.MIN)
         if not finite:
             raise RuntimeError(
-                f"the loss or a weight is no longer finite at step {self.state.global_step}: try a lower lr; stopped, "
-                "and no checkpoint of this step written"
+                f"the loss or a weight is no longer finite at step {self.state.global_step}: try a lower lr or l1; "
+                "stopped, and no checkpoint of this step written"
             )
 
     def restart_stopwatch(self) -> None:
@@ -379,7 +379,7 @@ class _SparsityCallback(TrainerCallback):
                 f.write(metrics_line(state.global_step, logs))
         for name, field in _MUST_BE_FINITE.items():
             if not math.isfinite(value := logs.get(field, 0.0)):
-                raise RuntimeError(f"the {name} is {value} at step {state.global_step}: try a lower lr; stopped")
+                raise RuntimeError(f"the {name} is {value} at step {state.global_step}: try a lower lr or l1; stopped")
         self.trainer.restart_stopwatch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
