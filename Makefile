@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all test-gpu fuzz lint format bench clean
+.PHONY: demo test test-all test-gpu fuzz endure lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/twell demo
@@ -22,6 +22,11 @@ test-gpu:
 # 100,000 random layers, tokens and ways of calling against dense formulas in float64.
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/adversarial/fuzz.py --cases 100000 --jobs 2
+
+# Training killed 40 times and with files damaged 200 times; a server under 64 clients for a minute. Half an hour in all.
+endure: $(INSTALLED)
+	$(BIN)/python tests/adversarial/kills.py --kills 40 --damages 200
+	$(BIN)/python tests/adversarial/clients.py --clients 64 --seconds 60 --bad 200
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

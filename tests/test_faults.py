@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from command_line import Twell
-from small_runs import BATCHES, MODEL
-from twell.train.data import SAMPLE, read_texts
+from small_runs import BATCHES, MODEL, write_text
+from twell.train.data import read_texts
 from twell.train.files import newest_sound
 from twell.train.run import read_metrics
 from twell.train.tokenizer import train_bpe
@@ -28,9 +28,7 @@ OVERRIDES = [*MODEL, *BATCHES, "steps=12", "eval_every=4", "save_every=3", "rest
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("\n<|endoftext|>\n".join(t[:3000] for t in list(read_texts(SAMPLE))[:8]))
-    return path
+    return write_text(tmp_path_factory.mktemp("data") / "text.txt")
 
 
 def start(*args: str | Path, **options: Any) -> subprocess.Popen:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from command_line import Twell
-from small_runs import BATCHES, MODEL, mortal_runs
+from small_runs import BATCHES, MODEL, mortal_runs, result, write_text
 from twell import cpu
 from twell.train import run as run_module
-from twell.train.data import SAMPLE, read_texts
+from twell.train.data import read_texts
 from twell.train.files import LOCK_FILE, MANIFEST_FILE, flaw_of_checkpoint, hold, newest_sound
 from twell.train.recipes import override, tiny
 from twell.train.run import SUMMARY_FILE, read_summary, run
@@ -26,13 +26,6 @@ from twell.train.tokenizer import train_bpe
 
 OVERRIDES = [*MODEL, *BATCHES, "steps=6", "eval_every=3", "save_every=2", "restart_every=3"]
 MINI = override(tiny(), OVERRIDES)
-TIMES = (
-    "tokens_per_second",
-    "eval_runtime",
-    "eval_samples_per_second",
-    "eval_steps_per_second",
-    "eval_model_preparation_time",
-)
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "deleted": lambda path: path.unlink(),
@@ -49,9 +42,7 @@ def flipped(content: bytes, where: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("\n<|endoftext|>\n".join(t[:3000] for t in list(read_texts(SAMPLE))[:8]))
-    return path
+    return write_text(tmp_path_factory.mktemp("data") / "text.txt")
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +70,6 @@ def resume(out: Path, data: list[Path] | None = None, **how: Any) -> list[str]:
     said: list[str] = []
     run(how.pop("recipe", None), data or [], out, go_on=True, say=said.append, **how)
     return said
-
-
-def result(out: Path) -> tuple[Any, ...]:
-    """All that two runs must agree on."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows if "train_runtime" not in row]
-    summary = read_summary(out)
-    return rows, summary["validation_loss"], summary["active"], (out / "model/model.safetensors").read_bytes()
 
 
 # -- damage -----------------------------------------------------------------------------------------------
@@ -149,6 +132,29 @@ def test_a_run_cut_short_before_its_first_checkpoint_starts_again(again: Path, w
     assert result(again) == result(whole)
 
 
+def test_a_run_killed_as_it_begins_starts_again(
+    text: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between its first file and recipe.json there is nothing to resume: the first command works again."""
+    out = tmp_path / "run"
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(Saved, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(MINI, [text], out, say=lambda line: None)
+    assert (out / "tokenizer").exists()
+    with pytest.raises(ValueError, match=r"holds no run to resume: it has no recipe\.json"):
+        resume(out)
+    run(MINI, [text], out, say=lambda line: None)
+    assert result(out) == result(whole)
+    (out / RECIPE_FILE).unlink()
+    with pytest.raises(ValueError, match="is not empty"):  # there is more in it than a run that never began
+        run(MINI, [text], out, say=lambda line: None)
+
+
 def test_damage_to_the_recipe_or_the_tokenizer_ends_in_one_line(again: Path, whole: Path) -> None:
     for name in (RECIPE_FILE, *(str(p.relative_to(again)) for p in (again / "tokenizer").iterdir())):
         for how, damage in DAMAGES.items():
@@ -166,6 +172,7 @@ def test_damage_to_the_recipe_or_the_tokenizer_ends_in_one_line(again: Path, who
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
 def test_a_model_that_cannot_be_written_ends_in_one_line(again: Path, whole: Path, file: str) -> None:
+    shutil.copy(whole / SUMMARY_FILE, again / SUMMARY_FILE)  # a finished one, which is none without its model
     (again / "model" / file).mkdir(parents=True)
     with pytest.raises(RuntimeError, match=r"could not write .*model \(disk full\?\): .*directory"):
         resume(again)
@@ -180,6 +187,18 @@ def test_a_damaged_summary_ends_in_one_line(again: Path) -> None:
         (again / SUMMARY_FILE).write_text(content)
         with pytest.raises(ValueError, match="is damaged: twell train --resume"):
             read_summary(again)
+
+
+def test_what_is_in_the_way_of_files_is_named_before_training(again: Path) -> None:
+    metrics = (again / "metrics.jsonl").rename(again / "kept")
+    for name in ("metrics.jsonl", SUMMARY_FILE):
+        (again / name).mkdir()
+        with pytest.raises(ValueError, match=f"{name} is a folder, and the run writes a file of that name: remove it"):
+            resume(again)
+        (again / name).rmdir()
+    metrics.rename(again / "model")
+    with pytest.raises(ValueError, match="model is a file, and the run writes a folder of that name: remove it"):
+        resume(again)
 
 
 # -- other arguments --------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ except ImportError:  # Windows: no locks
 
 MANIFEST_FILE = "manifest.json"
 LOCK_FILE = ".lock"
+PART = ".part"  # behind the name of a file that is being written
 NOT_FINISHED = "was not finished"
 _PREFIX = "checkpoint-"
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of file systems that know none: some network ones
@@ -32,7 +33,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of file systems that 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file under another name, then move it into place: a reader finds the old text or the new one."""
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(path.name + PART)
     part.write_text(text, encoding="utf-8")
     part.replace(path)
 

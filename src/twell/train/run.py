@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import shlex
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from twell.train.files import (
     LOCK_FILE,
     MANIFEST_FILE,
     NOT_FINISHED,
+    PART,
     Found,
     checkpoints,
     describe_files,
@@ -47,6 +49,7 @@ MODEL_FOLDER = "model"
 DATA_FOLDER = "data"  # of a streamed dataset
 BPE_TEXTS = 20_000  # of a streamed dataset, to train a tokenizer on
 SUMMARY_FILE = "summary.json"
+_BEGUN = RECIPE_FILE + PART  # becomes the recipe: until then a run has not begun
 
 # A model to start from, made once the data is read, and what the summary should say of it.
 Begin = Callable[[Recipe, Corpus], tuple[PreTrainedModel, dict[str, Any]]]
@@ -101,13 +104,14 @@ def _run(
         say = _say_nothing
     saved = Saved.read(out) if go_on else None
     if saved is not None:
+        _check_places(out)
         recipe = saved.extended(recipe)
         data, validation = data or saved.data, validation or saved.validation
         found, tok = _found(out, recipe.steps, say), _saved_tokenizer(saved, out, tokenizer)
     elif recipe is None:
         raise ValueError("a new run needs a recipe")
     else:
-        if is_first and any(path.name not in (DATA_FOLDER, LOCK_FILE) for path in out.iterdir()):
+        if is_first and not _is_free(out):
             raise ValueError(f"{out} is not empty: resume the run there, or choose another folder")
         found, tok = Found(None, {}), _tokenizer(tokenizer, data, recipe, say)
     tokens_needed = saved.tokens_needed if saved else recipe.steps * recipe.tokens_per_step
@@ -125,6 +129,7 @@ def _run(
     trainer.unsound = list(found.flaws)
     if is_first:  # everything has been checked: from here on the folder is a run's
         if saved is None:
+            (out / _BEGUN).touch()
             with writing(out / TOKENIZER_FOLDER):
                 tok.save_pretrained(out / TOKENIZER_FOLDER)
         now = Saved(
@@ -150,6 +155,21 @@ def _run(
             resume(trainer, found.checkpoint)
     _finish(trainer, corpus, tok, out, time.perf_counter() - start, conversion, say)
     return trainer
+
+
+def _is_free(out: Path) -> bool:
+    """Whether a run may begin there: it holds nothing, or what one left that was killed before it had a recipe."""
+    names = {path.name for path in out.iterdir()} - {DATA_FOLDER, LOCK_FILE}
+    return not names or (_BEGUN in names and names <= {_BEGUN, TOKENIZER_FOLDER})
+
+
+def _check_places(out: Path) -> None:
+    """What a run will write, a folder of that name would stop: after the training, were it not looked for before."""
+    for name in (METRICS_FILE, SUMMARY_FILE):
+        if (out / name).is_dir():
+            raise ValueError(f"{out / name} is a folder, and the run writes a file of that name: remove it")
+    if (out / MODEL_FOLDER).is_file():
+        raise ValueError(f"{out / MODEL_FOLDER} is a file, and the run writes a folder of that name: remove it")
 
 
 def _found(out: Path, steps: int, say: Callable[[str], None]) -> Found:
@@ -198,10 +218,14 @@ def _finish(
     say: Callable[[str], None],
 ) -> None:
     """Save the model, validate it where that was not done yet, and last of all write the summary."""
+    if _is_first():
+        (out / SUMMARY_FILE).unlink(missing_ok=True)  # of a finished run, whose model is written again here
     with writing(out / MODEL_FOLDER):
         trainer.save_model(str(out / MODEL_FOLDER))
-        if _is_first():
-            tok.save_pretrained(out / MODEL_FOLDER)
+        if _is_first():  # the run's own files: a tokenizer loaded from them would be saved with a note of that
+            shutil.copytree(
+                out / TOKENIZER_FOLDER, out / MODEL_FOLDER, copy_function=shutil.copyfile, dirs_exist_ok=True
+            )
     if _last_evaluation(trainer).get("step") != trainer.state.global_step:
         trainer.evaluate()
     if _is_first():
