@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "twell"
 # A module may import modules of a lower level, and of its own package.
 LEVELS = {
     "_version": 0,
+    "tuned": 0,
     "formats": 1,
     "host": 1,
     "int8": 1,
