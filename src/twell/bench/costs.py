@@ -104,10 +104,10 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _forward(given: cases.FFNInputs, w: Weights, plan: Plan, seconds: float) -> dict[str, float]:
-    """ms of a dense FFN and of the parts, with a sixteenth of the tokens heavy."""
+    """ms of a dense FFN and of the parts, with half of the tokens heavy."""
     parts = Parts(given.x, w, plan)
     ms = ffn.parts_ms(parts, w, seconds)
-    n_heavy = max(1, len(given.x) // 16)
+    n_heavy = max(1, len(given.x) // 2)  # fewer would not fill the GPU
     parts.pretend_heavy(n_heavy)
     dense = ffn.DenseFFN(given.w_gate, given.w_up, given.w_down).eval()
     runs: dict[str, Callable[[], Any]] = {"dense": functools.partial(dense, given.x)}
