@@ -101,7 +101,8 @@ def tune(
     """Measure what this GPU takes, and write it down: layers are planned by it from now on.
 
     Takes about a minute. Without it an H200's costs are scaled to other GPUs of its generation, and others run densely;
-    [bold]twell doctor[/bold] tells. Changes speed, never a result.
+    [bold]twell doctor[/bold] tells. Changes speed, never a result. Examples: [bold]twell tune[/bold],
+    [bold]twell tune --tiles -m 8[/bold]
     """
     import torch
 

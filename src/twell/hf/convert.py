@@ -183,7 +183,7 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
         dense = vars(sparse).get("dense_block")
         if isinstance(sparse, InlineFFN):
             sparse.take_out()
-            vars(ffn)[BACKEND_BEFORE] = sparse.backend
+            _remember_choice(ffn, sparse.backend)
             rows.append(Row(name, "SparseFFN (fc1, fc2)", was))
         elif dense is not None:
             shared = vars(sparse)["dense_projections"]
@@ -193,7 +193,7 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
             for part in (*sparse._modules, *sparse._parameters):
                 if part not in sparse.projections:
                     setattr(dense, part, getattr(sparse, part))
-            vars(dense)[BACKEND_BEFORE] = sparse.backend
+            _remember_choice(dense, sparse.backend)
             dense.train(sparse.training)
             setattr(parent, attribute, dense)
             rows.append(Row(name, was, type(dense).__name__))
@@ -203,6 +203,14 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
             sparse.backend = "reference"
             rows.append(Row(name, was, f"{was}, run densely"))
     return Report(tuple(rows))
+
+
+def _remember_choice(block: nn.Module, backend: str) -> None:
+    """Of a backend, for the next ``sparsify_``. A block without one is left as it was before the first."""
+    if backend == "auto":
+        vars(block).pop(BACKEND_BEFORE, None)
+    else:
+        vars(block)[BACKEND_BEFORE] = backend
 
 
 def _sparsify_one(
