@@ -303,7 +303,7 @@ class SparseFFNBase(nn.Module):
             return
         if seen_before < FIRST_LOOK <= tokens:
             plan = self._plan_for(counts, tokens)
-            self._set_plan(dense_plan(len(fired), plan.few_tokens, plan.mean_active))
+            self._set_plan(dense_plan(len(fired), plan.few_tokens, plan.mean_active, plan.union_tokens))
         self._first_batches = counts, tokens
 
     # -- frozen state: see frozen.py -------------------------------------------------------------------
@@ -383,8 +383,8 @@ class SparseFFNBase(nn.Module):
     def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
         is_compiling, index = torch.compiler.is_compiling(), self._kernels_on
         if is_compiling and index is not None and token_mask is None and not (return_stats or torch.is_grad_enabled()):
-            few, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # as symbols: others compile nothing anew
-            if few < x.numel() // x.shape[-1] < least:
+            _, most, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # as symbols: others compile nothing anew
+            if most < x.numel() // x.shape[-1] < least:
                 return self._call_projections(x, None, False)  # a compiler makes the best of a dense layer
         w = None if is_compiling else self._plain_weights()
         if w is None:
@@ -406,12 +406,12 @@ class SparseFFNBase(nn.Module):
             and registered.nothing_stands_before("cuda")
         ):
             captured, gpu = _is_capturing(), backends.kernels()
-            few, least = self._plan_tokens[captured]
-            if few < x.numel() // gate.shape[1] < least:
+            few, most, least = self._plan_tokens[captured]
+            if most < x.numel() // gate.shape[1] < least:
                 return gpu.dense.infer(x, w, self.activation)
             kept = () if self.frozen is None else self.frozen.tensors_now(w, self.plan, captured)
             plan = self._plan_captured if captured else self._plan_eager
-            return gpu.forward_here(x, w, self.activation, plan, few, least, kept)
+            return gpu.forward_here(x, w, self.activation, plan, few, most, least, kept)
         if not isinstance(x, Tensor):
             raise ValueError(f"{type(self).__name__}: x must be a torch.Tensor, got {type(x).__name__}")
         if self._plans_itself and not torch.is_grad_enabled() and not is_compiling:

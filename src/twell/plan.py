@@ -82,6 +82,9 @@ _FEW_COSTS = {
     32: (3000.0, 1.2),
     MAX_FEW_TOKENS: (4300.0, 0.85),
 }
+# Likewise, of gpu/prefill/union.py: beside the gate, and a neuron that fires for any of a tile of tokens.
+TILE_TOKENS = 64
+_UNION_COSTS = {128: (4600.0, 1.6), 256: (3600.0, 2.2), 512: (2500.0, 2.2), 1024: (2600.0, 2.1), 4095: (2800.0, 2.1)}
 _FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; of F 14336 (D 4096), where processors have two programs
 _MANY_NEURONS = 64 * 132  # on an H200, above which they do
 
@@ -169,10 +172,10 @@ class PlanTensors(NamedTuple):
     order: Tensor  # int32 [F]: the neurons, hot ones first
     places: Tensor  # int32 [F]: of a cold neuron among the cold ones; 0 for hot ones
     sizes: Tensor  # H, cap, first, of 18 bits each
-    tokens: Tensor  # few_tokens, min_tokens of 22 bits
+    tokens: Tensor  # see ``Plan.tokens``: of 7, 14 and 22 bits
 
 
-_SIZE, _TOKENS = 1 << 18, 1 << 22  # which numbers are below; more tokens are run as so many are
+_SIZE, _TOKENS, _UNION = 1 << 18, 1 << 22, 1 << 14  # which numbers are below; more tokens are run as so many are
 _OFFSET_SIZES, _OFFSET_TOKENS = 1 << 60, 1 << 61
 
 
@@ -189,10 +192,10 @@ def sizes_of(plan: PlanTensors) -> tuple[int, int, int]:
     return packed // (_SIZE * _SIZE), packed // _SIZE % _SIZE, packed % _SIZE
 
 
-def tokens_of(plan: PlanTensors) -> tuple[int, int]:
-    """few_tokens, min_tokens."""
+def tokens_of(plan: PlanTensors) -> tuple[int, int, int]:
+    """See ``Plan.tokens``."""
     packed = plan.tokens.shape[1] - _OFFSET_TOKENS
-    return packed // _TOKENS, packed % _TOKENS
+    return packed // (_UNION * _TOKENS), packed // _TOKENS % _UNION, packed % _TOKENS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -209,6 +212,7 @@ class Plan:
     first: int = 32  # the tail starts with tokens that have more than this
     min_tokens: int = _MIN_TOKENS  # a smaller batch runs densely
     few_tokens: int = 0  # but not one of at most so many tokens
+    union_tokens: int = 0  # nor of so many: by the neurons that fire for any of a tile of tokens
     min_tokens_captured: int | None = None  # in a CUDA graph; None: the same
     few_tokens_captured: int | None = None
     predicted: float | None = None  # speedup over dense
@@ -228,6 +232,8 @@ class Plan:
             )
         if max(self.few_tokens, self.few_tokens_captured or 0) > MAX_FEW_TOKENS:
             raise ValueError(f"few_tokens must be at most {MAX_FEW_TOKENS}, got {self.few_tokens}")
+        if not 0 <= self.union_tokens < _UNION:
+            raise ValueError(f"union_tokens must be 0 to {_UNION - 1}, got {self.union_tokens}")
         if self.n_neurons % 2 == 0 and len(hot) % 2:
             raise ValueError(f"a plan needs an even number of hot neurons, since kernels write pairs; got {len(hot)}")
         if max(self.n_neurons, self.cap, self.first) >= 1 << 18:
@@ -238,23 +244,24 @@ class Plan:
         """Of batches that are not few tokens."""
         return len(self.hot) == self.n_neurons
 
-    def tokens(self, *, captured: bool) -> tuple[int, int]:
-        """(few_tokens, min_tokens): up to and from how many tokens a call runs sparsely."""
+    def tokens(self, *, captured: bool) -> tuple[int, int, int]:
+        """How many tokens run sparsely: up to so many as few tokens, up to so many by tiles, from so many on in parts."""
         few, least = self.few_tokens, self.min_tokens
         if captured:
             few = few if self.few_tokens_captured is None else self.few_tokens_captured
             least = least if self.min_tokens_captured is None else self.min_tokens_captured
-        return few, least
+        return few, max(few, self.union_tokens), least
 
     def in_parts(self, tokens: int, *, captured: bool) -> bool:
         """Whether a batch of so many tokens runs in three parts."""
-        return not self.is_dense and tokens >= self.tokens(captured=captured)[1]
+        return not self.is_dense and tokens >= self.tokens(captured=captured)[2]
 
     def __repr__(self) -> str:
-        few, least = self.tokens(captured=False)
-        few_captured, least_captured = self.tokens(captured=True)
+        few, most, least = self.tokens(captured=False)
+        few_captured, _, least_captured = self.tokens(captured=True)
         of_few = f", sparse up to {few} tokens" if few else ""
         of_few += f" ({few_captured} in graphs)" if few_captured != few else ""
+        of_few += f", by tiles up to {most}" if most > few else ""
         if self.is_dense:
             return f"Plan(dense, {self.n_neurons} neurons{of_few})"
         predicted = "" if self.predicted is None else f", predicted {self.predicted:.2f}x"
@@ -281,11 +288,11 @@ class Plan:
 
     def _make(self, device: torch.device, captured: bool) -> PlanTensors:
         other = self.__dict__["_on"].get((device, not captured))
-        few, least = self.tokens(captured=captured)
+        few, most, least = self.tokens(captured=captured)
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be kept
             packed = (len(self.hot) * _SIZE + self.cap) * _SIZE + self.first
             sizes = _as_size(packed + _OFFSET_SIZES, device)
-            tokens = _as_size(few * _TOKENS + min(least, _TOKENS - 1) + _OFFSET_TOKENS, device)
+            tokens = _as_size((few * _UNION + most) * _TOKENS + min(least, _TOKENS - 1) + _OFFSET_TOKENS, device)
             if other is not None:
                 return PlanTensors(other.order, other.places, sizes, tokens)
             order = self.order()
@@ -306,9 +313,12 @@ class Plan:
         return cls(**state)
 
 
-def dense_plan(n_neurons: int, few_tokens: int = 0, mean_active: float | None = None) -> Plan:
-    hot = torch.arange(n_neurons, device="cpu")
-    return Plan(n_neurons=n_neurons, hot=hot, cap=0, few_tokens=few_tokens, predicted=1.0, mean_active=mean_active)
+def dense_plan(
+    n_neurons: int, few_tokens: int = 0, mean_active: float | None = None, union_tokens: int = 0
+) -> Plan:
+    """Dense but for batches of so many tokens."""
+    hot, given = torch.arange(n_neurons, device="cpu"), {"few_tokens": few_tokens, "union_tokens": union_tokens}
+    return Plan(n_neurons=n_neurons, hot=hot, cap=0, predicted=1.0, mean_active=mean_active, **given)
 
 
 def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048, gated: bool = True) -> Plan:
@@ -337,8 +347,9 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     dense = projections * costs.dense * F
     H, predicted = int(n_hot[best]), dense / float(cost[best])
     few_tokens = few_tokens_for(frequency, tokens, gated=gated, factor=costs.few)
+    union_tokens = union_tokens_for(frequency, tokens, gated=gated, factor=costs.few)
     if predicted < _MIN_GAIN:
-        return dense_plan(F, few_tokens, float(frequency.sum()))
+        return dense_plan(F, few_tokens, float(frequency.sum()), union_tokens)
     cap = heavy * (F - H) / gather
     if training:  # which keeps the lists; the few tokens beyond have lists of their own
         cap = _STEP * math.ceil(min(cap, 6 + 4 * float(tail[H])) / _STEP)
@@ -351,6 +362,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
         min_tokens=max(_MIN_TOKENS_TRAINING if training else _MIN_TOKENS, pays_from),
         min_tokens_captured=max(_MIN_TOKENS_TRAINING_CAPTURED if training else _MIN_TOKENS_CAPTURED, pays_from),
         few_tokens=few_tokens,
+        union_tokens=union_tokens,
         predicted=predicted,
         mean_active=float(frequency.sum()),
     )
@@ -371,6 +383,20 @@ def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float
             break
         few_tokens = M
     return few_tokens
+
+
+def union_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float = 1.0) -> int:
+    """The most tokens up to which every batch pays by gpu/prefill/union.py, from few tokens on; 0: none."""
+    F, others, union_tokens = len(frequency), 2 if gated else 1, 0
+    if tokens < TILE_TOKENS:
+        return 0
+    union = float((1 - (1 - frequency.clamp(max=1)) ** TILE_TOKENS).sum())
+    for M, (start, gather) in _UNION_COSTS.items():
+        cost = factor * (start + F + others * gather * union)
+        if cost > (1 + others) * F / _MIN_GAIN:
+            break
+        union_tokens = M
+    return union_tokens
 
 
 def _rounded(n: float) -> int:

@@ -176,7 +176,7 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     w, call = Weights(*rest[:6]), Call(*rest[6:])
     F, plan, numbers = w.gate.shape[0], call.plan, None
     if choose_backend(call.backend, x.device) == "triton" and fits_triton(x, w):
-        numbers = (F, 0, 0) if plan is None else (*sizes_of(plan)[:2], tokens_of(plan)[1])
+        numbers = (F, 0, 0) if plan is None else (*sizes_of(plan)[:2], tokens_of(plan)[2])
     length = saved_length(x.shape[0], F, numbers, x.dtype, gated=w.up is not None, save=call.save)
     return (
         x.new_empty(x.shape[0], w.down.shape[0]),

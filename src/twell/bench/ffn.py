@@ -182,8 +182,8 @@ def forget_compiled(device: torch.device) -> None:
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
     predicted = plan.predicted and round(plan.predicted, 3)
-    (few, least), (few_captured, least_captured) = (plan.tokens(captured=captured) for captured in (False, True))
-    numbers = {"cap": plan.cap, "min_tokens": least, "few_tokens": few}
+    (few, most, least), (few_captured, _, least_captured) = (plan.tokens(captured=c) for c in (False, True))
+    numbers = {"cap": plan.cap, "min_tokens": least, "few_tokens": few, "union_tokens": most if most > few else 0}
     captured = {"min_tokens_captured": least_captured, "few_tokens_captured": few_captured}
     return {"hot": len(plan.hot), **numbers, **captured, "predicted": predicted}
 

@@ -1,7 +1,5 @@
-"""The GPU path of an FFN: a few tokens by their own kernels, many in three parts by the plan, or densely.
-
-Results do not depend on the plan. Batches between ``few_tokens`` and ``min_tokens`` of a plan run densely: there the
-parts take longer to start than they save, and too many neurons fire for one token or another."""
+"""The GPU path of an FFN: few tokens by their own kernels, more by the neurons that fire for any of a tile of tokens,
+many in three parts by the plan, or densely. Results do not depend on the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch import Tensor
 from twell.gpu import dense
 from twell.gpu.decode import few as few_tokens
 from twell.gpu.decode import screen
-from twell.gpu.prefill import split
+from twell.gpu.prefill import split, union
 from twell.gpu.prefill.split import Split
 from twell.gpu.shared.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
 from twell.gpu.training import hybrid
@@ -79,18 +77,29 @@ def forward(x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, fr
 
 
 def forward_here(
-    x: Tensor, w: Weights, activation: str, plan: PlanTensors, few: int, least: int, frozen: Sequence[Tensor]
+    x: Tensor,
+    w: Weights,
+    activation: str,
+    plan: PlanTensors,
+    few: int,
+    most: int,
+    least: int,
+    frozen: Sequence[Tensor],
 ) -> Tensor:
-    """On the current device, with the plan's numbers of tokens: up to ``few`` and from ``least`` on it is sparse."""
+    """On the current device, with the plan's numbers of tokens: up to ``few`` and ``most`` and from ``least`` on it is
+    sparse."""
     M = x.numel() // x.shape[-1]
     kept = (frozen if type(frozen) is Frozen else Frozen(*frozen)) if frozen else None
     down = kept.down if kept is not None and kept.down.numel() else None
-    if 0 < M <= few and (down is not None or is_neuron_major(w.down)):  # else to turn Wd would take as long as dense
+    by_neurons = down is not None or is_neuron_major(w.down)  # else to turn Wd would take as long as dense
+    if 0 < M <= few and by_neurons:
         screened = None
         if kept is not None and M == 1 and kept.q.numel():
             screened = screen.Screen(kept.q, kept.scale, kept.reach)
         rows = w if down is None else w._replace(down=down)
         return few_tokens.forward(x, rows, activation, None, screened, settled=kept is not None)
+    if few < M <= most and M < least and by_neurons and x.element_size() == 2:
+        return union.forward(x, w, activation, launch_facts(x)[0], down)
     parts = Split.of(plan)
     if least > M or M == 0 or parts.n_hot == w.gate.shape[0]:
         return dense.infer(x, w, activation)
@@ -149,7 +158,7 @@ def train(
 
 def _runs_in_parts(tokens: int, n_neurons: int, plan: PlanTensors) -> bool:
     n_hot, cap, _ = sizes_of(plan)
-    return bool(runs_in_parts(tokens, n_neurons, n_hot, cap, tokens_of(plan)[1]))
+    return bool(runs_in_parts(tokens, n_neurons, n_hot, cap, tokens_of(plan)[2]))
 
 
 @_where_the_tensors_are

@@ -70,7 +70,7 @@ def _nth_bit(word, n):
 
 
 @triton.jit
-def _nth_neurons(bits, counts, start, total, BW: tl.constexpr, BU: tl.constexpr):
+def nth_neurons(bits, counts, start, total, BW: tl.constexpr, BU: tl.constexpr):
     """int32 [BU]: the set bits of words [BW] from the start-th on, 0 past the last; ``counts``: how many a word has.
 
     The word of the i-th is the number of words that end at or before it: a histogram of the ends, summed up.
@@ -251,7 +251,7 @@ def sum_kernel(
     acc = tl.zeros((BD,), tl.float32)
     for start in range(0, total, BU):
         there = start + tl.arange(0, BU) < total
-        neuron = _nth_neurons(bits, counts, start, total, BW, BU).to(tl.int64)
+        neuron = nth_neurons(bits, counts, start, total, BW, BU).to(tl.int64)
         w = tl.load(i_down + neuron[:, None] * D + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0)
         h = tl.load(i_h + neuron, mask=there, other=0.0).to(tl.float32)
         acc += tl.sum(h[:, None] * w.to(tl.float32), axis=0)

@@ -1,0 +1,369 @@
+"""Batches between few and many tokens: of up and down only the neurons that fire for any of a tile of tokens.
+
+    gate             z = x Wg^T + bg                                            by cuBLAS
+    marks kernel     a bit for each neuron that fires for any of a tile's TM tokens
+    up kernel        h = a(relu(z)) * (x Wu^T + bu) for those U neurons: a GEMM over gathered rows; and their list
+    down kernel      y = h Wd + bd over the listed neurons: another one
+
+A token fires 30 of 5632 neurons, 128 tokens together 1400 (skew29): half of a dense FFN's work is left. No plan divides
+the neurons, and no capacity can overflow. A program of the down kernel has a part of the list where there are fewer
+tiles of y than processors; the one that comes last adds the parts up, in order.
+
+A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as it is in a
+dense FFN, where u is inf or NaN.
+
+Legend: M tokens, D model width, F neurons, TM tokens of a tile, U neurons that fire for any of them.
+Weights: Wg, Wu [F, D] as the model has them, Wd neuron-major [F, D].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twell.gpu.decode.steps import nth_neurons
+from twell.gpu.prefill.gate import load_tile
+from twell.gpu.prefill.split import aligned, ready
+from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div, power_of_2
+from twell.gpu.shared.replay import Matrix, Recorded, Space
+from twell.gpu.shared.tiles import Tiles, popcount, relu, start_after
+from twell.reference import Weights
+
+
+class MarksTile(NamedTuple):
+    """Neurons (32 or more), warps."""
+
+    BN: int
+    warps: int
+
+
+class UpTile(NamedTuple):
+    """Neurons and depth, warps, stages."""
+
+    BN: int
+    BK: int
+    warps: int
+    stages: int
+
+
+class DownTile(NamedTuple):
+    """Columns of y and neurons at once, parts of a list, warps, stages."""
+
+    BD: int
+    BK: int
+    parts: int
+    warps: int
+    stages: int
+
+
+class UnionTiles(NamedTuple):
+    """Of a batch; ``TM``: tokens whose neurons are put together."""
+
+    TM: int
+    marks: MarksTile
+    up: UpTile
+    down: DownTile
+
+
+_ON_HOPPER: dict[int, UnionTiles] = {  # by the most tokens
+    128: UnionTiles(64, MarksTile(32, 4), UpTile(16, 128, 4, 4), DownTile(64, 128, 2, 4, 7)),
+    256: UnionTiles(64, MarksTile(64, 4), UpTile(32, 128, 4, 4), DownTile(64, 128, 1, 4, 7)),
+    512: UnionTiles(64, MarksTile(64, 4), UpTile(32, 128, 4, 4), DownTile(64, 128, 1, 4, 5)),
+    1 << 30: UnionTiles(64, MarksTile(64, 4), UpTile(64, 128, 4, 3), DownTile(64, 128, 1, 4, 5)),
+}
+_ELSEWHERE = UnionTiles(64, MarksTile(64, 4), UpTile(32, 64, 4, 3), DownTile(64, 64, 1, 4, 3))  # 48 KiB of shared memory
+_INTERPRETED = UnionTiles(16, MarksTile(32, 4), UpTile(16, 32, 4, 2), DownTile(32, 16, 2, 4, 2))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _marks_kernel(
+    i_z,  # [M, F]
+    o_bits,  # int32 [tiles, n_words]: set for neurons that fire for any token
+    o_done,  # int32 [n_done], set to 0
+    M,
+    F,
+    n_words,
+    n_done,
+    TM: tl.constexpr,
+    BN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    start_after(OVERLAPS)
+    for i in range(tl.program_id(0), n_done, tl.num_programs(0)):
+        tl.store(o_done + i, 0)
+    tiles_n = tl.cdiv(F, BN)
+    m, n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    token = m * TM + tl.arange(0, TM)
+    neuron = n * BN + tl.arange(0, BN)
+    inside = (token[:, None] < M) & (neuron[None, :] < F)
+    z = tl.load(i_z + token[:, None].to(tl.int64) * F + neuron[None, :], mask=inside, other=0.0)
+    fires = tl.max(((relu(z) != 0) | (z == float("-inf"))).to(tl.uint32), axis=0)
+    bits = tl.sum(tl.reshape(fires, (BN // 32, 32)) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
+    word = n * (BN // 32) + tl.arange(0, BN // 32)
+    tl.store(o_bits + m * n_words + word, bits.to(tl.int32, bitcast=True), mask=word < n_words)
+
+
+@triton.jit
+def _up_kernel(
+    i_x,  # [M, D] descriptor or pointer
+    i_z,  # [M, F]
+    i_up,  # [F, D] or unused
+    i_up_bias,  # [F] or unused
+    i_bits,  # int32 [tiles, n_words]
+    o_h,  # [M, width]: of a tile's U neurons, and zeros up to a multiple of PAD
+    o_list,  # int32 [tiles, width], likewise
+    M,
+    D,
+    F,
+    n_words,
+    width,
+    x_stride,
+    TM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BW: tl.constexpr,  # power of 2 >= n_words
+    PAD: tl.constexpr,
+    GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    HAS_UP_BIAS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    start_after(OVERLAPS)
+    tiles_m = tl.cdiv(M, TM)
+    m, n = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
+    word = tl.arange(0, BW)
+    bits = tl.load(i_bits + m * n_words + word, mask=word < n_words, other=0)
+    counts = popcount(bits.to(tl.uint32, bitcast=True))
+    total = tl.sum(counts, axis=0)
+    if n * BN < tl.cdiv(total, PAD) * PAD:
+        slot = n * BN + tl.arange(0, BN)
+        there = slot < total
+        neuron = nth_neurons(bits, counts, n * BN, total, BW, BN)
+        tl.store(o_list + m * width + slot, neuron)
+        token = m * TM + tl.arange(0, TM)
+        inside = (token[:, None] < M) & there[None, :]
+        z = tl.load(i_z + token[:, None].to(tl.int64) * F + neuron[None, :], mask=inside, other=0.0)
+        h = relu(z).to(tl.float32)
+        if SQUARED:
+            h = h * h
+        if GATED:
+            u = tl.zeros((TM, BN), tl.float32)
+            rows = i_up + neuron.to(tl.int64) * D
+            for start in range(0, D, BK):
+                k = start + tl.arange(0, BK)
+                x = load_tile(i_x, m * TM, start, M, D, x_stride, TM, BK, USE_TMA)
+                w = tl.load(rows[:, None] + k[None, :], mask=there[:, None] & (k[None, :] < D), other=0.0)
+                u = tl.dot(x, w.T, u, input_precision=PRECISION)
+            if HAS_UP_BIAS:
+                u += tl.load(i_up_bias + neuron, mask=there, other=0.0).to(tl.float32)[None, :]
+            h = tl.where(there[None, :], h * u, 0.0)
+        at = o_h + token[:, None].to(tl.int64) * width + slot[None, :]
+        tl.store(at, h.to(o_h.dtype.element_ty), mask=token[:, None] < M)
+
+
+@triton.jit
+def _down_kernel(
+    i_h,  # [M, width] descriptor or pointer
+    i_list,  # int32 [tiles, width]
+    i_bits,  # int32 [tiles, n_words]
+    i_down,  # [F, D]
+    i_down_bias,  # [D] or unused
+    m_sums,  # fp32 [PARTS, M, D] or unused
+    m_done,  # int32 [tiles of y]: parts that are done
+    o_y,  # [M, D]
+    M,
+    D,
+    n_words,
+    width,
+    TM: tl.constexpr,
+    BD: tl.constexpr,
+    BK: tl.constexpr,
+    BW: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_DOWN_BIAS: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    start_after(OVERLAPS)
+    tiles_m, tiles_d = tl.cdiv(M, TM), tl.cdiv(D, BD)
+    tile, part = tl.program_id(0) % (tiles_m * tiles_d), tl.program_id(0) // (tiles_m * tiles_d)
+    m = tile // tiles_d
+    d = tile % tiles_d * BD + tl.arange(0, BD)
+    word = tl.arange(0, BW)
+    bits = tl.load(i_bits + m * n_words + word, mask=word < n_words, other=0)
+    total = tl.sum(popcount(bits.to(tl.uint32, bitcast=True)), axis=0)
+    each = tl.cdiv(tl.cdiv(total, BK), PARTS) * BK
+    end = tl.minimum((part + 1) * each, total)
+    acc = tl.zeros((TM, BD), tl.float32)
+    for start in range(part * each, end, BK):
+        neuron = tl.load(i_list + m * width + start + tl.arange(0, BK)).to(tl.int64)
+        h = load_tile(i_h, m * TM, start, M, width, width, TM, BK, USE_TMA)
+        w = tl.load(i_down + neuron[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
+        acc = tl.dot(h, w, acc, input_precision=PRECISION)
+    token = m * TM + tl.arange(0, TM)
+    inside = (token[:, None] < M) & (d[None, :] < D)
+    at = token[:, None].to(tl.int64) * D + d[None, :]
+    is_last = M > 0
+    if PARTS > 1:
+        step = M.to(tl.int64) * D
+        tl.store(m_sums + part * step + at, acc, mask=inside)
+        tl.debug_barrier()  # one thread speaks for the program
+        is_last = tl.atomic_add(m_done + tile, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+        if is_last:
+            tl.debug_barrier()
+            acc = tl.zeros((TM, BD), tl.float32)
+            for p in range(PARTS):
+                acc += tl.load(m_sums + p * step + at, mask=inside, other=0.0, cache_modifier=".cg")
+    if is_last:
+        if HAS_DOWN_BIAS:
+            acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        tl.store(o_y + at, acc.to(o_y.dtype.element_ty), mask=inside)
+
+
+@functools.cache
+def _kernels(
+    dtype: torch.dtype,
+    tiles: UnionTiles,
+    BW: int,
+    use_tma: bool,
+    gated: bool,
+    squared: bool,
+    has_up_bias: bool,
+    has_down_bias: bool,
+    overlaps: bool,
+) -> tuple[Kernel, Kernel, Kernel]:
+    TM, marks, up, down = tiles
+    precision = "ieee" if dtype == torch.float32 else "tf32"  # which says nothing of 16 bits
+    i32 = torch.int32
+    return (
+        Kernel(
+            _marks_kernel,
+            (dtype, i32, i32, ANY, MULTIPLE, ANY, ANY),
+            {"TM": TM, "BN": marks.BN, "OVERLAPS": overlaps},
+            warps=marks.warps,
+        ),
+        Kernel(
+            _up_kernel,
+            (_block(dtype, TM, up.BK, use_tma), dtype, dtype, dtype, i32, dtype, i32)
+            + (ANY, MULTIPLE, MULTIPLE, ANY, MULTIPLE, MULTIPLE),
+            {
+                "TM": TM,
+                "BN": up.BN,
+                "BK": up.BK,
+                "BW": BW,
+                "PAD": down.BK,
+                "GATED": gated,
+                "SQUARED": squared,
+                "HAS_UP_BIAS": has_up_bias,
+                "USE_TMA": use_tma,
+                "PRECISION": precision,
+                "OVERLAPS": overlaps,
+            },
+            warps=up.warps,
+            stages=up.stages,
+        ),
+        Kernel(
+            _down_kernel,
+            (_block(dtype, TM, down.BK, use_tma), i32, i32, dtype, dtype, torch.float32, i32, dtype)
+            + (ANY, MULTIPLE, ANY, MULTIPLE),
+            {
+                "TM": TM,
+                "BD": down.BD,
+                "BK": down.BK,
+                "BW": BW,
+                "PARTS": down.parts,
+                "HAS_DOWN_BIAS": has_down_bias,
+                "USE_TMA": use_tma,
+                "PRECISION": precision,
+                "OVERLAPS": overlaps,
+            },
+            warps=down.warps,
+            stages=down.stages,
+        ),
+    )
+
+
+def _block(dtype: torch.dtype, rows: int, columns: int, use_tma: bool) -> Any:
+    return Descriptor(dtype, (rows, columns)) if use_tma else dtype
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The forward
+# ---------------------------------------------------------------------------------------------------------
+
+
+def tiles_for(tokens: int, of_gpu: Tiles) -> UnionTiles:
+    if INTERPRETED:
+        return _INTERPRETED
+    if not of_gpu.use_tma:
+        return _ELSEWHERE
+    return next(tiles for most, tiles in _ON_HOPPER.items() if tokens <= most)
+
+
+def forward(
+    x: Tensor,
+    w: Weights,
+    activation: str,
+    of_gpu: Tiles,
+    down: Tensor | None = None,
+    tiles: UnionTiles | None = None,
+) -> Tensor:
+    """y [..., D] for x [..., D], of at least one token. ``down``: Wd neuron by neuron, unless it lies so."""
+    x, w = aligned(x), ready(w)
+    gate, up, own_down, b_gate, b_up, b_down = w
+    z, y = nnf.linear(x, gate, b_gate), x.new_empty(x.shape)
+    down = own_down if down is None else down
+    key = (
+        x.shape, x.stride(-2), x.dtype, gate.shape[0], activation, tiles, up is None, b_up is None, b_down is None
+    )  # fmt: skip
+    _launch(key, (x, y, z, up, down, b_up, b_down), activation == "relu2", of_gpu, tiles)
+    return y
+
+
+@Recorded
+def _launch(
+    space: Space,
+    x: Tensor,
+    y: Tensor,
+    z: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    squared: bool,
+    of_gpu: Tiles,
+    tiles: UnionTiles | None,
+) -> tuple[Tensor, ...]:
+    (M, D), F = x.view(-1, x.shape[-1]).shape, z.shape[-1]
+    x = x if x.dim() == 2 else x.view(M, D)
+    tiles, use_tma = tiles or tiles_for(M, of_gpu), of_gpu.use_tma
+    tiles_m, tiles_d, n_words = ceil_div(M, tiles.TM), ceil_div(D, tiles.down.BD), ceil_div(F, 32)
+    width = ceil_div(F, max(tiles.up.BN, tiles.down.BK)) * max(tiles.up.BN, tiles.down.BK)
+    h, bits = space.take(M, width), space.take(tiles_m, n_words, dtype=torch.int32)
+    listed, parts = space.take(tiles_m, width, dtype=torch.int32), tiles.down.parts
+    done: Any = space.take(tiles_m * tiles_d, dtype=torch.int32) if parts > 1 else 0
+    sums: Any = space.take(parts, M, D, dtype=torch.float32) if parts > 1 else 0
+    flags = up is not None, squared, up_bias is not None, down_bias is not None
+    mark, up_, down_ = _kernels(x.dtype, tiles, power_of_2(n_words), use_tma, *flags, can_overlap())
+    mark(tiles_m * ceil_div(F, tiles.marks.BN), z, bits, done, M, F, n_words, tiles_m * tiles_d if parts > 1 else 0)
+    blocks = (Matrix(x), Matrix(h)) if use_tma else (x, h)
+    weights = (0 if t is None else t for t in (up, up_bias))
+    numbers = M, D, F, n_words, width, x.stride(0)
+    up_(tiles_m * (width // tiles.up.BN), blocks[0], z, *weights, bits, h, listed, *numbers)
+    bias = 0 if down_bias is None else down_bias
+    down_(tiles_m * tiles_d * parts, blocks[1], listed, bits, down, bias, sums, done, y, M, D, n_words, width)
+    return ()
