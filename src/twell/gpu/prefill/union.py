@@ -1,8 +1,8 @@
 """Batches between few and many tokens: of up and down only the neurons that fire for any of a tile of tokens.
 
     gate             z = x Wg^T + bg                                            by cuBLAS
-    marks kernel     a bit for each neuron that fires for any of a tile's TM tokens
-    up kernel        h = a(relu(z)) * (x Wu^T + bu) for those U neurons: a GEMM over gathered rows; and their list
+    marks kernel     r = relu(z) by neurons, and a bit for each neuron that fires for any of a tile's TM tokens
+    up kernel        h = a(r) * (x Wu^T + bu) for those U neurons: a GEMM over gathered rows; and their list
     down kernel      y = h Wd + bd over the listed neurons: another one
 
 A token fires 30 of 5632 neurons, 128 tokens together 1400 (skew29): half of a dense FFN's work is left. No plan divides
@@ -89,6 +89,7 @@ _INTERPRETED = UnionTiles(16, MarksTile(32, 4), UpTile(16, 32, 4, 2), DownTile(3
 @triton.jit
 def _marks_kernel(
     i_z,  # [M, F]
+    o_r,  # [tiles, F, TM], of the neurons that fire
     o_bits,  # int32 [tiles, n_words]: set for neurons that fire for any token
     o_done,  # int32 [n_done], set to 0
     M,
@@ -104,20 +105,24 @@ def _marks_kernel(
         tl.store(o_done + i, 0)
     tiles_n = tl.cdiv(F, BN)
     m, n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
-    token = m * TM + tl.arange(0, TM)
+    t = tl.arange(0, TM)
+    token = m * TM + t
     neuron = n * BN + tl.arange(0, BN)
     inside = (token[:, None] < M) & (neuron[None, :] < F)
     z = tl.load(i_z + token[:, None].to(tl.int64) * F + neuron[None, :], mask=inside, other=0.0)
-    fires = tl.max(((relu(z) != 0) | (z == float("-inf"))).to(tl.uint32), axis=0)
-    bits = tl.sum(tl.reshape(fires, (BN // 32, 32)) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
+    r = relu(z).to(o_r.dtype.element_ty)
+    fired = tl.max(((r != 0) | (z == float("-inf"))).to(tl.uint32), axis=0)
+    bits = tl.sum(tl.reshape(fired, (BN // 32, 32)) << tl.arange(0, 32).to(tl.uint32)[None, :], axis=1)
     word = n * (BN // 32) + tl.arange(0, BN // 32)
     tl.store(o_bits + m * n_words + word, bits.to(tl.int32, bitcast=True), mask=word < n_words)
+    at = (m.to(tl.int64) * F + neuron[:, None]) * TM + t[None, :]
+    tl.store(o_r + at, r.T, mask=(fired > 0)[:, None] & (neuron[:, None] < F))
 
 
 @triton.jit
 def _up_kernel(
     i_x,  # [M, D] descriptor or pointer
-    i_z,  # [M, F]
+    i_r,  # [tiles, F, TM]
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
     i_bits,  # int32 [tiles, n_words]
@@ -153,10 +158,9 @@ def _up_kernel(
         there = slot < total
         neuron = nth_neurons(bits, counts, n * BN, total, BW, BN)
         tl.store(o_list + m * width + slot, neuron)
-        token = m * TM + tl.arange(0, TM)
-        inside = (token[:, None] < M) & there[None, :]
-        z = tl.load(i_z + token[:, None].to(tl.int64) * F + neuron[None, :], mask=inside, other=0.0)
-        h = relu(z).to(tl.float32)
+        t = tl.arange(0, TM)
+        r = tl.load(i_r + (m.to(tl.int64) * F + neuron[:, None]) * TM + t[None, :], mask=there[:, None], other=0.0)
+        h = r.T.to(tl.float32)
         if SQUARED:
             h = h * h
         if GATED:
@@ -170,6 +174,7 @@ def _up_kernel(
             if HAS_UP_BIAS:
                 u += tl.load(i_up_bias + neuron, mask=there, other=0.0).to(tl.float32)[None, :]
             h = tl.where(there[None, :], h * u, 0.0)
+        token = m * TM + t
         at = o_h + token[:, None].to(tl.int64) * width + slot[None, :]
         tl.store(at, h.to(o_h.dtype.element_ty), mask=token[:, None] < M)
 
@@ -252,7 +257,7 @@ def _kernels(
     return (
         Kernel(
             _marks_kernel,
-            (dtype, i32, i32, ANY, MULTIPLE, ANY, ANY),
+            (dtype, dtype, i32, i32, ANY, MULTIPLE, ANY, ANY),
             {"TM": TM, "BN": marks.BN, "OVERLAPS": overlaps},
             warps=marks.warps,
         ),
@@ -353,17 +358,18 @@ def _launch(
     tiles, use_tma = tiles or tiles_for(M, of_gpu), of_gpu.use_tma
     tiles_m, tiles_d, n_words = ceil_div(M, tiles.TM), ceil_div(D, tiles.down.BD), ceil_div(F, 32)
     width = ceil_div(F, max(tiles.up.BN, tiles.down.BK)) * max(tiles.up.BN, tiles.down.BK)
-    h, bits = space.take(M, width), space.take(tiles_m, n_words, dtype=torch.int32)
+    r, bits = space.take(tiles_m, F, tiles.TM), space.take(tiles_m, n_words, dtype=torch.int32)
+    h = z.view(M, F) if width == F else space.take(M, width)  # z is done with
     listed, parts = space.take(tiles_m, width, dtype=torch.int32), tiles.down.parts
     done: Any = space.take(tiles_m * tiles_d, dtype=torch.int32) if parts > 1 else 0
     sums: Any = space.take(parts, M, D, dtype=torch.float32) if parts > 1 else 0
     flags = up is not None, squared, up_bias is not None, down_bias is not None
     mark, up_, down_ = _kernels(x.dtype, tiles, power_of_2(n_words), use_tma, *flags, can_overlap())
-    mark(tiles_m * ceil_div(F, tiles.marks.BN), z, bits, done, M, F, n_words, tiles_m * tiles_d if parts > 1 else 0)
+    mark(tiles_m * ceil_div(F, tiles.marks.BN), z, r, bits, done, M, F, n_words, tiles_m * tiles_d if parts > 1 else 0)
     blocks = (Matrix(x), Matrix(h)) if use_tma else (x, h)
     weights = (0 if t is None else t for t in (up, up_bias))
     numbers = M, D, F, n_words, width, x.stride(0)
-    up_(tiles_m * (width // tiles.up.BN), blocks[0], z, *weights, bits, h, listed, *numbers)
+    up_(tiles_m * (width // tiles.up.BN), blocks[0], r, *weights, bits, h, listed, *numbers)
     bias = 0 if down_bias is None else down_bias
     down_(tiles_m * tiles_d * parts, blocks[1], listed, bits, down, bias, sums, done, y, M, D, n_words, width)
     return ()
