@@ -22,6 +22,8 @@ A few tokens, as in generation, are bound by the bytes of the weights, and split
 the gate is read, of up and down the U neurons that fire for any of M tokens, densely 3 F rows. That pays where
 
     start + gate * F + 2 * gather * U(M)  <  3 F / 1.05        U(M) = sum over neurons of 1 - (1 - p)^M
+
+Between few and many tokens it is the same with tiles of 64 tokens, U(64) (gpu/prefill/union.py).
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ _FEW_COSTS = {
 }
 # Likewise, of gpu/prefill/union.py: beside the gate, and a neuron that fires for any of a tile of tokens.
 TILE_TOKENS = 64
-_UNION_COSTS = {128: (4600.0, 1.6), 256: (3600.0, 2.2), 512: (2500.0, 2.2), 1024: (2600.0, 2.1), 4095: (2800.0, 2.1)}
+_UNION_COSTS = {128: (6050.0, 0.85), 256: (5200.0, 1.2), 512: (2750.0, 1.95), 1024: (1950.0, 2.2), 4095: (1200.0, 2.2)}
 _FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; of F 14336 (D 4096), where processors have two programs
 _MANY_NEURONS = 64 * 132  # on an H200, above which they do
 
@@ -245,7 +247,8 @@ class Plan:
         return len(self.hot) == self.n_neurons
 
     def tokens(self, *, captured: bool) -> tuple[int, int, int]:
-        """How many tokens run sparsely: up to so many as few tokens, up to so many by tiles, from so many on in parts."""
+        """How many tokens run sparsely: as few tokens up to the first, by tiles up to the second, in parts from the last
+        on."""
         few, least = self.few_tokens, self.min_tokens
         if captured:
             few = few if self.few_tokens_captured is None else self.few_tokens_captured
@@ -313,9 +316,7 @@ class Plan:
         return cls(**state)
 
 
-def dense_plan(
-    n_neurons: int, few_tokens: int = 0, mean_active: float | None = None, union_tokens: int = 0
-) -> Plan:
+def dense_plan(n_neurons: int, few_tokens: int = 0, mean_active: float | None = None, union_tokens: int = 0) -> Plan:
     """Dense but for batches of so many tokens."""
     hot, given = torch.arange(n_neurons, device="cpu"), {"few_tokens": few_tokens, "union_tokens": union_tokens}
     return Plan(n_neurons=n_neurons, hot=hot, cap=0, predicted=1.0, mean_active=mean_active, **given)
@@ -347,12 +348,13 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     dense = projections * costs.dense * F
     H, predicted = int(n_hot[best]), dense / float(cost[best])
     few_tokens = few_tokens_for(frequency, tokens, gated=gated, factor=costs.few)
-    union_tokens = union_tokens_for(frequency, tokens, gated=gated, factor=costs.few)
+    union_tokens = union_tokens_for(frequency, tokens, width, gated=gated, factor=costs.few)
     if predicted < _MIN_GAIN:
         return dense_plan(F, few_tokens, float(frequency.sum()), union_tokens)
     cap = heavy * (F - H) / gather
     if training:  # which keeps the lists; the few tokens beyond have lists of their own
         cap = _STEP * math.ceil(min(cap, 6 + 4 * float(tail[H])) / _STEP)
+    captured = _MIN_TOKENS_CAPTURED if union_tokens < _MIN_TOKENS_CAPTURED else _MIN_TOKENS  # up to there by tiles
     pays_from = int(costs.batch * 2048 / width / (dense - float(cost[best])))
     return Plan(
         n_neurons=F,
@@ -360,7 +362,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
         cap=max(_STEP, _rounded(cap)),
         first=_rounded(8 + 2 * float(tail[H])),
         min_tokens=max(_MIN_TOKENS_TRAINING if training else _MIN_TOKENS, pays_from),
-        min_tokens_captured=max(_MIN_TOKENS_TRAINING_CAPTURED if training else _MIN_TOKENS_CAPTURED, pays_from),
+        min_tokens_captured=max(_MIN_TOKENS_TRAINING_CAPTURED if training else captured, pays_from),
         few_tokens=few_tokens,
         union_tokens=union_tokens,
         predicted=predicted,
@@ -385,14 +387,14 @@ def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float
     return few_tokens
 
 
-def union_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float = 1.0) -> int:
+def union_tokens_for(frequency: Tensor, tokens: int, width: int, *, gated: bool, factor: float = 1.0) -> int:
     """The most tokens up to which every batch pays by gpu/prefill/union.py, from few tokens on; 0: none."""
     F, others, union_tokens = len(frequency), 2 if gated else 1, 0
     if tokens < TILE_TOKENS:
         return 0
     union = float((1 - (1 - frequency.clamp(max=1)) ** TILE_TOKENS).sum())
     for M, (start, gather) in _UNION_COSTS.items():
-        cost = factor * (start + F + others * gather * union)
+        cost = factor * (start * max(1, 2048 / width) + F + others * gather * union)
         if cost > (1 + others) * F / _MIN_GAIN:
             break
         union_tokens = M

@@ -5,15 +5,16 @@
     up kernel        h = a(r) * (x Wu^T + bu) for those U neurons: a GEMM over gathered rows; and their list
     down kernel      y = h Wd + bd over the listed neurons: another one
 
-A token fires 30 of 5632 neurons, 128 tokens together 1400 (skew29): half of a dense FFN's work is left. No plan divides
-the neurons, and no capacity can overflow. A program of the down kernel has a part of the list where there are fewer
-tiles of y than processors; the one that comes last adds the parts up, in order.
+A token fires 30 of 5632 neurons, 64 tokens together 950 (skew29): 0.45 of a dense FFN's work is left. No plan divides
+the neurons, no capacity can overflow, and the weights are read as the model has them: nothing has to be frozen.
 
 A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as it is in a
 dense FFN, where u is inf or NaN.
 
 Legend: M tokens, D model width, F neurons, TM tokens of a tile, U neurons that fire for any of them.
 Weights: Wg, Wu [F, D] as the model has them, Wd neuron-major [F, D].
+Bytes, M 1024, D 2048, U 950, bf16: gathered rows 125 MB, x and h for every tile of neurons or columns 120 MB, all from
+L2: 33 us at 7 TB/s, as long as the gate takes. Memory: z, r and (in the place of z) h, 2 M F elements as densely.
 """
 
 from __future__ import annotations
@@ -53,11 +54,10 @@ class UpTile(NamedTuple):
 
 
 class DownTile(NamedTuple):
-    """Columns of y and neurons at once, parts of a list, warps, stages."""
+    """Columns of y and neurons at once, warps, stages."""
 
     BD: int
     BK: int
-    parts: int
     warps: int
     stages: int
 
@@ -72,13 +72,14 @@ class UnionTiles(NamedTuple):
 
 
 _ON_HOPPER: dict[int, UnionTiles] = {  # by the most tokens
-    128: UnionTiles(64, MarksTile(32, 4), UpTile(16, 128, 4, 4), DownTile(64, 128, 2, 4, 7)),
-    256: UnionTiles(64, MarksTile(64, 4), UpTile(32, 128, 4, 4), DownTile(64, 128, 1, 4, 7)),
-    512: UnionTiles(64, MarksTile(64, 4), UpTile(32, 128, 4, 4), DownTile(64, 128, 1, 4, 5)),
-    1 << 30: UnionTiles(64, MarksTile(64, 4), UpTile(64, 128, 4, 3), DownTile(64, 128, 1, 4, 5)),
+    128: UnionTiles(64, MarksTile(32, 4), UpTile(16, 128, 4, 4), DownTile(32, 128, 4, 7)),
+    256: UnionTiles(64, MarksTile(64, 4), UpTile(32, 128, 4, 4), DownTile(64, 128, 4, 7)),
+    512: UnionTiles(64, MarksTile(64, 4), UpTile(32, 128, 4, 4), DownTile(64, 64, 4, 7)),
+    1024: UnionTiles(64, MarksTile(64, 4), UpTile(64, 64, 4, 5), DownTile(128, 64, 4, 5)),
+    1 << 30: UnionTiles(64, MarksTile(64, 4), UpTile(128, 64, 4, 4), DownTile(128, 64, 4, 5)),
 }
-_ELSEWHERE = UnionTiles(64, MarksTile(64, 4), UpTile(32, 64, 4, 3), DownTile(64, 64, 1, 4, 3))  # 48 KiB of shared memory
-_INTERPRETED = UnionTiles(16, MarksTile(32, 4), UpTile(16, 32, 4, 2), DownTile(32, 16, 2, 4, 2))
+_ELSEWHERE = UnionTiles(64, MarksTile(64, 4), UpTile(32, 64, 4, 3), DownTile(64, 64, 4, 3))  # 48 KiB of shared memory
+_INTERPRETED = UnionTiles(16, MarksTile(32, 4), UpTile(16, 32, 4, 2), DownTile(32, 16, 4, 2))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -91,18 +92,14 @@ def _marks_kernel(
     i_z,  # [M, F]
     o_r,  # [tiles, F, TM], of the neurons that fire
     o_bits,  # int32 [tiles, n_words]: set for neurons that fire for any token
-    o_done,  # int32 [n_done], set to 0
     M,
     F,
     n_words,
-    n_done,
     TM: tl.constexpr,
     BN: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    for i in range(tl.program_id(0), n_done, tl.num_programs(0)):
-        tl.store(o_done + i, 0)
     tiles_n = tl.cdiv(F, BN)
     m, n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     t = tl.arange(0, TM)
@@ -186,8 +183,6 @@ def _down_kernel(
     i_bits,  # int32 [tiles, n_words]
     i_down,  # [F, D]
     i_down_bias,  # [D] or unused
-    m_sums,  # fp32 [PARTS, M, D] or unused
-    m_done,  # int32 [tiles of y]: parts that are done
     o_y,  # [M, D]
     M,
     D,
@@ -197,46 +192,29 @@ def _down_kernel(
     BD: tl.constexpr,
     BK: tl.constexpr,
     BW: tl.constexpr,
-    PARTS: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    tiles_m, tiles_d = tl.cdiv(M, TM), tl.cdiv(D, BD)
-    tile, part = tl.program_id(0) % (tiles_m * tiles_d), tl.program_id(0) // (tiles_m * tiles_d)
-    m = tile // tiles_d
-    d = tile % tiles_d * BD + tl.arange(0, BD)
+    tiles_d = tl.cdiv(D, BD)
+    m = tl.program_id(0) // tiles_d
+    d = tl.program_id(0) % tiles_d * BD + tl.arange(0, BD)
     word = tl.arange(0, BW)
     bits = tl.load(i_bits + m * n_words + word, mask=word < n_words, other=0)
     total = tl.sum(popcount(bits.to(tl.uint32, bitcast=True)), axis=0)
-    each = tl.cdiv(tl.cdiv(total, BK), PARTS) * BK
-    end = tl.minimum((part + 1) * each, total)
     acc = tl.zeros((TM, BD), tl.float32)
-    for start in range(part * each, end, BK):
+    for start in range(0, total, BK):
         neuron = tl.load(i_list + m * width + start + tl.arange(0, BK)).to(tl.int64)
         h = load_tile(i_h, m * TM, start, M, width, width, TM, BK, USE_TMA)
         w = tl.load(i_down + neuron[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
         acc = tl.dot(h, w, acc, input_precision=PRECISION)
+    if HAS_DOWN_BIAS:
+        acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     token = m * TM + tl.arange(0, TM)
     inside = (token[:, None] < M) & (d[None, :] < D)
-    at = token[:, None].to(tl.int64) * D + d[None, :]
-    is_last = M > 0
-    if PARTS > 1:
-        step = M.to(tl.int64) * D
-        tl.store(m_sums + part * step + at, acc, mask=inside)
-        tl.debug_barrier()  # one thread speaks for the program
-        is_last = tl.atomic_add(m_done + tile, 1, sem="acq_rel", scope="gpu") == PARTS - 1
-        if is_last:
-            tl.debug_barrier()
-            acc = tl.zeros((TM, BD), tl.float32)
-            for p in range(PARTS):
-                acc += tl.load(m_sums + p * step + at, mask=inside, other=0.0, cache_modifier=".cg")
-    if is_last:
-        if HAS_DOWN_BIAS:
-            acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        tl.store(o_y + at, acc.to(o_y.dtype.element_ty), mask=inside)
+    tl.store(o_y + token[:, None].to(tl.int64) * D + d[None, :], acc.to(o_y.dtype.element_ty), mask=inside)
 
 
 @functools.cache
@@ -254,17 +232,17 @@ def _kernels(
     TM, marks, up, down = tiles
     precision = "ieee" if dtype == torch.float32 else "tf32"  # which says nothing of 16 bits
     i32 = torch.int32
+    numbers = ANY, MULTIPLE, MULTIPLE, ANY, MULTIPLE, MULTIPLE
     return (
         Kernel(
             _marks_kernel,
-            (dtype, dtype, i32, i32, ANY, MULTIPLE, ANY, ANY),
+            (dtype, dtype, i32, ANY, MULTIPLE, ANY),
             {"TM": TM, "BN": marks.BN, "OVERLAPS": overlaps},
             warps=marks.warps,
         ),
         Kernel(
             _up_kernel,
-            (_block(dtype, TM, up.BK, use_tma), dtype, dtype, dtype, i32, dtype, i32)
-            + (ANY, MULTIPLE, MULTIPLE, ANY, MULTIPLE, MULTIPLE),
+            (_block(dtype, TM, up.BK, use_tma), dtype, dtype, dtype, i32, dtype, i32, *numbers),
             {
                 "TM": TM,
                 "BN": up.BN,
@@ -283,14 +261,12 @@ def _kernels(
         ),
         Kernel(
             _down_kernel,
-            (_block(dtype, TM, down.BK, use_tma), i32, i32, dtype, dtype, torch.float32, i32, dtype)
-            + (ANY, MULTIPLE, ANY, MULTIPLE),
+            (_block(dtype, TM, down.BK, use_tma), i32, i32, dtype, dtype, dtype, ANY, MULTIPLE, ANY, MULTIPLE),
             {
                 "TM": TM,
                 "BD": down.BD,
                 "BK": down.BK,
                 "BW": BW,
-                "PARTS": down.parts,
                 "HAS_DOWN_BIAS": has_down_bias,
                 "USE_TMA": use_tma,
                 "PRECISION": precision,
@@ -360,16 +336,14 @@ def _launch(
     width = ceil_div(F, max(tiles.up.BN, tiles.down.BK)) * max(tiles.up.BN, tiles.down.BK)
     r, bits = space.take(tiles_m, F, tiles.TM), space.take(tiles_m, n_words, dtype=torch.int32)
     h = z.view(M, F) if width == F else space.take(M, width)  # z is done with
-    listed, parts = space.take(tiles_m, width, dtype=torch.int32), tiles.down.parts
-    done: Any = space.take(tiles_m * tiles_d, dtype=torch.int32) if parts > 1 else 0
-    sums: Any = space.take(parts, M, D, dtype=torch.float32) if parts > 1 else 0
+    listed = space.take(tiles_m, width, dtype=torch.int32)
     flags = up is not None, squared, up_bias is not None, down_bias is not None
     mark, up_, down_ = _kernels(x.dtype, tiles, power_of_2(n_words), use_tma, *flags, can_overlap())
-    mark(tiles_m * ceil_div(F, tiles.marks.BN), z, r, bits, done, M, F, n_words, tiles_m * tiles_d if parts > 1 else 0)
+    mark(tiles_m * ceil_div(F, tiles.marks.BN), z, r, bits, M, F, n_words)
     blocks = (Matrix(x), Matrix(h)) if use_tma else (x, h)
     weights = (0 if t is None else t for t in (up, up_bias))
     numbers = M, D, F, n_words, width, x.stride(0)
     up_(tiles_m * (width // tiles.up.BN), blocks[0], r, *weights, bits, h, listed, *numbers)
     bias = 0 if down_bias is None else down_bias
-    down_(tiles_m * tiles_d * parts, blocks[1], listed, bits, down, bias, sums, done, y, M, D, n_words, width)
+    down_(tiles_m * tiles_d, blocks[1], listed, bits, down, bias, y, M, D, n_words, width)
     return ()
