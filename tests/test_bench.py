@@ -177,7 +177,7 @@ def test_a_row_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ffn, "called_layers", lambda *_: 1)
     kind: dict[str, Any] = {"D": 16, "F": 64, "backend": "triton", "called": True}
     (row,) = ffn.run([ffn.Case(workload="skew3", M=4, **kind)], seconds=0)
-    tokens = {"min_tokens": 0, "min_tokens_captured": 0, "few_tokens": 0, "few_tokens_captured": 4}
+    tokens = {"min_tokens": 0, "min_tokens_captured": 0, "few_tokens": 0, "few_tokens_captured": 4, "union_tokens": 0}
     assert row["backend"] == "triton" and row["plan"] == {"hot": 16, "cap": 16, **tokens, "predicted": 1.5}
     assert row["frozen_bytes"] == 4 * 16 * (3 * 16 + 48)  # gate, up and down of hot ones, gate of cold ones
     assert max(row["error"].values()) < 2e-6

@@ -253,6 +253,27 @@ def test_a_dense_layer_may_be_sparse_for_few_tokens() -> None:
             Plan(n_neurons=512, hot=torch.arange(2), cap=8, **numbers)
 
 
+# -- between few and many ---------------------------------------------------------------------------------
+
+
+def test_tiles_of_tokens_pay_while_few_neurons_fire_for_any_of_them() -> None:
+    rare, often = torch.full((5632,), 3.0), torch.full((5632,), 100.0)  # of 1000 tokens
+    plan = choose_plan(rare, 1000, COSTS)
+    assert (plan.union_tokens, plan.min_tokens_captured) == (4095, _MIN_TOKENS)  # 17 % fire for one of 64
+    assert "by tiles up to 4095" in repr(plan)
+    assert choose_plan(often, 1000, COSTS).union_tokens == 0  # nearly all do
+    between = torch.cat([torch.full((2150,), 900.0), torch.zeros(3482)])  # 38 %: for 256 tokens, not for 512
+    assert choose_plan(between, 1000, COSTS).union_tokens == 256
+    assert choose_plan(rare, 63, COSTS).union_tokens == 0  # of 64 tokens nothing is known
+    assert [choose_plan(rare, 1000, COSTS, width=D).union_tokens for D in (2048, 1024, 512)] == [4095, 0, 0]
+
+
+@pytest.mark.parametrize("tokens", [-1, 1 << 14])
+def test_union_tokens_out_of_range(tokens: int) -> None:
+    with pytest.raises(ValueError, match="union_tokens must be"):
+        Plan(n_neurons=512, hot=torch.arange(2), cap=8, union_tokens=tokens)
+
+
 # -- what is kept, and what operations take ---------------------------------------------------------------
 
 
@@ -264,6 +285,7 @@ def some_plan(n_hot: int = 6) -> Plan:
         first=5,
         min_tokens=900,
         few_tokens=32,
+        union_tokens=200,
         min_tokens_captured=300,
         few_tokens_captured=64,
         predicted=1.5,
@@ -318,13 +340,13 @@ def test_numbers_travel_as_shapes_without_memory() -> None:
     plan, cpu = some_plan(), torch.device("cpu")
     eager, captured = plan.on(cpu), plan.on(cpu, captured=True)
     assert sizes_of(eager) == sizes_of(captured) == (6, 77, 5)
-    assert (tokens_of(eager), tokens_of(captured)) == ((32, 900), (64, 300))
-    assert (plan.tokens(captured=False), plan.tokens(captured=True)) == ((32, 900), (64, 300))
+    assert (tokens_of(eager), tokens_of(captured)) == ((32, 200, 900), (64, 200, 300))
+    assert (plan.tokens(captured=False), plan.tokens(captured=True)) == ((32, 200, 900), (64, 200, 300))
     assert {t.untyped_storage().nbytes() for t in (eager.sizes, eager.tokens)} == {0}
     assert eager.sizes.clone().shape == eager.sizes.shape
     sizes = [t.shape[1] for t in (*eager[2:], *captured[2:])]
     assert min(sizes) > 1 << 59  # not 0 or 1, and no tensor's size: a compiler would treat those apart
-    assert tokens_of(Plan(n_neurons=16, hot=torch.arange(2), cap=0, min_tokens=1 << 60).on(cpu)) == (0, _TOKENS - 1)
+    assert tokens_of(Plan(n_neurons=16, hot=torch.arange(2), cap=0, min_tokens=1 << 60).on(cpu)) == (0, 0, _TOKENS - 1)
 
 
 def test_tensors_are_made_once_a_device() -> None:
@@ -349,7 +371,7 @@ def test_captured_calls_have_thresholds_of_their_own() -> None:
     assert [plan.in_parts(n, captured=True) for n in (299, 300, 899, 900)] == [False, True, True, True]
     assert not some_plan(16).in_parts(10_000, captured=True)
     same = Plan(n_neurons=16, hot=torch.arange(2), cap=8, min_tokens=9, few_tokens=4)
-    assert same.tokens(captured=False) == same.tokens(captured=True) == (4, 9)
+    assert same.tokens(captured=False) == same.tokens(captured=True) == (4, 4, 9)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -247,8 +247,7 @@ class Plan:
         return len(self.hot) == self.n_neurons
 
     def tokens(self, *, captured: bool) -> tuple[int, int, int]:
-        """How many tokens run sparsely: as few tokens up to the first, by tiles up to the second, in parts from the last
-        on."""
+        """Sparse: as few tokens up to the first number, by tiles up to the second, in parts from the last on."""
         few, least = self.few_tokens, self.min_tokens
         if captured:
             few = few if self.few_tokens_captured is None else self.few_tokens_captured
