@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from twell.gpu import dense
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import tiles as few_tiles
-from twell.gpu.prefill import gate, heavy, lists, up_down
+from twell.gpu.prefill import gate, heavy, lists, union, up_down
 from twell.gpu.shared import rows
 from twell.gpu.shared.launch import Kernel, power_of_2
 from twell.gpu.shared.tiles import tiles_for
@@ -95,6 +95,15 @@ def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[
                 yield from decode.kernels_of(dtype, M, D, *tiles, settled, False, flags, overlaps)
 
 
+def between(capability: int, dtype: torch.dtype, F: int) -> Iterator[Kernel]:
+    """For numbers of tokens between few and many."""
+    if dtype != torch.float32:
+        of_gpu = tiles_for(capability, dtype)
+        for M in (128, 256, 512, 1024, 2048):
+            BW, flags = power_of_2(F // 32), (True, False, True, True)
+            yield from union._kernels(dtype, union.tiles_for(M, of_gpu), BW, of_gpu.use_tma, *flags, capability >= 90)
+
+
 def spills(ptx: str, capability: int) -> dict[str, int]:
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     newer = folder / "ptxas-blackwell"
@@ -130,7 +139,7 @@ def main() -> None:
     capability, dtype, D, F = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     triton.runtime.driver.set_active(Elsewhere(capability))
     shape = capability, dtype, D, F
-    found = [*many_tokens(*shape), *few_tokens(*shape)]
+    found = [*many_tokens(*shape), *between(capability, dtype, F), *few_tokens(*shape)]
     different = {repr((k.function.__name__, k.arguments, k.constants, k.options)): k for k in found}
     for kernel in different.values():
         print(json.dumps(row_of(kernel, capability)), flush=True)

@@ -55,10 +55,12 @@ def main() -> None:
             train(x, w, None)
             assert_right(gpu.forward(x, w, "relu", None), x, w)
             few_plan = dense_plan(F, few_tokens=64, mean_active=1.0)  # one token by the int8 copy of the gate
-            for few in (1, 3, 16, 33, 64):
+            union_plan = dense_plan(F, union_tokens=4095)
+            for few in (1, 3, 16, 33, 64, M):
                 kept = gpu.freeze(w, few_plan)
                 assert_right(gpu.forward(x[:few], w, "relu", few_plan.on(x.device), kept), x[:few], w)
                 turned = w._replace(down=w.down.t().contiguous().t())
+                assert_right(gpu.forward(x[:few], turned, "relu", union_plan.on(x.device)), x[:few], w)
                 assert_right(gpu.forward(x[:few], turned, "relu", few_plan.on(x.device)), x[:few], w)
     torch.cuda.synchronize()
     print("every kernel ran, and its results are right")

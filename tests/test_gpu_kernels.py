@@ -18,7 +18,7 @@ import twell
 from twell import gpu, reference
 from twell.bench import cases, ffn
 from twell.bench.parts import bitmap_of
-from twell.gpu.prefill import gate, split
+from twell.gpu.prefill import gate, split, union
 from twell.gpu.shared import launch, replay
 from twell.gpu.shared.tiles import device_facts, tiles_for
 from twell.nn import neuron_major_
@@ -156,6 +156,50 @@ def test_random_shapes_sparsities_and_layouts(seed: int) -> None:
     assert_within_the_law(y, x, w, activation)
     frozen = gpu.forward(x, w, activation, plan.on(x.device), gpu.freeze(w, plan))
     assert torch.equal(frozen.nan_to_num(), y.nan_to_num())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_between_few_and_many_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    M, D, F = rng.choice([1, 64, 65, 128, 200, 513, 1000, 2049]), 16 * rng.randint(1, 96), 16 * rng.randint(1, 200)
+    dtype, gated, bias = rng.choice([bf16, f16]), rng.random() < 0.7, rng.random() < 0.3
+    w = neuron_major(random_weights(D, F, dtype, rng.uniform(-1, 4), gated=gated, bias=bias))
+    if rng.random() < 0.2:
+        w = Weights._make(None if t is None else unaligned(t) for t in w)
+    wide = D + rng.choice([0, 0, 8, 16])
+    x = torch.randn(M, wide, device="cuda").to(dtype)[:, wide - D :]
+    activation, plan = rng.choice(["relu", "relu2"]), dense_plan(F, union_tokens=4095)
+    y = gpu.forward(x, w, activation, plan.on(x.device))
+    assert_within_the_law(y, x, w, activation)
+    for _ in range(3):
+        assert torch.equal(gpu.forward(x, w, activation, plan.on(x.device)).nan_to_num(), y.nan_to_num())
+    turned = w._replace(down=w.down.contiguous())
+    frozen = gpu.forward(x, turned, activation, plan.on(x.device), gpu.freeze(turned, plan))
+    assert torch.equal(frozen.nan_to_num(), y.nan_to_num())
+
+
+@pytest.mark.parametrize("M", [128, 1000, 2048])
+@pytest.mark.parametrize("workload", ["skew29", "skew1000"])
+def test_tiles_of_tokens_in_graphs(workload: str, M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also under a compiler, with weights written in place, and with poisoned tokens."""
+    inputs = cases.make(workload, M, dtype=bf16, device="cuda")
+    layer = layer_of(inputs, dense_plan(5632, union_tokens=4095))
+    calls: list[int] = []
+    forward = union.forward
+    monkeypatch.setattr(union, "forward", lambda x, *rest: calls.append(len(x)) or forward(x, *rest))  # type: ignore[func-returns-value]
+    with torch.no_grad():
+        y = layer(inputs.x)
+        ffn.check(inputs.x, inputs, True, dense(inputs), y)
+        assert torch.equal(torch.compile(layer, fullgraph=True)(inputs.x), y)
+        graph, out = captured(lambda: layer(inputs.x))
+        inputs.x[M // 2, 7] = float("nan")
+        layer.up_proj.weight.mul_(2)
+        graph.replay()
+        expected = 2 * y
+    assert set(calls) == {M}
+    rows = torch.arange(M, device="cuda") // 64 != M // 2 // 64  # in its tile all neurons fire: sums of other parts
+    assert out[M // 2].isnan().all() and torch.equal(out[rows], expected[rows])
 
 
 def test_poisoned_tokens() -> None:

@@ -9,6 +9,8 @@ of the trace, the timing from the second, repeated to M tokens.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,10 +21,12 @@ from torch import Tensor
 from twell import gpu
 from twell.bench import cases, ffn, timing
 from twell.bench.parts import Parts
+from twell.gpu.prefill import union
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
 
 _CHECKED_ROWS = 256
+_IN_GRAPHS = 4096  # tokens: fewer are timed in CUDA graphs, where the host does not matter
 
 
 class Layer(NamedTuple):
@@ -60,7 +64,11 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
         n: run for n, run in ffn.alternatives(case, inputs, x, plan).items() if n in ("dense", "compiled")
     }
     parts_ms, error = {}, None
-    if not plan.in_parts(M, captured=False):
+    few, most, least = plan.tokens(captured=True)
+    in_graphs = min(least, _IN_GRAPHS) > M and x.device.type == "cuda"
+    if in_graphs:
+        times = _in_graphs(case, inputs, active, is_union=few < M <= most, seconds=seconds)
+    elif not plan.in_parts(M, captured=False):
         runs["sparse"] = lambda: gpu.forward(x, w, "relu", None)
         times = timing.compare(runs, seconds=seconds, device=x.device)
         times["frozen"] = times["sparse"]
@@ -86,6 +94,7 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
         "F": F,
         "dtype": str(x.dtype).removeprefix("torch."),
         "backend": "triton",
+        **({"graph": True, "graph_layers": ffn.GRAPH_LAYERS} if in_graphs else {}),
         "mean_active": round(active.sum().item() / M, 2),
         **{f"{n}_ms": spread._asdict() for n, spread in times.items()},
         "speedup": round(dense / times["sparse"].p50, 3),
@@ -97,9 +106,51 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
     }
 
 
+def _in_graphs(
+    case: ffn.Case, inputs: cases.FFNInputs, active: Tensor, *, is_union: bool, seconds: float
+) -> dict[str, timing.Spread]:
+    """Of batches between few and many tokens: CUDA graphs of several layers, of which each has its own memory."""
+    x, case = inputs.x, dataclasses.replace(case, graph=True)
+    runs: dict[str, Callable[[], Any]] = {
+        n: run for n, run in ffn.alternatives(case, inputs, x, None).items() if n in ("dense", "compiled", "sparse")
+    }
+    zs: list[Tensor] = []
+    if is_union:
+        ws = [
+            Weights(inputs.w_gate.clone(), inputs.w_up.clone(), inputs.w_down.t().contiguous().t())
+            for _ in range(ffn.GRAPH_LAYERS)
+        ]
+        clean = (torch.rand(active.shape, dtype=x.dtype, device=x.device) + 0.1) * (2 * active.to(x.dtype) - 1)
+        zs += [clean.clone() for _ in ws]
+        tiles = gpu.launch_facts(x)[0]
+        runs["gate"] = ffn.replayed([functools.partial(nnf.linear, x, w.gate) for w in ws])
+        after = [functools.partial(union.after_gate, x, z, w, "relu", tiles) for w, z in zip(ws, zs, strict=True)]
+        runs["after gate"] = ffn.replayed(after)
+        w = ws[0].to(torch.float64)
+        assert w.up is not None
+        rows = slice(None, None, max(1, len(x) // _CHECKED_ROWS))
+        of_x = x[rows].double()
+        truth = (torch.relu(clean[rows].double()) * (of_x @ w.up.T)) @ w.down.T
+        zs[0].copy_(clean)
+        y = after[0]()[rows]
+        if not ffn.relative_error(y, truth) <= 1e-2:
+            raise ffn.WrongResult(f"sparse output is wrong: relative error {ffn.relative_error(y, truth):.2e}")
+        del runs["sparse"]
+
+    def restore() -> None:
+        for z in zs:
+            z.copy_(clean)
+
+    times = timing.compare(runs, seconds=seconds, device=x.device, before=restore)
+    times = {n: timing.Spread(*(round(t / ffn.GRAPH_LAYERS, 5) for t in of)) for n, of in times.items()}
+    if is_union:
+        times["sparse"] = added(times["gate"], times["after gate"])
+    return {**times, "frozen": times["sparse"]}
+
+
 def added(*spreads: timing.Spread) -> timing.Spread:
     """Of things that follow each other."""
-    return timing.Spread(*(round(sum(of), 4) for of in zip(*spreads, strict=True)))
+    return timing.Spread(*(round(sum(of), 5) for of in zip(*spreads, strict=True)))
 
 
 def _check(parts: Parts, w: Weights) -> float:

@@ -305,11 +305,23 @@ def forward(
 ) -> Tensor:
     """y [..., D] for x [..., D], of at least one token. ``down``: Wd neuron by neuron, unless it lies so."""
     x, w = aligned(x), ready(w)
-    gate, up, own_down, b_gate, b_up, b_down = w
-    z, y = nnf.linear(x, gate, b_gate), x.new_empty(x.shape)
-    down = own_down if down is None else down
+    return after_gate(x, nnf.linear(x, w.gate, w.gate_bias), w, activation, of_gpu, down, tiles)
+
+
+def after_gate(
+    x: Tensor,
+    z: Tensor,
+    w: Weights,
+    activation: str,
+    of_gpu: Tiles,
+    down: Tensor | None = None,
+    tiles: UnionTiles | None = None,
+) -> Tensor:
+    """As ``forward``, of x and weights as kernels read them and the gate z [..., F], which is overwritten."""
+    _, up, own_down, _, b_up, b_down = w
+    y, down = x.new_empty(x.shape), own_down if down is None else down
     key = (
-        x.shape, x.stride(-2), x.dtype, gate.shape[0], activation, tiles, up is None, b_up is None, b_down is None
+        x.shape, x.stride(-2), x.dtype, z.shape[-1], activation, tiles, up is None, b_up is None, b_down is None
     )  # fmt: skip
     _launch(key, (x, y, z, up, down, b_up, b_down), activation == "relu2", of_gpu, tiles)
     return y
