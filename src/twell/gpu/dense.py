@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from twell import reference
-from twell.gpu.shared.launch import LONG_MULTIPLE, Kernel, ceil_div
+from twell.gpu.shared.launch import LONG_MULTIPLE, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.replay import Recorded, Space
-from twell.gpu.shared.tiles import relu
+from twell.gpu.shared.tiles import relu, start_after
 from twell.gpu.training.activation import activate, activation_gradients_
 from twell.gpu.training.statistics import write_statistics
 from twell.reference import Gradients, Weights
@@ -27,7 +27,10 @@ _BLOCK = 2048
 
 
 @triton.jit
-def _activate_kernel(m_z, i_u, n, BLOCK: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr):
+def _activate_kernel(
+    m_z, i_u, n, BLOCK: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    start_after(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
     a = relu(tl.load(m_z + at, mask=inside, other=0.0).to(tl.float32))
@@ -39,8 +42,8 @@ def _activate_kernel(m_z, i_u, n, BLOCK: tl.constexpr, GATED: tl.constexpr, SQUA
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, gated: bool, squared: bool) -> Kernel:
-    constants = {"BLOCK": _BLOCK, "GATED": gated, "SQUARED": squared}
+def _kernel(dtype: torch.dtype, gated: bool, squared: bool, overlaps: bool) -> Kernel:
+    constants = {"BLOCK": _BLOCK, "GATED": gated, "SQUARED": squared, "OVERLAPS": overlaps}
     return Kernel(_activate_kernel, (dtype, dtype, LONG_MULTIPLE), constants, warps=8)
 
 
@@ -48,7 +51,7 @@ def _kernel(dtype: torch.dtype, gated: bool, squared: bool) -> Kernel:
 def _launch(space: Space, z: Tensor, u: Tensor | None, squared: bool) -> tuple[Tensor, ...]:
     """z = a(z) * u."""
     n = z.numel()
-    _kernel(z.dtype, u is not None, squared)(ceil_div(n, _BLOCK), z, 0 if u is None else u, n)
+    _kernel(z.dtype, u is not None, squared, can_overlap())(ceil_div(n, _BLOCK), z, 0 if u is None else u, n)
     return ()
 
 
