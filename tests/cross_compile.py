@@ -99,7 +99,7 @@ def between(capability: int, dtype: torch.dtype, F: int) -> Iterator[Kernel]:
     """For numbers of tokens between few and many."""
     if dtype != torch.float32:
         of_gpu = tiles_for(capability, dtype)
-        for M in (128, 256, 512, 1024, 2048):
+        for M in (128, 256, 2048):
             BW, flags = power_of_2(F // 32), (True, False, True, True)
             yield from union._kernels(dtype, union.tiles_for(M, of_gpu), BW, of_gpu.use_tma, *flags, capability >= 90)
 

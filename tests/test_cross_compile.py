@@ -19,7 +19,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 SHAPE, LARGE_SHAPE = (2048, 5632), (8192, 28672)  # of a 1.5B and of a 70B model
 CASES = [(capability, "bfloat16", SHAPE) for capability in SHARED_KIB if capability != 89]
 CASES += [(90, "float32", SHAPE), (90, "bfloat16", LARGE_SHAPE)]
-ONLY_16_BITS = {"screened_neurons_kernel", "sum_kernel"}
+ONLY_16_BITS = {"screened_neurons_kernel", "sum_kernel", "_marks_kernel", "_up_kernel", "_down_kernel"}
 SPILLED = {"neurons_kernel": 32, "screened_neurons_kernel": 128}  # bytes, for another program a processor
 MORE = [(89, "bfloat16", SHAPE), (86, "float32", SHAPE), (90, "float16", SHAPE)]  # nearly the same as others
 

@@ -244,6 +244,22 @@ def _layers(rows: list[Row]) -> list[str]:
     ]
 
 
+def _between_layers(rows: list[Row]) -> list[str]:
+    """Layers of a trace by numbers of tokens, and their means."""
+    layers, sizes = list(dict.fromkeys(r["workload"] for r in rows)), sorted({r["M"] for r in rows})
+    found = {(r["workload"], r["M"]): r for r in rows}
+    lines = [
+        (
+            str(layer).removeprefix("layer "),
+            f"{found[layer, sizes[-1]]['mean_active']:.0f}",
+            *(f"{found[layer, M]['speedup']:.2f}x" for M in sizes),
+        )
+        for layer in layers
+    ]
+    means = (_speedup(_mean_speedup([r for r in rows if r["M"] == M])) for M in sizes)
+    return _lines(("layer", "active", *(f"{M} tokens" for M in sizes)), [*lines, ("mean", "", *means)])
+
+
 def _model(rows: list[Row]) -> list[str]:
     """Forward passes; ``model.generate`` has no time but that of its call."""
     has_calls, has_memory = _any_has(rows, "called_ms"), _any_has(rows, "memory_ratio")
@@ -665,8 +681,11 @@ TABLES = {
     "ffn-few": Table(
         ("ffn-few-h200.jsonl",),
         f"{_FFN} --graph -w WORKLOAD -m 1 -m 8 -m 16 -m 32 -m 64 [-d 4096 -f 14336]",
-        _is_any,
+        _is_workload,
         _ffn_few,
+    ),
+    "ffn-between-layers": Table(
+        ("ffn-few-h200.jsonl",), f"{_FFN} --trace TRACE.npz -m 256 -m 1024", _is_layer, _between_layers
     ),
     "ffn-layers": Table(("ffn-h200.jsonl",), f"{_FFN} --trace TRACE.npz", _is_layer, _layers),
     "model": Table(

@@ -195,6 +195,37 @@ def popcount64(words):
 
 
 @triton.jit
+def _nth_bit(word, n):
+    """Place of the n-th set bit (from 0) of each word, by halves."""
+    place = tl.zeros_like(n)
+    for level in tl.static_range(5):
+        width = 16 >> level
+        below = popcount((word >> place.to(tl.uint32)) & ((1 << width) - 1))
+        is_above = below <= n
+        n = tl.where(is_above, n - below, n)
+        place = tl.where(is_above, place + width, place)
+    return place
+
+
+@triton.jit
+def nth_neurons(bits, counts, start, total, BW: tl.constexpr, BU: tl.constexpr):
+    """int32 [BU]: the set bits of words [BW] from the start-th on, 0 past the last; ``counts``: how many a word has.
+
+    The word of the i-th is the number of words that end at or before it: a histogram of the ends, summed up.
+    """
+    ends = tl.cumsum(counts, axis=0)
+    local = ends - start
+    before = tl.sum((local < 0).to(tl.int32), axis=0)
+    inside = (local >= 0) & (local < BU)
+    ending = tl.histogram(tl.where(inside, local, 0), BU, mask=inside)
+    word = tl.minimum(tl.cumsum(ending, axis=0) + before, BW - 1)
+    u = start + tl.arange(0, BU)
+    n = u - tl.gather(ends - counts, word, 0)
+    place = _nth_bit(tl.gather(bits, word, 0).to(tl.uint32, bitcast=True), n)
+    return tl.where(u < total, word * 32 + place, 0)
+
+
+@triton.jit
 def relu_pairs(acc, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """relu of fp32 [BM, BN] in a 16-bit dtype, two columns a word: uint32 [BM, BN / 2], the first one below."""
     first, second = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
