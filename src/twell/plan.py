@@ -370,6 +370,11 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     )
 
 
+def union_of(frequency: Tensor, tokens: int) -> float:
+    """How many neurons fire for any of so many tokens, if they are independent of each other: U."""
+    return float((1 - (1 - frequency.clamp(max=1)) ** tokens).sum())
+
+
 def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float = 1.0) -> int:
     """The most tokens up to which every batch pays by gpu/decode/few.py; 0: none. ``frequency`` [F] of neurons.
 
@@ -379,8 +384,7 @@ def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float
     gate = _FEW_GATE if F <= _MANY_NEURONS else _FEW_GATE_MANY
     few_tokens = 0
     for M, (start, gather) in _FEW_COSTS.items():
-        union = float((1 - (1 - frequency.clamp(max=1)) ** M).sum())
-        cost = factor * (start + gate * F + others * gather * union)
+        cost = factor * (start + gate * F + others * gather * union_of(frequency, M))
         if tokens < M or cost > (1 + others) * F / _MIN_GAIN:
             break
         few_tokens = M
@@ -392,7 +396,7 @@ def union_tokens_for(frequency: Tensor, tokens: int, width: int, *, gated: bool,
     F, others, union_tokens = len(frequency), 2 if gated else 1, 0
     if tokens < TILE_TOKENS:
         return 0
-    union = float((1 - (1 - frequency.clamp(max=1)) ** TILE_TOKENS).sum())
+    union = union_of(frequency, TILE_TOKENS)
     for M, (start, gather) in _UNION_COSTS.items():
         cost = factor * (start * max(1, 2048 / width) + F + others * gather * union)
         if cost > (1 + others) * F / _MIN_UNION_GAIN:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from twell.bench import cases, ffn, timing, train
 from twell.bench.parts import Parts
-from twell.plan import _FEW_COSTS, _FEW_GATE, MAX_FEW_TOKENS, Costs, Plan, choose_plan, costs_for
+from twell.plan import _FEW_COSTS, _FEW_GATE, MAX_FEW_TOKENS, Costs, Plan, choose_plan, costs_for, union_of
 from twell.reference import Weights
 
 WORKLOADS = ("skew29", "skew100", "iid29")
@@ -133,8 +133,7 @@ def _few(given: cases.FFNInputs, frequency: Tensor, device: torch.device, second
             runs = ffn.alternatives(case, given, given.x[:M].contiguous(), plan)
             times = timing.compare({n: runs[n] for n in ("dense", "sparse")}, seconds=seconds, device=device)
         start, gather = _FEW_COSTS[M]
-        union = float((1 - (1 - frequency.clamp(max=1)) ** M).sum())
-        said = (start + _FEW_GATE * F + 2 * gather * union) / (3 * F)
+        said = (start + _FEW_GATE * F + 2 * gather * union_of(frequency, M)) / (3 * F)
         found.append(times["sparse"].p50 / times["dense"].p50 / said)
     return found
 

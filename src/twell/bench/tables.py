@@ -680,7 +680,7 @@ TABLES = {
     "ffn": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 4096 -m 16384 -m 131072", _is_workload, _ffn),
     "ffn-few": Table(
         ("ffn-few-h200.jsonl",),
-        f"{_FFN} --graph -w WORKLOAD -m 1 -m 8 -m 16 -m 32 -m 64 [-d 4096 -f 14336]",
+        f"{_FFN} --graph -w WORKLOAD -m 1 -m 8 ... -m 1024 -m 2048 [-d 4096 -f 14336]",
         _is_workload,
         _ffn_few,
     ),
