@@ -14,7 +14,8 @@ from torch import Tensor
 from twell.formats import Hybrid, TwELL
 
 DTYPES_16BIT = (torch.bfloat16, torch.float16)
-DTYPES = (*DTYPES_16BIT, torch.float32, torch.float64)
+DTYPES_IN_WORDS = (*DTYPES_16BIT, torch.float32)
+DTYPES = (*DTYPES_IN_WORDS, torch.float64)
 INT_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SMALLEST_SUBNORMAL, NAN_WITH_PAYLOAD = 1, -1  # as bit patterns, the same for every float dtype
 
@@ -44,6 +45,11 @@ def active_columns(g: Tensor) -> list[list[int]]:
 def active_by_tile(g: Tensor, tile: int) -> list[list[list[int]]]:
     starts = range(0, g.shape[1], tile)
     return [[[c for c in cols if s <= c < s + tile] for s in starts] for cols in active_columns(g)]
+
+
+def stored_lists(g: Tensor, tile: int, slots: int) -> list[list[list[int]]]:
+    """Nothing of a row that overflows."""
+    return [[c if max(map(len, row)) <= slots else [] for c in row] for row in active_by_tile(g, tile)]
 
 
 def longest_list(g: Tensor, tile: int) -> int:
@@ -93,10 +99,19 @@ def matrices(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Tenso
 
 
 tiles = st.integers(1, 40)
+each_count_dtype = pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
 
 
 def pack_whole(g: Tensor, tile: int, compact: bool = False) -> TwELL:
-    return TwELL.pack(g, tile=tile, slots=max(longest_list(g, tile), 1) + compact, compact=compact)
+    return TwELL.pack(g, tile=tile, slots=max(longest_list(g, tile), 1), compact=compact)
+
+
+def as_a_kernel_writes(packed: TwELL) -> TwELL:
+    """The words of each tile in falling order; -1, which is NaN in no column, in slots that nobody may read."""
+    last = packed.counts.long().unsqueeze(-1) - 1 - torch.arange(packed.slots)
+    used = (last >= 0) & ~packed.overflowed[:, None, None]
+    words = packed.words.gather(-1, last.where(used, 0)).where(used, -1)
+    return TwELL.from_words(words, packed.counts, shape=packed.shape, dtype=packed.dtype, tile=packed.tile)
 
 
 def sample(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -113,92 +128,96 @@ def test_twell_plain_round_trip_is_bit_exact(g: Tensor, tile: int) -> None:
     assert same_bits(pack_whole(g, tile).unpack(), canonical(g))
 
 
-@given(matrices(DTYPES_16BIT), tiles)
-def test_twell_compact_round_trip_is_bit_exact(g: Tensor, tile: int) -> None:
+@given(matrices(DTYPES_IN_WORDS), tiles)
+def test_twell_word_round_trip_is_bit_exact(g: Tensor, tile: int) -> None:
     packed = pack_whole(g, tile, compact=True)
     assert packed.words is not None and packed.values is None and packed.indices is None
     assert same_bits(packed.unpack(), canonical(g))
 
 
 @given(matrices(), tiles, st.integers(1, 12))
-def test_twell_plain_lists_hold_the_first_entries_and_true_counts(g: Tensor, tile: int, slots: int) -> None:
+def test_twell_plain_lists_hold_the_entries_of_rows_that_fit_and_true_counts(g: Tensor, tile: int, slots: int) -> None:
     packed = TwELL.pack(g, tile=tile, slots=slots, overflow="mark")
     lists = active_by_tile(g, tile)
     g_bits = bits(g).tolist()
-    assert packed.counts.dtype == torch.int32
+    assert packed.counts.dtype == torch.uint8
     assert packed.counts.tolist() == [[len(cols) for cols in row] for row in lists]
+    stored = stored_lists(g, tile, slots)
     assert packed.columns.dtype == torch.int64
-    assert packed.columns.tolist() == [[padded(cols, slots) for cols in row] for row in lists]
+    assert packed.columns.tolist() == [[padded(cols, slots) for cols in row] for row in stored]
     assert packed.indices is not None and packed.indices.dtype == torch.int16
     assert packed.values is not None and packed.values.dtype == g.dtype
     assert bits(packed.values).tolist() == [
-        [padded([g_bits[m][c] for c in cols], slots) for cols in row] for m, row in enumerate(lists)
+        [padded([g_bits[m][c] for c in cols], slots) for cols in row] for m, row in enumerate(stored)
     ]
 
 
-@given(matrices(DTYPES_16BIT), tiles, st.integers(1, 12))
-def test_twell_compact_words_are_count_then_value_and_column(g: Tensor, tile: int, slots: int) -> None:
+@given(matrices(DTYPES_IN_WORDS), tiles, st.integers(1, 12))
+def test_twell_words_are_value_and_column_within_the_tile(g: Tensor, tile: int, slots: int) -> None:
     packed = TwELL.pack(g, tile=tile, slots=slots, compact=True, overflow="mark")
-    lists = active_by_tile(g, tile)
-    g_bits = bits(g).tolist()
+    g_bits, width = bits(g).tolist(), 8 * g.element_size()
     expected = [
-        [w for cols in row for w in [len(cols), *padded([(g_bits[m][c] & 0xFFFF) << 16 | c for c in cols], slots - 1)]]
-        for m, row in enumerate(lists)
+        [padded([g_bits[m][c] << width | c % tile for c in cols], slots) for cols in row]
+        for m, row in enumerate(stored_lists(g, tile, slots))
     ]
-    assert packed.capacity == slots - 1
-    assert packed.words is not None and packed.words.dtype == torch.int32
-    assert [[w & 0xFFFFFFFF for w in row] for row in packed.words.tolist()] == expected
-    assert packed.counts.tolist() == [[len(cols) for cols in row] for row in lists]
+    assert packed.words is not None and packed.words.dtype == (torch.int64 if width == 32 else torch.int32)
+    assert packed.words.tolist() == expected
+    assert packed.counts.tolist() == [[len(cols) for cols in row] for row in active_by_tile(g, tile)]
 
 
-@given(matrices(), tiles)
-def test_twell_entries_come_by_row_then_column(g: Tensor, tile: int) -> None:
-    row, col, value = pack_whole(g, tile).entries()
+@given(matrices(DTYPES_IN_WORDS), tiles, st.booleans())
+def test_twell_entries_come_by_row_then_column(g: Tensor, tile: int, in_words: bool) -> None:
+    packed = as_a_kernel_writes(pack_whole(g, tile, compact=True)) if in_words else pack_whole(g, tile)
+    row, col, value = packed.entries()
     expected = [(m, c) for m, cols in enumerate(active_columns(g)) for c in cols]
     assert list(zip(row.tolist(), col.tolist(), strict=True)) == expected
     assert same_bits(value, g[row, col])
 
 
-@given(matrices(DTYPES_16BIT), tiles, st.integers(1, 8))
-def test_twell_compact_and_plain_convert_both_ways(g: Tensor, tile: int, capacity: int) -> None:
-    plain = TwELL.pack(g, tile=tile, slots=capacity, overflow="mark")
-    compact = TwELL.pack(g, tile=tile, slots=capacity + 1, compact=True, overflow="mark")
-    assert plain.capacity == compact.capacity == capacity
-    assert plain.compact() == compact and compact.plain() == plain
-    assert plain.plain() is plain and compact.compact() is compact
-    assert torch.equal(plain.overflowed, compact.overflowed)
-    assert torch.equal(plain.columns, compact.columns)
-
-
-@given(matrices(DTYPES_16BIT), tiles, st.integers(1, 8))
-def test_twell_from_words_wraps_what_pack_writes(g: Tensor, tile: int, slots: int) -> None:
-    slots = slots if g.shape[1] else 1  # without columns there are no words to tell the slots from
+@given(matrices(DTYPES_IN_WORDS), tiles, st.integers(1, 8))
+def test_twell_forms_convert_both_ways_whatever_the_order_of_words(g: Tensor, tile: int, slots: int) -> None:
+    plain = TwELL.pack(g, tile=tile, slots=slots, overflow="mark")
     packed = TwELL.pack(g, tile=tile, slots=slots, compact=True, overflow="mark")
-    assert packed.words is not None
-    assert TwELL.from_words(packed.words, shape=packed.shape, tile=tile, dtype=g.dtype) == packed
+    words = as_a_kernel_writes(packed)
+    assert words == packed and plain.compact() == words and words.plain() == plain
+    assert torch.equal(words.compact().words, packed.words)
+    assert torch.equal(words.plain().indices, plain.indices) and same_bits(words.plain().values, plain.values)
+    assert torch.equal(plain.overflowed, words.overflowed)
+    assert torch.equal(plain.columns, words.columns)
+
+
+@each_count_dtype
+def test_twell_counts_of_either_dtype_do_not_wrap(dtype: torch.dtype) -> None:
+    g = torch.ones(2, 510)
+    g[1, :200] = 0
+    packed = TwELL.pack(g, tile=255, slots=300, compact=True)  # 300 and 510 are more than a byte holds
+    packed = dataclasses.replace(packed, counts=packed.counts.to(dtype))
+    assert packed == TwELL.pack(g, tile=255, slots=300, compact=True)
+    assert not packed.overflowed.any() and same_bits(packed.unpack(), g)
+    assert packed.plain() == TwELL.pack(g, tile=255, slots=300)
+    assert "820 active" in repr(packed)
+
+
+def test_twell_without_check_reads_nothing() -> None:
+    words, counts = torch.zeros(2, 1, 4, dtype=torch.int32), torch.full((2, 1), 2, dtype=torch.uint8)
+    form = {"shape": (2, 100), "dtype": torch.bfloat16}
+    kernel = TwELL.from_words(words.to("meta"), counts.to("meta"), **form, check=False)
+    assert (kernel.tile, kernel.slots, kernel.shape) == (128, 4, (2, 100))
+    with pytest.raises(ValueError, match="a stored value is zero"):
+        TwELL.from_words(words, counts, **form)
+
+
+@pytest.mark.parametrize("words", [[[[0]]], torch.zeros(2, 4, dtype=torch.int32)])
+def test_twell_from_words_refuses_what_are_no_words(words: object) -> None:
+    with pytest.raises(ValueError, match=r"words must be a tensor \[M, n_tiles, slots\]"):
+        TwELL.from_words(words, torch.zeros(2, 2, dtype=torch.uint8), shape=(2, 6), tile=3, dtype=torch.bfloat16)
 
 
 def test_twell_from_words_takes_words_that_are_not_contiguous() -> None:
     packed = TwELL.pack(sample(torch.bfloat16), tile=3, slots=4, compact=True)
-    strided = packed.words.T.contiguous().T
+    strided = packed.words.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     assert not strided.is_contiguous()
-    assert same_bits(TwELL.from_words(strided, shape=(2, 6), tile=3, dtype=torch.bfloat16).unpack(), packed.unpack())
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (torch.zeros(8, dtype=torch.int32), r"expected words of shape \[2, n_tiles \* slots\]"),
-        (torch.zeros(3, 8, dtype=torch.int32), r"expected words of shape \[2, n_tiles \* slots\]"),
-        ([[0] * 8] * 2, r"expected words of shape \[2, n_tiles \* slots\]"),
-        (torch.zeros(2, 7, dtype=torch.int32), "7 words a row do not divide into 2 tiles"),
-        (torch.zeros(2, 0, dtype=torch.int32), "0 words a row do not divide into 2 tiles"),
-        (torch.zeros(2, 8, dtype=torch.int64), "must be torch.int32"),
-    ],
-)
-def test_twell_from_words_refuses_what_is_no_word_matrix(words: Tensor, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        TwELL.from_words(words, shape=(2, 6), tile=3, dtype=torch.bfloat16)
+    assert TwELL.from_words(strided, packed.counts, shape=(2, 6), tile=3, dtype=torch.bfloat16) == packed
 
 
 def test_twell_last_tile_may_be_partial() -> None:
@@ -228,16 +247,17 @@ def test_twell_empty_matrices(shape: tuple[int, int], compact: bool) -> None:
 
 
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES_16BIT)
+@pytest.mark.parametrize("dtype", DTYPES_IN_WORDS)
 def test_twell_uses_all_16_index_bits(dtype: torch.dtype, compact: bool) -> None:
     active = [0, 32767, 32768, 65534, 65535]
     g = torch.zeros(2, 65536, dtype=dtype)
     g[0, active] = torch.tensor([1, -1, 2, float("nan"), -3], dtype=dtype)
-    packed = TwELL.pack(g, tile=16384, slots=4, compact=compact)
+    packed = TwELL.pack(g, tile=65536, slots=5, compact=compact)
+    assert packed.counts.dtype == torch.int32
     assert packed.entries()[1].tolist() == active
     assert same_bits(packed.unpack(), g)
     if not compact:
-        assert packed.indices[0, 3, :2].tolist() == [-2, -1] and packed.indices[0, 2, 0] == -32768
+        assert packed.indices[0, 0].tolist() == [0, 32767, -32768, -2, -1]
 
 
 def test_twell_counts_a_full_row_of_65536() -> None:
@@ -245,14 +265,21 @@ def test_twell_counts_a_full_row_of_65536() -> None:
     assert packed.counts.tolist() == [[65536]] and packed.overflowed.tolist() == [True]
 
 
-def test_twell_refuses_more_columns_than_16_bits_index() -> None:
-    with pytest.raises(ValueError, match="F must be 0 to 65536, got 65537"):
-        TwELL.pack(torch.zeros(1, 65537))
+def test_twell_words_take_any_number_of_columns_and_the_plain_form_16_bits_of_them() -> None:
+    g = torch.zeros(1, 65537)
+    g[0, 65536] = 1
+    packed = TwELL.pack(g, compact=True)
+    assert packed.columns.max() == 65536 and same_bits(packed.unpack(), g)
+    for refused in (lambda: TwELL.pack(g), packed.plain):
+        with pytest.raises(ValueError, match="the plain form needs F of at most 65536, got 65537; use the word form"):
+            refused()
+    with pytest.raises(ValueError, match="words need a tile of at most 65536, got 65537"):
+        TwELL.pack(g, compact=True, tile=65537)
 
 
 def test_twell_defaults() -> None:
     packed = TwELL.pack(torch.zeros(1, 300))
-    assert (packed.tile, packed.slots, packed.words) == (256, 32, None)
+    assert (packed.tile, packed.slots, packed.words) == (128, 12, None)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -261,25 +288,24 @@ def test_twell_defaults() -> None:
 
 TWELL_OVERFLOW = re.compile(
     r"row (?P<row>\d+), tile (?P<tile>\d+) \(columns (?P<low>\d+) to (?P<high>\d+)\) has (?P<count>\d+) active"
-    r".*slots=(?P<slots>\d+) hold (?P<capacity>\d+).*smallest slots that fit are (?P<smallest>\d+)"
+    r" elements, more than slots=(?P<slots>\d+); the smallest slots that fit are (?P<smallest>\d+)"
 )
 
 
 @given(matrices(), tiles, st.booleans())
 def test_twell_overflow_error_names_the_place_and_the_smallest_slots(g: Tensor, tile: int, compact: bool) -> None:
-    compact = compact and g.dtype in DTYPES_16BIT
-    smallest = longest_list(g, tile) + compact
+    compact = compact and g.dtype in DTYPES_IN_WORDS
+    smallest = longest_list(g, tile)
     assume(smallest >= 2)
     with pytest.raises(ValueError) as raised:
         TwELL.pack(g, tile=tile, slots=smallest - 1, compact=compact)
     said = {k: int(v) for k, v in TWELL_OVERFLOW.search(str(raised.value)).groupdict().items()}
 
-    capacity = smallest - 1 - compact
     lists = active_by_tile(g, tile)
-    row, at = next((m, t) for m, r in enumerate(lists) for t, cols in enumerate(r) if len(cols) > capacity)
+    row, at = next((m, t) for m, r in enumerate(lists) for t, cols in enumerate(r) if len(cols) > smallest - 1)
     assert (said["row"], said["tile"], said["count"]) == (row, at, len(lists[row][at]))
     assert (said["low"], said["high"]) == (at * tile, min((at + 1) * tile, g.shape[1]) - 1)
-    assert (said["slots"], said["capacity"], said["smallest"]) == (smallest - 1, capacity, smallest)
+    assert (said["slots"], said["smallest"]) == (smallest - 1, smallest)
     assert same_bits(TwELL.pack(g, tile=tile, slots=smallest, compact=compact).unpack(), canonical(g))
 
 
@@ -287,15 +313,13 @@ def test_twell_overflow_error_names_slots_for_the_longest_list_not_the_first() -
     g = torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 1]])
     with pytest.raises(ValueError, match=r"row 0, tile 0 .* has 2 active .* smallest slots that fit are 4"):
         TwELL.pack(g, tile=4, slots=1)
-    with pytest.raises(ValueError, match="in the compact form; the smallest slots that fit are 5"):
-        TwELL.pack(g.half(), tile=4, slots=2, compact=True)
 
 
 @given(matrices(), tiles, st.integers(1, 6), st.booleans())
 def test_twell_mark_marks_exactly_the_rows_that_do_not_fit(g: Tensor, tile: int, slots: int, compact: bool) -> None:
-    compact = compact and g.dtype in DTYPES_16BIT
+    compact = compact and g.dtype in DTYPES_IN_WORDS
     packed = TwELL.pack(g, tile=tile, slots=slots, compact=compact, overflow="mark")
-    over = [any(len(cols) > slots - compact for cols in row) for row in active_by_tile(g, tile)]
+    over = [any(len(cols) > slots for cols in row) for row in active_by_tile(g, tile)]
     assert packed.overflowed.dtype == torch.bool and packed.overflowed.tolist() == over
 
     kept = canonical(g)
@@ -309,21 +333,6 @@ def test_twell_mark_marks_exactly_the_rows_that_do_not_fit(g: Tensor, tile: int,
             packed.entries()
     else:
         assert same_bits(packed.unpack(), kept)
-
-
-def test_twell_one_compact_slot_holds_no_entries() -> None:
-    packed = TwELL.pack(sample(torch.float16), tile=3, slots=1, compact=True, overflow="mark")
-    assert packed.capacity == 0
-    assert packed.words.tolist() == [[1, 2], [0, 1]]
-    assert packed.overflowed.tolist() == [True, True]
-    assert packed.unpack(skip_overflowed=True).count_nonzero() == 0
-    with pytest.raises(ValueError, match="compact form of 1 slot holds no entries"):
-        packed.plain()
-
-
-def test_twell_one_compact_slot_fits_a_matrix_of_zeros() -> None:
-    g = torch.zeros(2, 5, dtype=torch.float16)
-    assert same_bits(TwELL.pack(g, tile=3, slots=1, compact=True).unpack(), g)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -495,7 +504,7 @@ def test_hybrid_transpose_raises_or_marks_what_does_not_fit() -> None:
 
 FORMS = {
     "plain": lambda g: TwELL.pack(g, tile=3, slots=2),
-    "compact": lambda g: TwELL.pack(g, tile=3, slots=3, compact=True),
+    "words": lambda g: TwELL.pack(g, tile=3, slots=2, compact=True),
     "hybrid": lambda g: Hybrid.pack(g, cap=1, backup=2),
 }
 each_form = pytest.mark.parametrize("pack", FORMS.values(), ids=FORMS)
@@ -533,6 +542,8 @@ def test_equality_sees_parameters_shape_dtype_and_form() -> None:
     assert base != TwELL.pack(g[:1], tile=6, slots=2)
     assert base != TwELL.pack(g.half(), tile=6, slots=2)
     assert base != TwELL.pack(g, tile=6, slots=2, compact=True)
+    two, three = (TwELL.pack(torch.tensor([[1.0, 1, z]]), tile=3, slots=1, overflow="mark") for z in (0, 1))
+    assert two != three  # their rows hold nothing, but the counts differ
     hybrid = Hybrid.pack(g, cap=2, backup=1)
     assert hybrid != Hybrid.pack(g, cap=3, backup=1) and hybrid != Hybrid.pack(g, cap=2, backup=2)
     assert hybrid != Hybrid.pack(g.half(), cap=2, backup=1)
@@ -565,18 +576,19 @@ def test_packing_leaves_its_input_alone(pack) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nbytes_counts_what_is_stored(dtype: torch.dtype) -> None:
     g, size = torch.zeros(5, 10, dtype=dtype), dtype.itemsize
-    assert TwELL.pack(g, tile=4, slots=3).nbytes == 5 * 3 * (3 * (size + 2) + 4)
+    assert TwELL.pack(g, tile=4, slots=3).nbytes == 5 * 3 * (3 * (size + 2) + 1)
+    assert TwELL.pack(g, tile=256, slots=3).nbytes == 5 * (3 * (size + 2) + 4)
     assert Hybrid.pack(g, cap=3, backup=2).nbytes == 5 * 3 * (size + 2) + 5 * 4 + 2 * 10 * size + 2 * 4 + 5 * 4
-    if dtype in DTYPES_16BIT:
-        assert TwELL.pack(g, tile=4, slots=3, compact=True).nbytes == 5 * 3 * 3 * 4
+    if dtype in DTYPES_IN_WORDS:
+        assert TwELL.pack(g, tile=4, slots=3, compact=True).nbytes == 5 * 3 * (3 * 2 * size + 1)
 
 
 def test_repr_says_shape_parameters_and_overflow() -> None:
     g, g16 = sample(), sample(torch.bfloat16)
-    assert repr(TwELL.pack(g, tile=3, slots=2)) == "TwELL(2 x 6, tile=3, slots=2, float32, plain, 4 active, 64 bytes)"
+    assert repr(TwELL.pack(g, tile=3, slots=2)) == "TwELL(2 x 6, tile=3, slots=2, float32, plain, 4 active, 52 bytes)"
     assert (
-        repr(TwELL.pack(g16, tile=3, slots=2, compact=True, overflow="mark"))
-        == "TwELL(2 x 6, tile=3, slots=2, bfloat16, compact, 4 active, 1 rows overflowed, 32 bytes)"
+        repr(TwELL.pack(g16, tile=3, slots=1, compact=True, overflow="mark"))
+        == "TwELL(2 x 6, tile=3, slots=1, bfloat16, words, 4 active, 1 rows overflowed, 20 bytes)"
     )
     assert (
         repr(Hybrid.pack(g, cap=1, backup=2)) == "Hybrid(2 x 6, cap=1, 1 of 2 backup rows, float32, 4 active, 84 bytes)"
@@ -600,7 +612,11 @@ def plain_form() -> TwELL:
 PLAIN_CORRUPTIONS = {
     "counts is a list": (lambda t: {"counts": t.counts.tolist()}, "counts must be a tensor, got list"),
     "counts shape": (lambda t: {"counts": t.counts[:, :1]}, r"counts must have shape \(2, 2\), got \(2, 1\)"),
-    "counts dtype": (lambda t: {"counts": t.counts.long()}, "counts must be torch.int32, got torch.int64"),
+    "counts dtype": (lambda t: {"counts": t.counts.long()}, "counts must be int32, or uint8 .*got torch.int64"),
+    "counts too narrow": (
+        lambda t: {"tile": 256, "counts": t.counts[:, :1], "values": t.values[:, :1], "indices": t.indices[:, :1]},
+        "counts must be int32, or uint8 if tile <= 255, got torch.uint8 for tile=256",
+    ),
     "values missing": (lambda t: {"values": None}, "values must be a tensor, got NoneType"),
     "values shape": (lambda t: {"values": t.values[..., :1]}, r"values must have shape \(2, 2, 2\)"),
     "values dtype": (lambda t: {"values": t.values.double()}, "values must be torch.float32"),
@@ -608,7 +624,7 @@ PLAIN_CORRUPTIONS = {
     "indices missing": (lambda t: {"indices": None}, "indices must be a tensor"),
     "indices shape": (lambda t: {"indices": t.indices[:1]}, r"indices must have shape \(2, 2, 2\)"),
     "indices dtype": (lambda t: {"indices": t.indices.int()}, "indices must be torch.int16, got torch.int32"),
-    "words besides values": (lambda t: {"words": torch.zeros(2, 4, dtype=torch.int32)}, "not both"),
+    "words besides values": (lambda t: {"words": torch.zeros(2, 2, 2, dtype=torch.int64)}, "not both"),
     "tile": (lambda t: {"tile": 2}, r"counts must have shape \(2, 3\)"),
     "tile 0": (lambda t: {"tile": 0}, "tile must be at least 1, got 0"),
     "slots": (lambda t: {"slots": 3}, r"values must have shape \(2, 2, 3\)"),
@@ -616,8 +632,11 @@ PLAIN_CORRUPTIONS = {
     "M": (lambda t: {"shape": (3, 6)}, r"counts must have shape \(3, 2\)"),
     "M negative": (lambda t: {"shape": (-1, 6)}, "M must not be negative"),
     "F": (lambda t: {"shape": (2, 7)}, r"counts must have shape \(2, 3\)"),
-    "F negative": (lambda t: {"shape": (2, -1)}, "F must be 0 to 65536, got -1"),
-    "F too large": (lambda t: {"shape": (2, 65537), "tile": 65536}, "F must be 0 to 65536, got 65537"),
+    "F negative": (lambda t: {"shape": (2, -1)}, "F must not be negative, got -1"),
+    "F too large": (
+        lambda t: {"shape": (2, 65537), "tile": 65536},
+        "the plain form needs F of at most 65536, got 65537",
+    ),
     "devices": (lambda t: {"values": t.values.to("meta")}, "tensors lie on different devices: cpu, meta"),
     "count above the tile": (
         lambda t: {"counts": edited(t.counts, (0, 1), 4)},
@@ -628,7 +647,7 @@ PLAIN_CORRUPTIONS = {
         "row 1, tile 1 has count 3, expected 0 to 2",
     ),
     "count negative": (
-        lambda t: {"counts": edited(t.counts, (1, 0), -1)},
+        lambda t: {"counts": edited(t.counts.int(), (1, 0), -1)},
         "row 1, tile 0 has count -1, expected 0 to 3",
     ),
     "count too small": (
@@ -672,53 +691,50 @@ def test_twell_plain_refuses_a_corrupted_field(changes, problem: str) -> None:
         dataclasses.replace(form, **changes(form))
 
 
-def compact_form() -> TwELL:
-    """Words of both rows: [1, 5|1, -, 2, 6|4, 7|5] and [0, -, -, 1, 8|3, -]."""
-    return TwELL.pack(sample(torch.float16), tile=3, slots=3, compact=True)
+def word_form() -> TwELL:
+    """Words of both rows: [5|1, -], [6|1, 7|2] and [-, -], [8|0, -]."""
+    return TwELL.pack(sample(torch.float16), tile=3, slots=2, compact=True)
 
 
 def word(value: float, column: int) -> int:
     return int(torch.tensor(value, dtype=torch.float16).view(torch.int16)) << 16 | column
 
 
-COMPACT_CORRUPTIONS = {
-    "words shape": (lambda t: {"words": t.words[:, :5]}, r"words must have shape \(2, 6\), got \(2, 5\)"),
+WORD_CORRUPTIONS = {
+    "words shape": (lambda t: {"words": t.words[:, :1]}, r"words must have shape \(2, 2, 2\), got \(2, 1, 2\)"),
     "words dtype": (lambda t: {"words": t.words.long()}, "words must be torch.int32, got torch.int64"),
+    "words of another dtype": (lambda t: {"dtype": torch.float32}, "words must be torch.int64, got torch.int32"),
     "words is a list": (lambda t: {"words": t.words.tolist()}, "words must be a tensor, got list"),
-    "dtype": (lambda t: {"dtype": torch.float32}, "compact form packs 16-bit values, got torch.float32"),
-    "slots": (lambda t: {"slots": 2}, r"words must have shape \(2, 4\)"),
-    "values besides words": (lambda t: {"values": torch.zeros(2, 2, 3).half()}, "not both"),
-    "indices besides words": (lambda t: {"indices": torch.zeros(2, 2, 3, dtype=torch.int16)}, "not both"),
+    "dtype": (lambda t: {"dtype": torch.float64}, "words hold values of bfloat16, float16, float32, got torch.float64"),
+    "slots": (lambda t: {"slots": 3}, r"words must have shape \(2, 2, 3\)"),
+    "values besides words": (lambda t: {"values": torch.zeros(2, 2, 2).half()}, "not both"),
+    "indices besides words": (lambda t: {"indices": torch.zeros(2, 2, 2, dtype=torch.int16)}, "not both"),
     "devices": (lambda t: {"words": t.words.to("meta")}, "tensors lie on different devices: cpu, meta"),
-    "counts differ": (lambda t: {"counts": edited(t.counts, (0, 1), 1)}, "counts differ from the words' first"),
-    "words' counts differ": (lambda t: {"words": edited(t.words, (1, 0), 1)}, "counts differ from the words' first"),
     "count above the tile": (
-        lambda t: {"counts": edited(t.counts, (0, 1), 4), "words": edited(t.words, (0, 3), 4)},
+        lambda t: {"counts": edited(t.counts, (0, 1), 4)},
         "row 0, tile 1 has count 4, expected 0 to 3",
     ),
-    "count negative": (
-        lambda t: {"counts": edited(t.counts, (1, 0), -2), "words": edited(t.words, (1, 0), -2)},
-        "row 1, tile 0 has count -2, expected 0 to 3",
-    ),
-    "zero stored": (lambda t: {"words": edited(t.words, (0, 1), word(0, 1))}, "a stored value is zero"),
-    "columns descend": (lambda t: {"words": swapped(t.words, (0, 4), (0, 5))}, r"do not ascend, first at \[0, 1, 0\]"),
+    "count too large": (lambda t: {"counts": edited(t.counts, (0, 0), 2)}, "a stored value is zero"),
+    "zero stored": (lambda t: {"words": edited(t.words, (0, 0, 0), word(0, 1))}, "a stored value is zero"),
     "column twice": (
-        lambda t: {"words": edited(t.words, (0, 5), word(7, 4))},
-        r"do not ascend, first at \[0, 1, 0\]",
+        lambda t: {"words": edited(t.words, (0, 1, 1), word(7, 1))},
+        r"indices repeat or do not ascend, first at \[0, 1, 0\]",
     ),
     "column outside its tile": (
-        lambda t: {"words": edited(t.words, (0, 1), word(5, 3))},
+        lambda t: {"words": edited(t.words, (0, 0, 0), word(5, 3))},
         r"outside its range, first at \[0, 0, 0\]",
     ),
-    "column with its top bit set": (lambda t: {"words": edited(t.words, (0, 1), word(5, 0x8001))}, "outside its range"),
-    "value in an unused slot": (lambda t: {"words": edited(t.words, (1, 2), word(1, 0))}, "unused slot is not zero"),
-    "column in an unused slot": (lambda t: {"words": edited(t.words, (0, 2), 2)}, "unused slot is not zero"),
+    "column behind the columns": (lambda t: {"shape": (2, 5)}, r"outside its range, first at \[0, 1, 1\]"),
+    "column with its top bit set": (
+        lambda t: {"words": edited(t.words, (0, 0, 0), word(5, 0x8001))},
+        "outside its range",
+    ),
 }
 
 
-@pytest.mark.parametrize(("changes", "problem"), COMPACT_CORRUPTIONS.values(), ids=COMPACT_CORRUPTIONS)
-def test_twell_compact_refuses_a_corrupted_field(changes, problem: str) -> None:
-    form = compact_form()
+@pytest.mark.parametrize(("changes", "problem"), WORD_CORRUPTIONS.values(), ids=WORD_CORRUPTIONS)
+def test_twell_words_refuse_a_corrupted_field(changes, problem: str) -> None:
+    form = word_form()
     with pytest.raises(ValueError, match=f"TwELL: .*{problem}"):
         dataclasses.replace(form, **changes(form))
 
@@ -730,26 +746,12 @@ def test_hybrid_keeps_no_entries_of_an_overflowed_row() -> None:
         dataclasses.replace(form, values=edited(form.values, (1, 0), 1))
 
 
-def test_twell_from_words_refuses_words_without_columns() -> None:
-    with pytest.raises(ValueError, match="5 words a row do not divide into 0 tiles"):
-        TwELL.from_words(torch.zeros(2, 5, dtype=torch.int32), shape=(2, 0), tile=4, dtype=torch.bfloat16)
-
-
 def test_twell_refuses_negative_zero_in_an_unused_slot_and_integer_values() -> None:
     form = TwELL.pack(torch.tensor([[0.0, 5.0, 0.0]]), tile=3, slots=2)
     with pytest.raises(ValueError, match=r"an unused slot is not zero, first at \[0, 0, 1\]"):
         dataclasses.replace(form, values=edited(form.values, (0, 0, 1), -0.0))
     with pytest.raises(ValueError, match="values must be floating-point"):
         dataclasses.replace(form, values=form.values.int(), dtype=torch.int32)
-
-
-def test_twell_checks_the_entries_an_overflowed_list_does_hold() -> None:
-    form = TwELL.pack(torch.ones(1, 3), tile=3, slots=2, overflow="mark")
-    assert form.counts.tolist() == [[3]] and form.columns.tolist() == [[[0, 1]]]
-    with pytest.raises(ValueError, match="do not ascend"):
-        dataclasses.replace(form, indices=form.indices.flip(-1))
-    with pytest.raises(ValueError, match="a stored value is zero"):
-        dataclasses.replace(form, values=edited(form.values, (0, 0, 1), 0))
 
 
 def hybrid_form() -> Hybrid:
@@ -854,7 +856,7 @@ def test_hybrid_refuses_a_corrupted_field(changes, problem: str) -> None:
         dataclasses.replace(form, **changes(form))
 
 
-@pytest.mark.parametrize("make", [plain_form, compact_form, hybrid_form])
+@pytest.mark.parametrize("make", [plain_form, word_form, hybrid_form])
 def test_forms_survive_a_copy_of_their_fields(make) -> None:
     assert dataclasses.replace(make()) == make()
 
@@ -888,7 +890,6 @@ def test_pack_refuses_what_is_no_dense_float_matrix(pack, g: Tensor, problem: st
         ({"tile": 0}, "tile must be at least 1, got 0"),
         ({"tile": -3}, "tile must be at least 1, got -3"),
         ({"slots": 0}, "slots must be at least 1, got 0"),
-        ({"compact": True}, "compact form packs 16-bit values, got torch.float32; use the plain form"),
         ({"overflow": "clip"}, "overflow must be 'error' or 'mark', got 'clip'"),
     ],
 )
@@ -897,10 +898,11 @@ def test_twell_pack_refuses_bad_options(options: dict, problem: str) -> None:
         TwELL.pack(torch.zeros(2, 3), **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_twell_compact_refuses_wide_values(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=f"compact form packs 16-bit values, got {dtype}"):
-        TwELL.pack(torch.zeros(2, 3, dtype=dtype)).compact()
+def test_twell_words_refuse_values_of_64_bits() -> None:
+    g = torch.zeros(2, 3, dtype=torch.float64)
+    for refused in (lambda: TwELL.pack(g, compact=True), TwELL.pack(g).compact):
+        with pytest.raises(ValueError, match=r"words hold values of .*, got torch.float64; use the plain form"):
+            refused()
 
 
 @pytest.mark.parametrize(

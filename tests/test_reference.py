@@ -499,7 +499,7 @@ def test_split_ffn_in_16_bits_rounds_the_exact_result_once(
     gated, activation, biases = layer
     x, w = integer_case(13, (9, 16, 24), gated, biases, dtype)
     exact = formula(x.to(f64), w.to(f64), activation)[0].to(dtype)
-    assert torch.equal(ref.split_ffn(x, w, hot, 24, activation), exact)  # no token is heavy
+    assert torch.equal(ref.split_ffn(x, w, hot, 24, activation, slots=24), exact)  # no token is heavy
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -587,7 +587,7 @@ def test_hybrid_gradients_of_non_finite_tokens_are_as_dense_says(gated: bool, ca
 
 ACCURACY_FFNS = {
     "packed": lambda x, w, a: packed_ffn(x, w, a, tile=64, slots=64),
-    "packed, compact": lambda x, w, a: packed_ffn(x, w, a, tile=64, slots=40, compact=True),
+    "packed, words": lambda x, w, a: packed_ffn(x, w, a, tile=64, slots=40, compact=True),
     "split": lambda x, w, a: ref.split_ffn(x, w, torch.arange(0, 256, 5), 100, a, tile=64, slots=64),
     "hybrid": lambda x, w, a: ref.hybrid_forward(x, w, a, cap=128, backup=2)[0],
 }

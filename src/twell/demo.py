@@ -33,12 +33,13 @@ def _show_packing(console: Console) -> None:
     g = torch.zeros(2, 16, dtype=torch.bfloat16)
     g[0, [1, 6, 12]] = torch.tensor([1.5, 2.0, 0.5], dtype=torch.bfloat16)
     g[1, [8, 15]] = torch.tensor([3.0, 1.0], dtype=torch.bfloat16)
-    packed = TwELL.pack(g, tile=8, slots=3, compact=True)
+    packed = TwELL.pack(g, tile=8, slots=2, compact=True)
     assert packed.words is not None
-    for row, words in zip(g.tolist(), packed.words.tolist(), strict=True):
+    for row, counts, words in zip(g.tolist(), packed.counts.tolist(), packed.words.tolist(), strict=True):
         console.print("activations", "".join(f"{v:4g}" if v else "   ·" for v in row), highlight=False)
-        console.print("TwELL words ", " ".join(f"{w & 0xFFFFFFFF:08x}" for w in words), highlight=False)
-    console.print("Per tile of 8 columns: a count, then bf16 value and column in one 32-bit word.")
+        lists = (" ".join([f"{n}:", *(f"{w:08x}" for w in tile)]) for n, tile in zip(counts, words, strict=True))
+        console.print("TwELL      ", "   ".join(lists), highlight=False)
+    console.print("Per tile of 8 columns: count, then words of bf16 value and column in the tile.")
     console.print(f"Unpacked bit for bit: {torch.equal(packed.unpack(), g)}\n")
 
 

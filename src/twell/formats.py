@@ -11,7 +11,7 @@ matrix product which computes one tile at a time can write the lists itself. Hyb
 >>> g = torch.tensor([[0.0, 5.0, 0.0, 0.0, 6.0, 7.0], [0.0, 0.0, 0.0, 8.0, 0.0, 0.0]])
 >>> t = TwELL.pack(g, tile=3, slots=2)
 >>> t
-TwELL(2 x 6, tile=3, slots=2, float32, plain, 4 active, 64 bytes)
+TwELL(2 x 6, tile=3, slots=2, float32, plain, 4 active, 52 bytes)
 >>> t.counts.tolist()
 [[1, 2], [0, 1]]
 >>> t.columns.tolist()
@@ -20,7 +20,7 @@ TwELL(2 x 6, tile=3, slots=2, float32, plain, 4 active, 64 bytes)
 True
 
 Column indices are stored in 16 bits. torch has few operations on uint16, so the bits live in an int16
-tensor; ``.columns`` gives them as int64.
+tensor (TwELL's plain form, Hybrid) or below the value (TwELL's words); ``.columns`` gives them as int64.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+TILE, SLOTS = 128, 12  # of the TwELL that the GPU kernels write
 MAX_COLUMNS_16BIT = 1 << 16
 _LOW_16_BITS = 0xFFFF
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer of the same size
+_WORDS = {torch.bfloat16: torch.int32, torch.float16: torch.int32, torch.float32: torch.int64}
 
 Overflow = Literal["error", "mark"]
 
@@ -114,24 +116,12 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
-def _nbytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _equal_fields(a: Any, b: Any) -> bool:
-    """Field by field, tensors bit for bit (so that NaN equals the same NaN)."""
-    for field in dataclasses.fields(a):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            if not _same_bits(x, y):
-                return False
-        elif isinstance(x, Tensor) or isinstance(y, Tensor) or x != y:
-            return False
-    return True
 
 
 def _moved(form: Any, device: torch.device | str) -> Any:
@@ -139,11 +129,9 @@ def _moved(form: Any, device: torch.device | str) -> Any:
     return dataclasses.replace(form, **{k: t.to(device) for k, t in tensors.items() if isinstance(t, Tensor)})
 
 
-def _check_lists(owner: str, columns: Tensor, values: Tensor, stored: Tensor, low: Tensor, high: Tensor) -> None:
-    """Invariants of ELL lists [..., slots]: ``stored`` leading slots hold active values at ascending columns
-    in [low, high); the slots behind them are zero. ``stored``, ``low``, ``high`` broadcast over the lists."""
-    slot = torch.arange(columns.shape[-1], device=columns.device)
-    used = slot < stored.unsqueeze(-1)
+def _check_lists(owner: str, columns: Tensor, values: Tensor, used: Tensor, low: Tensor, high: Tensor) -> None:
+    """Invariants of ELL lists [..., slots]: ``used`` slots hold active values at ascending columns in [low, high),
+    the slots behind them zeros. ``low`` and ``high`` broadcast over the lists."""
     inside = (columns >= low.unsqueeze(-1)) & (columns < high.unsqueeze(-1))
     for name, wrong in (
         ("a stored value is zero", used & (values == 0)),
@@ -154,7 +142,7 @@ def _check_lists(owner: str, columns: Tensor, values: Tensor, stored: Tensor, lo
             raise ValueError(f"{owner}: {name}, first at {_first(wrong)}")
     falling = used[..., 1:] & (columns[..., 1:] <= columns[..., :-1])
     if bool(falling.any()):
-        raise ValueError(f"{owner}: column indices do not ascend, first at {_first(falling)}")
+        raise ValueError(f"{owner}: column indices repeat or do not ascend, first at {_first(falling)}")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -164,22 +152,27 @@ def _check_lists(owner: str, columns: Tensor, values: Tensor, stored: Tensor, lo
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TwELL:
-    """Tile-wise ELLPACK of an [M, F] matrix: per row and tile of T columns, up to ``slots`` words.
+    """Tile-wise ELLPACK of an [M, F] matrix: per row and tile of T columns, up to ``slots`` entries.
 
-    Plain form, any float dtype (n_tiles = ceil(F / T)):
-        values   [M, n_tiles, slots]         active values, left-aligned, zeros behind
-        indices  [M, n_tiles, slots] int16   bits of the uint16 column in 0..F-1, ascending
-        counts   [M, n_tiles] int32          true number of active elements
-    Compact form, 16-bit dtypes only:
-        words    [M, n_tiles * slots] int32  per tile: the true count, then value << 16 | column
+    Both forms (n_tiles = ceil(F / T)):
+        counts   [M, n_tiles]               true number of active elements: uint8 (T <= 255) or int32
+    Plain form, any float dtype, F <= 65,536:
+        values   [M, n_tiles, slots]        active values, left-aligned, zeros behind
+        indices  [M, n_tiles, slots] int16  bits of the uint16 column in 0..F-1, ascending
+    Word form, as the GPU kernels write it, T <= 65,536:
+        words    [M, n_tiles, slots] int32  value << 16 | column within its tile, for 16-bit values
+                                     int64  value << 32 | column within its tile, for float32
+    The words of a tile come in any order, and unused slots hold anything.
 
-    A (row, tile) whose count exceeds ``capacity`` holds its first ``capacity`` entries and marks its row
-    in ``overflowed``. ``slots`` counts words: 32 compact slots hold 31 entries.
+    A row with a count above ``slots`` is marked in ``overflowed``. Only its counts are read; what else it holds is
+    nothing in the plain form and anything in the word form.
 
-    >>> g = torch.tensor([[0, 1.5, 0, 2.0]], dtype=torch.bfloat16)
-    >>> t = TwELL.pack(g, tile=4, slots=4, compact=True)
-    >>> [hex(w) for w in t.words[0].tolist()]      # bf16 1.5 is 0x3fc0, 2.0 is 0x4000
-    ['0x2', '0x3fc00001', '0x40000003', '0x0']
+    >>> g = torch.tensor([[0, 0, 0, 0, 0, 1.5, 0, 2.0]], dtype=torch.bfloat16)
+    >>> t = TwELL.pack(g, tile=4, slots=2, compact=True)
+    >>> t.counts.tolist(), [hex(w) for w in t.words.flatten().tolist()]  # bf16 1.5 is 0x3fc0, 2.0 is 0x4000
+    ([[0, 2]], ['0x0', '0x0', '0x3fc00001', '0x40000003'])
+    >>> t == TwELL.from_words(t.words.flip(-1), t.counts, shape=(1, 8), dtype=g.dtype, tile=4)
+    True
     """
 
     shape: tuple[int, int]
@@ -190,43 +183,41 @@ class TwELL:
     indices: Tensor | None = None
     counts: Tensor
     words: Tensor | None = None
+    check: dataclasses.InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, check: bool) -> None:
+        if not check:
+            return
         M, F = self.shape
-        n_tiles = _n_tiles(F, self.tile, self.slots)
         _require(M >= 0, f"TwELL: M must not be negative, got {M}")
         _require_float("TwELL", self.dtype)
-        _require_tensor("TwELL", "counts", self.counts, (M, n_tiles), torch.int32)
-        tensors = [self.counts]
+        _require_form(F, self.tile, self.slots, self.dtype, compact=self.words is not None)
+        lists = (M, n_tiles(F, self.tile), self.slots)
+        _require_tensor("TwELL", "counts", self.counts, lists[:2], None)
+        _require(
+            self.counts.dtype in (torch.int32, _count_dtype(self.tile)),
+            f"TwELL: counts must be int32, or uint8 if tile <= 255, got {self.counts.dtype} for tile={self.tile}",
+        )
         if self.words is not None:
             _require(
                 self.values is None and self.indices is None,
-                "TwELL: give either words (compact form) or values and indices (plain form), not both",
+                "TwELL: give either words (word form) or values and indices (plain form), not both",
             )
-            _require_16bit_values(self.dtype)
-            _require_tensor("TwELL", "words", self.words, (M, n_tiles * self.slots), torch.int32)
-            tensors.append(self.words)
+            _require_tensor("TwELL", "words", self.words, lists, word_dtype(self.dtype))
         else:
-            lists = (M, n_tiles, self.slots)
             _require_tensor("TwELL", "values", self.values, lists, self.dtype)
             _require_tensor("TwELL", "indices", self.indices, lists, torch.int16)
-            assert self.values is not None and self.indices is not None
-            tensors += [self.values, self.indices]
-        _require_same_device("TwELL", tensors)
-        if self.words is not None and self.words.numel():
-            in_words = self.words.view(M, n_tiles, self.slots)[..., 0]
-            _require(torch.equal(in_words, self.counts), "TwELL: counts differ from the words' first entries")
+        _require_same_device("TwELL", self._tensors())
 
-        starts = torch.arange(n_tiles, device=self.counts.device) * self.tile
+        starts, counts = self._starts(), self.counts.int()
         ends = (starts + self.tile).clamp(max=F)
-        wrong = (self.counts < 0) | (self.counts > ends - starts)
+        wrong = (counts < 0) | (counts > ends - starts)
         if bool(wrong.any()):
             m, t = _first(wrong)
             raise ValueError(
-                f"TwELL: row {m}, tile {t} has count {int(self.counts[m, t])}, expected 0 to {int(ends[t] - starts[t])}"
+                f"TwELL: row {m}, tile {t} has count {int(counts[m, t])}, expected 0 to {int(ends[t] - starts[t])}"
             )
-        stored = self.counts.clamp(max=self.capacity)
-        _check_lists("TwELL", self.columns, self._list_values(), stored, starts, ends)
+        _check_lists("TwELL", *self._lists(), self._used(), starts, ends)
 
     # -- building --------------------------------------------------------------------------------------
 
@@ -235,106 +226,87 @@ class TwELL:
         cls,
         g: Tensor,
         *,
-        tile: int = 256,
-        slots: int = 32,
+        tile: int = TILE,
+        slots: int = SLOTS,
         compact: bool = False,
         overflow: Overflow = "error",
     ) -> TwELL:
-        """Pack a dense [M, F] matrix. With ``overflow="mark"`` rows that do not fit are marked instead."""
+        """Pack a dense [M, F] matrix; with ``compact`` in the word form, ascending columns, zeros behind.
+
+        With ``overflow="mark"`` rows that do not fit are marked instead, and hold nothing but their counts.
+        Counts are uint8 where that holds them, as kernels write them: then ``nbytes`` is the room a kernel takes.
+        """
         _require_dense("TwELL.pack", g)
         _require_overflow_policy("TwELL.pack", overflow)
         M, F = g.shape
-        n_tiles = _n_tiles(F, tile, slots)
-        if compact:
-            _require_16bit_values(g.dtype)
+        _require_form(F, tile, slots, g.dtype, compact)
+        lists = (M, n_tiles(F, tile), slots)
         row, col = (g != 0).nonzero(as_tuple=True)  # row-major, so every list comes out ascending
-        rank, counts = _rank_within_group(row * n_tiles + col // tile, M * n_tiles)
-        counts = counts.view(M, n_tiles).int()
-        capacity = slots - 1 if compact else slots
-        if overflow == "error" and bool((counts > capacity).any()):
-            m, t = _first(counts > capacity)
+        rank, counts = _rank_within_group(row * lists[1] + col // tile, M * lists[1])
+        counts = counts.view(lists[:2])
+        over = counts > slots
+        if overflow == "error" and bool(over.any()):
+            m, t = _first(over)
             raise ValueError(
                 f"TwELL.pack: row {m}, tile {t} (columns {t * tile} to {min(F, (t + 1) * tile) - 1}) has "
-                f"{int(counts[m, t])} active elements, but slots={slots} hold {capacity}"
-                f"{' in the compact form' if compact else ''}; "
-                f"the smallest slots that fit are {int(counts.max()) + (slots - capacity)}"
+                f"{int(counts[m, t])} active elements, more than slots={slots}; "
+                f"the smallest slots that fit are {int(counts.max())}"
             )
-        fits = rank < capacity
+        fits = ~over.any(1)[row]
         row, col, rank = row[fits], col[fits], rank[fits]
-        values = g.new_zeros(M, n_tiles, slots)
-        columns = torch.zeros(M, n_tiles, slots, dtype=torch.int64, device=g.device)
+        values = g.new_zeros(lists)
+        columns = torch.zeros(lists, dtype=torch.int64, device=g.device)
         values[row, col // tile, rank] = g[row, col]
         columns[row, col // tile, rank] = col
-        form: dict[str, Any] = {"shape": (M, F), "tile": tile, "slots": slots, "dtype": g.dtype, "counts": counts}
-        if compact:
-            return cls(**form, words=_to_words(values[..., :capacity], columns[..., :capacity], counts))
-        return cls(**form, values=values, indices=columns.to(torch.int16))
+        return cls(
+            shape=(M, F),
+            tile=tile,
+            slots=slots,
+            dtype=g.dtype,
+            counts=counts.to(_count_dtype(tile)),
+            **_form(columns, values, tile, compact),
+        )
 
     @classmethod
-    def from_words(cls, words: Tensor, *, shape: tuple[int, int], tile: int, dtype: torch.dtype) -> TwELL:
-        """Wrap a compact word matrix [M, n_tiles * slots] int32, as the gate kernels write it."""
-        M, F = shape
-        n_tiles = _n_tiles(F, tile, 1)
-        _require(
-            isinstance(words, Tensor) and words.dim() == 2 and words.shape[0] == M,
-            f"TwELL.from_words: expected words of shape [{M}, n_tiles * slots]",
-        )
-        divides = words.shape[1] == 0 if n_tiles == 0 else words.shape[1] > 0 and words.shape[1] % n_tiles == 0
-        _require(divides, f"TwELL.from_words: {words.shape[1]} words a row do not divide into {n_tiles} tiles")
-        slots = words.shape[1] // n_tiles if n_tiles else 1
-        counts = words.view(M, n_tiles, slots)[..., 0].contiguous()
-        return cls(shape=(M, F), tile=tile, slots=slots, dtype=dtype, counts=counts, words=words)
+    def from_words(
+        cls,
+        words: Tensor,
+        counts: Tensor,
+        *,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        tile: int = TILE,
+        check: bool = True,
+    ) -> TwELL:
+        """Wrap words and counts as the gate kernels write them. The check reads them, so it waits for a GPU."""
+        if not isinstance(words, Tensor) or words.dim() != 3:
+            raise ValueError("TwELL.from_words: words must be a tensor [M, n_tiles, slots]")
+        slots = words.shape[2]
+        return cls(shape=shape, tile=tile, slots=slots, dtype=dtype, counts=counts, words=words, check=check)
 
     def compact(self) -> TwELL:
-        """The same entries in the compact form; one slot more than the plain form, for the count word."""
-        if self.words is not None:
-            return self
-        _require_16bit_values(self.dtype)
-        assert self.values is not None
-        return dataclasses.replace(
-            self,
-            slots=self.slots + 1,
-            values=None,
-            indices=None,
-            words=_to_words(self.values, self.columns, self.counts),
-        )
+        """The same entries in the word form, as ``pack`` writes it: ascending columns, zeros behind."""
+        return dataclasses.replace(self, **_form(*self._lists(), self.tile, compact=True))
 
     def plain(self) -> TwELL:
-        """The same entries in the plain form; one slot fewer than the compact form."""
-        if self.words is None:
-            return self
-        _require(self.slots > 1, "TwELL.plain: a compact form of 1 slot holds no entries")
-        return dataclasses.replace(
-            self,
-            slots=self.slots - 1,
-            values=self._list_values(),
-            indices=self.columns.to(torch.int16),
-            words=None,
-        )
+        """The same entries in the plain form."""
+        return dataclasses.replace(self, **_form(*self._lists(), self.tile, compact=False))
 
     # -- reading ---------------------------------------------------------------------------------------
 
     @property
-    def capacity(self) -> int:
-        """Entries a (row, tile) can hold."""
-        return self.slots if self.words is None else self.slots - 1
-
-    @property
     def columns(self) -> Tensor:
-        """Global column of every entry, int64 [M, n_tiles, capacity]; 0 in unused slots."""
-        lists = self.indices if self.words is None else self._word_lists()
-        assert lists is not None
-        return lists.long() & _LOW_16_BITS
+        """Columns of the entries, int64 [M, n_tiles, slots]: as in the plain form, ascending, 0 in unused slots."""
+        return self._lists()[0]
 
     @property
     def overflowed(self) -> Tensor:
         """bool [M]: rows with a tile that holds more active elements than fit."""
-        return (self.counts > self.capacity).any(dim=1)
+        return (self.counts.int() > self.slots).any(dim=1)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored form (the compact form's counts live inside its words)."""
-        return _nbytes(self.words) if self.words is not None else _nbytes(self.values, self.indices, self.counts)
+        return _nbytes(self._tensors())
 
     def entries(self, *, skip_overflowed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """All entries as (row, column, value), sorted by row, then column.
@@ -342,10 +314,9 @@ class TwELL:
         Raises if rows overflowed, since their entries are not all here; ``skip_overflowed`` leaves them out.
         """
         _require_complete("TwELL", self.overflowed, skip_overflowed)
-        used = torch.arange(self.capacity, device=self.device) < self.counts.unsqueeze(-1)
-        used &= ~self.overflowed[:, None, None]
-        row, tile, slot = used.nonzero(as_tuple=True)
-        return row, self.columns[row, tile, slot], self._list_values()[row, tile, slot]
+        columns, values = self._lists()
+        at = self._used().nonzero(as_tuple=True)
+        return at[0], columns[at], values[at]
 
     def unpack(self, *, skip_overflowed: bool = False) -> Tensor:
         """The dense [M, F] matrix, active elements bit for bit. Raises if rows overflowed, or leaves them zero."""
@@ -359,7 +330,16 @@ class TwELL:
         return _moved(self, device)
 
     def __eq__(self, other: object) -> bool:
-        return _equal_fields(self, other) if isinstance(other, TwELL) else NotImplemented
+        """Same form and the same entries, bit for bit; neither the order of words nor the counts' dtype matters."""
+        if not isinstance(other, TwELL):
+            return NotImplemented
+        names = ("shape", "tile", "slots", "dtype", "device")
+        return (
+            all(getattr(self, name) == getattr(other, name) for name in names)
+            and (self.words is None) == (other.words is None)
+            and torch.equal(self.counts.int(), other.counts.int())
+            and all(_same_bits(a, b) for a, b in zip(self._lists(), other._lists(), strict=True))
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -368,41 +348,74 @@ class TwELL:
         n_over = int(self.overflowed.sum())
         return (
             f"TwELL({M} x {F}, tile={self.tile}, slots={self.slots}, {_short(self.dtype)}, "
-            f"{'plain' if self.words is None else 'compact'}, {int(self.counts.sum())} active, "
+            f"{'plain' if self.words is None else 'words'}, {int(self.counts.sum())} active, "
             f"{f'{n_over} rows overflowed, ' if n_over else ''}{self.nbytes} bytes)"
         )
 
-    def _word_lists(self) -> Tensor:
-        """The words behind the count words, [M, n_tiles, slots - 1]."""
-        assert self.words is not None
-        return self.words.view(self.shape[0], self.counts.shape[1], self.slots)[..., 1:]
+    def _tensors(self) -> list[Tensor]:
+        return [t for t in (self.counts, self.words, self.values, self.indices) if t is not None]
 
-    def _list_values(self) -> Tensor:
+    def _starts(self) -> Tensor:
+        """First column of each tile."""
+        return torch.arange(self.counts.shape[1], device=self.device) * self.tile
+
+    def _used(self) -> Tensor:
+        """bool [M, n_tiles, slots]: slots that hold an entry, once the unused ones are last."""
+        used = torch.arange(self.slots, device=self.device) < self.counts.unsqueeze(-1)
+        return used & ~self.overflowed[:, None, None]
+
+    def _lists(self) -> tuple[Tensor, Tensor]:
+        """Columns (int64) and values as in the plain form, also of a matrix too wide for it."""
         if self.words is None:
-            assert self.values is not None
-            return self.values
-        return (self._word_lists() >> 16).to(torch.int16).view(self.dtype)
+            assert self.values is not None and self.indices is not None
+            return self.indices.long() & _LOW_16_BITS, self.values
+        used, width = self._used(), 8 * self.dtype.itemsize
+        columns = self.words.long() & ((1 << width) - 1)
+        columns, order = columns.where(used, 1 << 62).sort(-1)  # unused ones last
+        words = self.words.gather(-1, order).where(used, 0)
+        values = (words >> width).to(_BITS[self.dtype.itemsize]).view(self.dtype)
+        return (columns + self._starts()[:, None]).where(used, 0), values
 
 
-def _n_tiles(F: int, tile: int, slots: int) -> int:
+def n_tiles(n_columns: Any, tile: int = TILE) -> Any:
+    """Tiles of a row; of a number or a compiler's symbol."""
+    return (n_columns + tile - 1) // tile
+
+
+def word_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of an entry: value << 16 | column within its tile, for values of 32 bits value << 32 | column."""
+    if dtype not in _WORDS:
+        raise ValueError(
+            f"TwELL: words hold values of {', '.join(map(_short, _WORDS))}, got {dtype}; use the plain form"
+        )
+    return _WORDS[dtype]
+
+
+def _count_dtype(tile: int) -> torch.dtype:
+    return torch.uint8 if tile <= 255 else torch.int32
+
+
+def _require_form(F: int, tile: int, slots: int, dtype: torch.dtype, compact: bool) -> None:
     _require(tile >= 1, f"TwELL: tile must be at least 1, got {tile}")
     _require(slots >= 1, f"TwELL: slots must be at least 1, got {slots}")
-    _require(0 <= F <= MAX_COLUMNS_16BIT, f"TwELL: F must be 0 to {MAX_COLUMNS_16BIT}, got {F}")
-    return -(-F // tile)
+    _require(F >= 0, f"TwELL: F must not be negative, got {F}")
+    if compact:
+        word_dtype(dtype)  # raises where there is none
+        _require(tile <= MAX_COLUMNS_16BIT, f"TwELL: words need a tile of at most {MAX_COLUMNS_16BIT}, got {tile}")
+    else:
+        _require(
+            F <= MAX_COLUMNS_16BIT,
+            f"TwELL: the plain form needs F of at most {MAX_COLUMNS_16BIT}, got {F}; use the word form",
+        )
 
 
-def _require_16bit_values(dtype: torch.dtype) -> None:
-    _require(
-        dtype in (torch.bfloat16, torch.float16),
-        f"TwELL: the compact form packs 16-bit values, got {dtype}; use the plain form",
-    )
-
-
-def _to_words(values: Tensor, columns: Tensor, counts: Tensor) -> Tensor:
-    """Compact words [M, n_tiles * (capacity + 1)] from lists [M, n_tiles, capacity]."""
-    bits = values.contiguous().view(torch.int16).int() << 16
-    words = torch.cat([counts.unsqueeze(-1), bits | columns.int()], dim=-1)
-    return words.flatten(1) if words.numel() else words.new_zeros(words.shape[0], words.shape[1] * words.shape[2])
+def _form(columns: Tensor, values: Tensor, tile: int, compact: bool) -> dict[str, Any]:
+    """The fields of a form, from lists [M, n_tiles, slots]."""
+    if not compact:
+        return {"values": values, "indices": columns.to(torch.int16), "words": None}
+    size = values.element_size()
+    bits = values.view(_BITS[size]).to(word_dtype(values.dtype))
+    return {"values": None, "indices": None, "words": bits << 8 * size | (columns % tile).to(bits.dtype)}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -453,17 +466,15 @@ class Hybrid:
         _require_tensor("Hybrid", "backup", self.backup, (n_backup, F), self.values.dtype)
         _require_tensor("Hybrid", "backup_rows", self.backup_rows, (n_backup,), torch.int32)
         _require_tensor("Hybrid", "row_backup", self.row_backup, (M,), torch.int32)
-        tensors = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "shape"]
-        _require_same_device("Hybrid", tensors)
+        _require_same_device("Hybrid", self._tensors())
 
         wrong = (self.counts < 0) | (self.counts > F)
         if bool(wrong.any()):
             [m] = _first(wrong)
             raise ValueError(f"Hybrid: row {m} has count {int(self.counts[m])}, expected 0 to {F}")
         self._check_backup()
-        stored = torch.where(self.counts <= cap, self.counts, 0)
         low = torch.zeros((), dtype=torch.int64, device=self.device)
-        _check_lists("Hybrid", self.columns, self.values, stored, low, low + F)
+        _check_lists("Hybrid", self.columns, self.values, self._used(), low, low + F)
 
     def _check_backup(self) -> None:
         """The counts and the number of backup rows leave no choice: which rows are there, and where."""
@@ -584,7 +595,7 @@ class Hybrid:
 
     @property
     def nbytes(self) -> int:
-        return _nbytes(self.values, self.indices, self.counts, self.backup, self.backup_rows, self.row_backup)
+        return _nbytes(self._tensors())
 
     def entries(self, *, skip_overflowed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """All entries as (row, column, value), sorted by row, then column.
@@ -592,9 +603,7 @@ class Hybrid:
         Raises if rows overflowed, since their entries are not stored; ``skip_overflowed`` leaves them out.
         """
         _require_complete("Hybrid", self.overflowed, skip_overflowed)
-        ell = torch.arange(self.cap, device=self.device) < self.counts.unsqueeze(1)
-        ell &= self.counts.unsqueeze(1) <= self.cap
-        row, slot = ell.nonzero(as_tuple=True)
+        row, slot = self._used().nonzero(as_tuple=True)
         b, b_col = (self.backup != 0).nonzero(as_tuple=True)
         rows = torch.cat([row, self.backup_rows[b].long()])
         cols = torch.cat([self.columns[row, slot], b_col])
@@ -610,7 +619,11 @@ class Hybrid:
         return _moved(self, device)
 
     def __eq__(self, other: object) -> bool:
-        return _equal_fields(self, other) if isinstance(other, Hybrid) else NotImplemented
+        """Field by field, bit for bit, so that NaN equals the same NaN."""
+        if not isinstance(other, Hybrid):
+            return NotImplemented
+        same = (_same_bits(a, b) for a, b in zip(self._tensors(), other._tensors(), strict=True))
+        return self.shape == other.shape and all(same)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -623,6 +636,14 @@ class Hybrid:
             f"{_short(self.dtype)}, {int(self.counts.sum())} active, "
             f"{f'{n_over} rows overflowed, ' if n_over else ''}{self.nbytes} bytes)"
         )
+
+    def _used(self) -> Tensor:
+        """bool [M, cap]: slots that hold an entry."""
+        counts = self.counts.unsqueeze(1)
+        return (torch.arange(self.cap, device=self.device) < counts) & (counts <= self.cap)
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.values, self.indices, self.counts, self.backup, self.backup_rows, self.row_backup]
 
 
 def _backup_maps(counts: Tensor, cap: int, n_backup: int) -> tuple[Tensor, Tensor]:

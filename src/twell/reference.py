@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from twell.formats import Hybrid, Overflow, TwELL
+from twell.formats import SLOTS, TILE, Hybrid, Overflow, TwELL
 
 Activation = Literal["relu", "relu2"]
 ACTIVATIONS: tuple[str, ...] = ("relu", "relu2")
@@ -262,8 +262,8 @@ def gate_and_pack(
     w_gate: Tensor,
     b_gate: Tensor | None = None,
     *,
-    tile: int = 256,
-    slots: int = 32,
+    tile: int = TILE,
+    slots: int = SLOTS,
     compact: bool = False,
     overflow: Overflow = "error",
 ) -> TwELL:
@@ -315,7 +315,7 @@ class Split(NamedTuple):
     hot: Tensor  # [H] int64, the neurons run densely
     heavy: Tensor  # bool [M], the tokens run densely
     hot_gate: Tensor  # [M, H] r at the hot neurons; zero in heavy rows
-    tail: TwELL  # the rest: light rows outside the hot columns; rows over capacity are heavy
+    tail: TwELL  # the rest: light rows outside the hot columns; rows that overflow are heavy
 
 
 def split(
@@ -323,8 +323,8 @@ def split(
     hot: Tensor,
     cap: int,
     *,
-    tile: int = 256,
-    slots: int = 32,
+    tile: int = TILE,
+    slots: int = SLOTS,
     force_heavy: Tensor | None = None,
 ) -> Split:
     """Cut r into hot neurons, heavy tokens and the cold tail.
@@ -352,8 +352,8 @@ def split_ffn(
     cap: int,
     activation: str = "relu",
     *,
-    tile: int = 256,
-    slots: int = 32,
+    tile: int = TILE,
+    slots: int = SLOTS,
 ) -> Tensor:
     """The FFN as the sum of its three parts; equal to the dense FFN for every ``hot``, ``cap``, ``slots``.
 
