@@ -67,6 +67,11 @@ class Frozen:
         self._seen = None
 
     @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph reads it: then a layer keeps its plan."""
+        return self._is_captured
+
+    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self._tensors)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from twell import backends, ops, reference, registered
+from twell.drift import Drift
 from twell.frozen import Frozen
 from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan, tokens_of
 from twell.reference import ACTIVATIONS, Weights, is_neuron_major
@@ -217,7 +218,8 @@ class SparseFFNBase(nn.Module):
     # -- plan ------------------------------------------------------------------------------------------
 
     def set_plan(self, plan: Plan | None) -> None:
-        """How the GPU kernels split this layer's work from now on; None: densely. Changes time, never a result.
+        """How the GPU kernels split this layer's work from now on; None: densely. Changes time, never a result. A plan
+        that was made from counts lasts until the text no longer suits it: see drift.py.
 
         A layer for which this was never called plans by what it sees: how to run a few tokens, as in generation, by the
         first 64; how to run many by its first batches of at least 256, 4096 tokens in all.
@@ -245,12 +247,15 @@ class SparseFFNBase(nn.Module):
         self._plan_eager: Sequence[Tensor | None] = ops.NO_PLAN
         self._plan_captured: Sequence[Tensor | None] = ops.NO_PLAN
         self._kernels_on: int | None = None  # the GPU on which all calls go to the kernels
+        self._drift: Drift | None = None
         if device.type != "meta" and backends.why_unavailable("triton", device) is None:
             plan = self.plan or dense_plan(len(self.neuron_counts))
             self._plan_eager, self._plan_captured = plan.on(device), plan.on(device, captured=True)
             down: Any = getattr(self, self.projections[-1])
             if device.type == "cuda" and backends.fits_kernels(*down.weight.shape):
                 self._kernels_on, self._plan_tokens = device.index, [plan.tokens(captured=c) for c in (False, True)]
+                if not plan.is_dense and plan.tail is not None:
+                    self._drift = Drift(plan, costs_for(device), gated=len(self.projections) == 3)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -258,6 +263,9 @@ class SparseFFNBase(nn.Module):
         if self.frozen is not None:
             self.frozen.forget()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_drift": None}  # which may wait for a copy on its way to the host
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -305,6 +313,14 @@ class SparseFFNBase(nn.Module):
             plan = self._plan_for(counts, tokens)
             self._set_plan(dense_plan(len(fired), plan.few_tokens, plan.mean_active, plan.union_tokens))
         self._first_batches = counts, tokens
+
+    def _watch(self, counted: Tensor | None, x: Tensor) -> None:
+        """After a call in three parts: see drift.py."""
+        assert self._drift is not None
+        if counted is not None:
+            self._drift.send(counted, x.numel() // x.shape[-1])
+        elif self._drift.is_too_far() and not (self.frozen is not None and self.frozen.is_captured):
+            self._plans_itself, self._first_batches, self._drift = True, None, None  # by the next tokens
 
     # -- frozen state: see frozen.py -------------------------------------------------------------------
 
@@ -412,7 +428,12 @@ class SparseFFNBase(nn.Module):
                 return gpu.dense.infer(x, w, self.activation)
             kept = () if self.frozen is None else self.frozen.tensors_now(w, self.plan, captured)
             plan = self._plan_captured if captured else self._plan_eager
-            return gpu.forward_here(x, w, self.activation, plan, few, most, least, kept)
+            if self._drift is None or captured or x.numel() // gate.shape[1] < least:
+                return gpu.forward_here(x, w, self.activation, plan, few, most, least, kept)
+            watch = self._drift.room(x.device)
+            y = gpu.forward_here(x, w, self.activation, plan, few, most, least, kept, watch)
+            self._watch(watch, x)
+            return y
         if not isinstance(x, Tensor):
             raise ValueError(f"{type(self).__name__}: x must be a torch.Tensor, got {type(x).__name__}")
         if self._plans_itself and not torch.is_grad_enabled() and not is_compiling:
