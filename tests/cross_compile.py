@@ -19,6 +19,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from twell.formats import n_tiles
 from twell.gpu import dense
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import tiles as few_tiles
@@ -27,7 +28,7 @@ from twell.gpu.shared import rows
 from twell.gpu.shared.launch import Kernel, power_of_2
 from twell.gpu.shared.tiles import tiles_for
 from twell.gpu.training import activation, hot, statistics, tail_backward, transpose, weight_gradients
-from twell.saved import bitmap_words, index_dtype
+from twell.saved import index_dtype
 
 FEW_TOKENS = (1, 8, 16, 32, 64)
 
@@ -54,14 +55,19 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
     no, yes = False, True
     for is_hot, bias, whole in ((no, yes, no), (no, no, yes), (yes, yes, no)):
         of_hot = {"saves": is_hot, "gated": is_hot, "squared": no}
-        ends = {"has_bias": bias, "whole": whole, "zeros": not whole, "aligned": yes}
-        yield gate._kernel(dtype, tiles.gate, tiles.use_tma, is_hot, *of_hot.values(), *ends.values(), overlaps)
-    yield lists._kernel(dtype, narrow, power_of_2(bitmap_words(F)), yes, overlaps)
+        ends = {"has_bias": bias, "whole": whole, "aligned": yes, "overlaps": overlaps}
+        by_registers = not is_hot and capability == 90 and dtype.itemsize == 2
+        kernel = gate._kernel(dtype, tiles.gate, tiles.use_tma, is_hot, *of_hot.values(), *ends.values(), by_registers)
+        assert kernel.constants["BY_REGISTERS"] == by_registers  # where Triton puts values is as words.py expects
+        yield kernel
+    for marks in (no, yes):
+        yield lists._kernel(dtype, narrow, power_of_2(n_tiles(F)), marks, overlaps)
     long_tail = tiles.long_tail if D * dtype.itemsize <= 8192 else tiles.tail
     for tile, saves in ((tiles.tail, no), (long_tail, yes)):
         yield up_down._kernel(dtype, narrow, D, tile, yes, no, yes, saves, yes, yes, overlaps)
     for gated in (yes, no):
-        yield heavy._kernel(dtype, tiles.heavy, gated, not gated, gated, yes, yes, yes)
+        flags = (gated, gated, not gated, yes)  # a mask, statistics, watching, C a multiple of 16
+        yield heavy._kernel(dtype, tiles.heavy, gated, not gated, (yes,) * 3, *flags, heavy.CHUNK, heavy.LONG)
     yield transpose._kernel(yes, yes, overlaps)
     yield from transpose._adders(overlaps)
     yield hot._adder(dtype, tiles.gate, tiles.use_tma, yes, overlaps)

@@ -49,19 +49,25 @@ def gathered(
 
 def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, long: int = 24) -> None:
     """Two long tokens, of up to 24 neurons, short chunks, neurons split from 7 tokens on: tiny shapes have
-    heavy tokens, chunks and split neurons, too.
+    heavy tokens, chunks and split neurons, too. And tiles of TwELL with room for half of their neurons, since
+    so many fire there: else every token would be heavy.
 
     The interpreter runs a program for each long token there could be: fewer are also faster.
     """
+    import triton.language as tl
+
     from twell import saved
-    from twell.gpu.prefill import heavy, lists, up_down
+    from twell.bench import parts
+    from twell.gpu.prefill import gate, heavy, lists, up_down, words
     from twell.gpu.training import hybrid, tail_backward, transpose, weight_gradients
 
     def rooms(M: Any) -> tuple[Any, Any]:
         return M * 0 + 2, M // 8
 
-    values = {"LONG": long, "CHUNK": 32, "SPLIT": 6, "n_long": lambda tokens: 2, "rooms": rooms}
-    for module in (saved, lists, up_down, heavy, transpose, tail_backward, weight_gradients, hybrid):
+    values = {"LONG": long, "CHUNK": 32, "SPLIT": 6, "n_long": lambda tokens: 2, "rooms": rooms, "SLOTS": 80}
+    set_attribute(words, "_SLOTS", tl.constexpr(80))
+    modules = (saved, gate, lists, up_down, heavy, transpose, tail_backward, weight_gradients, hybrid, parts)
+    for module in modules:
         for name, value in values.items():
             # In weight_gradients.py LONG declares a number of 64 bits.
             if hasattr(module, name) and (module, name) != (weight_gradients, "LONG"):

@@ -277,22 +277,19 @@ def test_a_broken_part_of_the_kernels_is_found(
 
     right, changed = getattr(split, part), []
 
-    def wrong(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def wrong(*args: Any, **kwargs: Any) -> None:
         """Where the part writes, it writes 1 % too much."""
-        if part == "hot_activations":
-            return right(*args, **kwargs) * 1.01
-        y = args[0]
-        before = y.clone()
+        out = args[3] if part == "hot_activations" else args[0]
+        before = out.clone()
         right(*args, **kwargs)
-        written = ~((y == before) | (y.isnan() & before.isnan()))
-        y[written] *= 1.01
+        written = ~((out == before) | (out.isnan() & before.isnan()))
+        out[written] *= 1.01
         changed.append(int(written.any(1).sum()))
-        return None
 
     monkeypatch.setattr(split, part, wrong)
     problem = doctor.kernel_problem(**interpreted)
     assert problem is not None and problem.startswith("Triton kernels: sparse output is wrong")
-    assert all(4 < tokens < 48 for tokens in changed)  # some light, some heavy
+    assert all(4 < tokens < (49 if part == "hot_activations" else 48) for tokens in changed)  # some light, some heavy
 
 
 @pytest.mark.parametrize(("module", "part"), [("decode", "forward"), ("hybrid", "backward")])

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import twell
 from twell import gpu, reference
 from twell.bench import cases, ffn
-from twell.bench.parts import bitmap_of
+from twell.formats import TwELL
 from twell.gpu.prefill import gate, split, union
 from twell.gpu.shared import launch, replay
 from twell.gpu.shared.tiles import device_facts, tiles_for
@@ -97,25 +97,42 @@ def test_workloads(workload: str, gated: bool) -> None:
 
 @pytest.mark.parametrize(("n_hot", "cap"), [(0, 1), (0, 32), (0, 5632), (512, 1), (512, 64), (5504, 16)])
 def test_forced_plans_change_nothing(n_hot: int, cap: int) -> None:
-    inputs = cases.make("skew100", 2048, dtype=bf16, device="cuda")
+    """With a cap of 1 nearly all tokens are heavy: three chunks of them."""
+    inputs = cases.make("skew100", 5003, dtype=bf16, device="cuda")
     plan = Plan(n_neurons=5632, hot=torch.randperm(5632)[:n_hot], cap=cap, first=cap // 2, min_tokens=0)
     ffn.check(inputs.x, inputs, True, dense(inputs), sparse(inputs, plan))
 
 
 @pytest.mark.parametrize("dtype", [bf16, f16, f32])
-def test_gate_and_bitmap(dtype: torch.dtype) -> None:
-    inputs = cases.make("skew100", 1027, 1024, 2816, dtype=dtype, device="cuda")
+@pytest.mark.parametrize(("workload", "M", "F"), [("skew29", 1027, 5632), ("skew1000", 384, 2816), ("iid29", 129, 80)])
+def test_gate_in_twell(workload: str, M: int, F: int, dtype: torch.dtype) -> None:
+    """Words and counts are those of the reference; of tiles that overflow, the counts. Half tiles, parts of tiles."""
+    inputs = cases.make(workload, M, 1024, F, dtype=dtype, device="cuda")
+    x, w, zeros = inputs.x[:M], inputs.w_gate, torch.full((5000,), 7, dtype=torch.int32, device="cuda")
+    x[3], x[5, 7] = 0, torch.nan
     capability, processors = device_facts(0)
     tiles = tiles_for(capability, dtype)
-    r, bitmap, marks = gate.gate_and_bitmap(
-        inputs.x, inputs.w_gate, None, tile=tiles.gate, programs=processors, use_tma=tiles.use_tma
-    )
-    expected = torch.relu(inputs.x.double() @ inputs.w_gate.double().T)
-    eager = torch.relu(inputs.x @ inputs.w_gate.T)
-    allowed = 2 * ffn.relative_error(eager, expected) + 1e-6
-    assert ffn.relative_error(r, expected) <= allowed
-    assert torch.equal(bitmap_of(r != 0), bitmap)
-    assert marks[:4].tolist() == [0, 0, 0, 0]
+    facts = {"tile": tiles.gate, "programs": processors, "use_tma": tiles.use_tma}
+    if capability == 90 and dtype != f32:  # else it would still be right, and slower
+        options = {"saves": False, "gated": False, "squared": False, "has_bias": False, "whole": True, "aligned": True}
+        kernel = gate._kernel(dtype, tiles.gate, True, False, *options.values(), overlaps=True, by_registers=True)
+        assert kernel.constants["BY_REGISTERS"]
+    got = gate.gate_in_twell(x, w, None, zeros=zeros, **facts)
+    assert got.words is not None and not zeros.any()
+    checked = TwELL.from_words(got.words, got.counts, shape=(M, F), dtype=dtype)
+    assert checked.counts[3].sum() == 0 and checked.counts[5].sum() == F
+    x[5, 7] = 0
+    in_order = gate.gate_in_twell(x.flip(0), w.flip(0), None, **facts)  # each value by another thread
+    expected = torch.relu(x.double() @ w.double().T)
+    fits = ~checked.overflowed
+    r = checked.unpack(skip_overflowed=True)
+    assert torch.equal(in_order.unpack(skip_overflowed=True).flip(0, 1)[fits], r[fits])
+    error, allowed = ((t[fits].double() - expected[fits]).norm() for t in (r, torch.relu(x @ w.T)))
+    assert error <= 2 * allowed + 1e-6 * expected[fits].norm()
+    if dtype != f32:  # the same sums as cuBLAS's, where the reference packs what that gives
+        packed = reference.gate_and_pack(x, w, compact=True, overflow="mark")
+        others = torch.arange(M, device="cuda") != 5
+        assert (packed.counts[others] != checked.counts[others]).float().mean() < 1e-3
 
 
 def random_weights(

@@ -21,15 +21,23 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from twell import reference
+from twell.gpu.prefill import lists
 from twell.gpu.training import heavy_backward
 from twell.gpu.training.heavy_backward import HeavyTiles, add_heavy_gradients_
 from twell.gpu.training.weight_gradients import NeuronGradients
 from twell.reference import Weights
+from twell.saved import Turns
 
 f16, f32 = torch.float16, torch.float32
 ROUNDING = {f16: 2.0**-11, torch.bfloat16: 2.0**-8, f32: 2.0**-24}
 N_LONG = 2  # more tokens of the second kind are heavy
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+
+
+@pytest.fixture(autouse=True)
+def room_for_few_long_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(lists, "rooms", lambda M: (M * 0 + N_LONG, M // 8))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,15 +88,15 @@ class Inputs:
         order = torch.randperm(F, generator=generator).to(case.device)
         self.cold = order[case.n_hot :].sort().values  # int64 [C]
 
-    def marks(self) -> Tensor:
-        """As the lists' kernel leaves them: see Lists."""
+    def turns(self) -> Turns:
+        """As the lists' kernel leaves them."""
         case = self.case
-        marks = torch.randint(-300, 300, (4 + 2 * case.M + case.M // 8,), dtype=torch.int32)
-        marks[:4] = torch.tensor([len(case.first), len(case.over), 3, 0])
-        listed = marks[4 + case.M : 4 + 2 * case.M]
-        listed[: len(case.first)] = torch.tensor(case.first, dtype=torch.int32)
-        listed[case.M - len(case.over) :] = torch.tensor(case.over[::-1], dtype=torch.int32)
-        return marks.to(case.device)
+        counters = torch.tensor([len(case.first), len(case.over), 3, 0], dtype=torch.int32)
+        entries, heavy = (torch.randint(-300, 300, (case.M,), dtype=torch.int32) for _ in range(2))
+        heavy[: len(case.first)] = torch.tensor(case.first, dtype=torch.int32)
+        heavy[case.M - len(case.over) :] = torch.tensor(case.over[::-1], dtype=torch.int32)
+        early = torch.randint(-300, 300, (case.M // 8,), dtype=torch.int32)
+        return Turns(*(t.to(case.device) for t in (counters, entries, heavy, early)))
 
     def heavy(self) -> Tensor:
         case = self.case
@@ -101,7 +109,7 @@ def run(
     inputs: Inputs,
     *,
     wants: tuple[bool, ...] = (True,) * 6,
-    marks: Tensor | None = None,
+    turns: Turns | None = None,
     chunk: int | None = None,
     tiles: HeavyTiles | None = None,
     programs: int = 1,
@@ -122,10 +130,9 @@ def run(
         i.up_bias,
         torch.cat([i.cold.new_zeros(case.n_hot), i.cold]).to(torch.int32),  # which hot ones are first is not read
         case.n_hot,
-        inputs.marks() if marks is None else marks,
+        inputs.turns() if turns is None else turns,
         i.mask,
         squared=case.squared,
-        n_long=N_LONG,
         programs=programs,
         chunk=chunk,
         tiles=tiles,
@@ -191,10 +198,10 @@ def assert_same(a: list[Tensor | None], b: list[Tensor | None]) -> None:
 )
 def test_gradients(dtype: torch.dtype, changes: dict[str, Any]) -> None:
     inputs = Inputs(Case(dtype=dtype, **changes))
-    marks = inputs.marks()
-    before = marks.clone()
-    assert_right(run(inputs, marks=marks), inputs)
-    assert torch.equal(marks, before)  # the barrier's counter is 0 again
+    turns = inputs.turns()
+    before = [t.clone() for t in turns]
+    assert_right(run(inputs, turns=turns), inputs)
+    assert all(torch.equal(*pair) for pair in zip(turns, before, strict=True))  # the barrier's counter is 0 again
 
 
 @interpreted
@@ -240,8 +247,8 @@ def test_all_tokens_heavy() -> None:
 
 
 @triton.jit
-def sort_kernel(i_marks, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: tl.constexpr):
-    heavy_backward._sort_heavy(i_marks, o_flags, o_tokens, n_first, n_heavy, M, BLOCK)
+def sort_kernel(i_heavy, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: tl.constexpr):
+    heavy_backward._sort_heavy(i_heavy, o_flags, o_tokens, n_first, n_heavy, M, BLOCK)
 
 
 @interpreted
@@ -251,7 +258,7 @@ def test_programs_sort_their_shares(programs: int) -> None:
     tokens = torch.randperm(40).tolist()
     inputs = Inputs(Case(first=tuple(tokens[:20]), over=tuple(tokens[20:29])))
     flags, got = torch.full((40,), 9, dtype=torch.int32), torch.full((40,), -1, dtype=torch.int32)
-    sort_kernel[(programs,)](inputs.marks(), flags, got, 20, 29, 40, BLOCK=8)
+    sort_kernel[(programs,)](inputs.turns().heavy, flags, got, 20, 29, 40, BLOCK=8)
     assert got[:29].tolist() == inputs.heavy().tolist() and (got[29:] == -1).all()
 
 
@@ -315,10 +322,10 @@ def test_a_token_that_is_not_a_number() -> None:
 
 
 @interpreted
-def test_a_second_backward_on_the_same_marks() -> None:
+def test_a_second_backward_on_the_same_turns() -> None:
     inputs = Inputs(Case())
-    marks = inputs.marks()
-    assert_same(run(inputs, marks=marks), run(inputs, marks=marks))
+    turns = inputs.turns()
+    assert_same(run(inputs, turns=turns), run(inputs, turns=turns))
 
 
 @interpreted
@@ -456,12 +463,12 @@ def on_gpu(n_heavy: int, **changes: Any) -> Case:
 def test_many_programs(n_heavy: int, changes: dict[str, Any]) -> None:
     """As right as the dense formulas in the same dtype, the same bits each time, and the counter is 0 again."""
     inputs = Inputs(on_gpu(n_heavy, **changes))
-    marks = inputs.marks()
-    before = marks.clone()
-    got = run(inputs, marks=marks, programs=processors())
+    turns = inputs.turns()
+    before = [t.clone() for t in turns]
+    got = run(inputs, turns=turns, programs=processors())
     for _ in range(20):
-        assert_same(run(inputs, marks=marks, programs=processors()), got)
-    assert torch.equal(marks, before)
+        assert_same(run(inputs, turns=turns, programs=processors()), got)
+    assert all(torch.equal(*pair) for pair in zip(turns, before, strict=True))
     if n_heavy:
         for ours, dense, truth in zip(got, true(inputs, inputs.case.dtype), true(inputs), strict=True):
             if ours is not None and dense is not None and truth is not None:
@@ -496,11 +503,11 @@ def test_many_chunks(n_heavy: int) -> None:
 @pytest.mark.gpu
 def test_in_a_cuda_graph() -> None:
     inputs = Inputs(on_gpu(300))
-    marks = inputs.marks()
-    expected = run(inputs, marks=marks, programs=processors())
+    turns = inputs.turns()
+    expected = run(inputs, turns=turns, programs=processors())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(inputs, marks=marks, programs=processors())
+        got = run(inputs, turns=turns, programs=processors())
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()

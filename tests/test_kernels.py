@@ -21,12 +21,12 @@ from twell.bench import ffn as ffn_bench
 from twell.bench import model as model_bench
 from twell.bench import timing, traced
 from twell.bench import tune as tuning
-from twell.bench.parts import Parts, bitmap_of
-from twell.gpu.prefill import gate, split, up_down
+from twell.bench.parts import Parts
+from twell.formats import Hybrid, TwELL
+from twell.gpu.prefill import gate, lists, split, up_down
 from twell.gpu.shared import rows, tiles
 from twell.plan import Plan, costs_for, dense_plan
 from twell.reference import Weights
-from twell.saved import n_early
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -91,31 +91,31 @@ def assert_right(y: Tensor, x: Tensor, w: Weights, activation: str = "relu") -> 
         assert error <= TOLERANCE[x.dtype]
 
 
-def bits_of(bitmap: Tensor, C: int) -> Tensor:
-    """bool [M, C] from the definition of the bitmap's order."""
-    word, bit = torch.arange(bitmap.shape[1])[:, None], torch.arange(32)[None, :]
-    column = 128 * (word // 4) + 8 * (bit % 16) + 2 * (word % 4) + bit // 16
-    assert sorted(column.flatten().tolist()) == list(range(32 * bitmap.shape[1]))
-    dense = torch.zeros(len(bitmap), column.numel(), dtype=torch.bool)
-    dense[:, column.flatten()] = ((bitmap[:, :, None] >> bit) & 1).bool().flatten(1)
-    assert not dense[:, C:].any()
-    return dense[:, :C]
-
-
 # -- the gate ---------------------------------------------------------------------------------------------
+
+
+def assert_is_gate(got: TwELL, x: Tensor, w: Weights) -> None:
+    """Every count, and every value of tokens that fit: exact where the products are."""
+    assert got.words is not None
+    checked = TwELL.from_words(got.words, got.counts, shape=got.shape, dtype=got.dtype)
+    expected = torch.relu(x.double() @ w.gate.double().T + (0 if w.gate_bias is None else w.gate_bias.double()))
+    rounded = expected.to(x.dtype)
+    fits = ~checked.overflowed
+    r = checked.unpack(skip_overflowed=True)[fits].double()
+    assert (r - expected[fits]).norm() <= TOLERANCE[x.dtype] * expected[fits].norm()
+    packed = TwELL.pack(rounded, compact=True, overflow="mark")
+    assert torch.equal(packed.counts, checked.counts)
 
 
 @pytest.mark.parametrize("use_tma", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("M", "D", "F", "dtype"), [(40, 64, 256, f16), (33, 48, 400, f32), (1, 16, 16, f16)])
-def test_gate_and_bitmap(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, use_tma: bool) -> None:
+def test_gate_in_twell(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, use_tma: bool) -> None:
+    """Without a bias half of the neurons fire, and nearly every tile is too full."""
     w, x = make_weights(D, F, dtype, bias=bias), torch.randn(M, D, dtype=dtype)
-    r, bitmap, marks = gate.gate_and_bitmap(x, w.gate, w.gate_bias, **LAUNCH | {"use_tma": use_tma})
-    expected = torch.relu(x.double() @ w.gate.double().T + (0 if w.gate_bias is None else w.gate_bias.double()))
-    assert (r.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
-    assert torch.equal(bits_of(bitmap, F), r != 0)
-    assert torch.equal(bitmap_of(r != 0), bitmap)
-    assert marks[:4].tolist() == [0, 0, 0, 0]
+    zeros = torch.full((3000,), 9, dtype=torch.int32)
+    assert_is_gate(gate.gate_in_twell(x, w.gate, w.gate_bias, zeros=zeros, **LAUNCH | {"use_tma": use_tma}), x, w)
+    assert not zeros.any()
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5, 64])
@@ -123,11 +123,8 @@ def test_gate_and_bitmap(M: int, D: int, F: int, dtype: torch.dtype, bias: bool,
 def test_a_last_wave_of_half_tiles(F: int, use_tma: bool, programs: int) -> None:
     """Three or two tiles, the last ones in halves where at most half of the programs would have one."""
     tile = tiles.GateTile(16, 256, 16, 4, 2)
-    w, x = make_weights(32, F, f32), torch.randn(16, 32)
-    r, bitmap, _ = gate.gate_and_bitmap(x, w.gate, None, tile=tile, programs=programs, use_tma=use_tma)
-    expected = torch.relu(x.double() @ w.gate.double().T)
-    assert (r.double() - expected).norm() <= TOLERANCE[f32] * expected.norm()
-    assert torch.equal(bits_of(bitmap, F), r != 0)
+    w, x = make_weights(32, F, f32, bias=True), torch.randn(16, 32)
+    assert_is_gate(gate.gate_in_twell(x, w.gate, w.gate_bias, tile=tile, programs=programs, use_tma=use_tma), x, w)
 
 
 @pytest.mark.parametrize("squared", [False, True])
@@ -137,7 +134,8 @@ def test_hot_activations(gated: bool, squared: bool) -> None:
     hot = torch.randperm(256)[:128]
     rows, order = split.by_rows(w), Plan(n_neurons=256, hot=hot, cap=8).on(x.device).order
     layout = split.lay_out(rows, order, 128, split.biases_of(rows, order, 128))
-    h = gate.hot_activations(x, layout.hot, layout.hot_bias, gated=gated, squared=squared, **LAUNCH)
+    h = torch.full((37, 128), torch.nan)
+    gate.hot_activations(x, layout.hot, layout.hot_bias, h, gated=gated, squared=squared, **LAUNCH)
     out = reference.forward(x.double(), w.to(torch.float64))
     a = out.gate**2 if squared else out.gate
     expected = (a if out.up is None else a * out.up)[:, hot]
@@ -148,9 +146,9 @@ def test_nan_is_active_and_tiny_values_that_round_to_zero_are_not() -> None:
     x = torch.ones(2, 16, dtype=f16)
     x[1, 0] = float("nan")
     w_gate = torch.full((16, 16), 1e-7 / 4, dtype=f16)  # sums to less than the smallest fp16
-    r, bitmap, _ = gate.gate_and_bitmap(x, w_gate, None, **LAUNCH)
-    assert not r[0].any() and r[1].isnan().all()
-    assert bits_of(bitmap, 16).tolist() == [[False] * 16, [True] * 16]
+    got = gate.gate_in_twell(x, w_gate, None, **LAUNCH)
+    r = got.unpack()
+    assert not r[0].any() and r[1].isnan().all() and got.counts.tolist() == [[0], [16]]
 
 
 # -- the three parts together -----------------------------------------------------------------------------
@@ -545,10 +543,10 @@ def with_counts(counts: list[int], C: int) -> Tensor:
     return torch.stack([torch.randperm(C) < n for n in counts])
 
 
-def of_cold_neurons(parts: Parts, w: Weights) -> Tensor:
+def of_cold_neurons(parts: Parts, w: Weights, r: Tensor) -> Tensor:
     w = w.to(torch.float64)
     assert w.up is not None
-    return (parts.r.double() * (parts.x.double() @ w.up[parts.cold].T)) @ w.down[:, parts.cold].T
+    return (r.double() * (parts.x.double() @ w.up[parts.cold].T)) @ w.down[:, parts.cold].T
 
 
 @pytest.mark.usefixtures("little_room")
@@ -570,16 +568,16 @@ def test_every_token_is_in_one_class(counts: list[int], long: set[int], heavy: s
     M, D, F = len(counts), 32, 128 + n_hot
     w, x = make_weights(D, F, f32), torch.randn(M, D)
     parts = Parts(x, w, Plan(n_neurons=F, hot=torch.arange(n_hot), cap=5, first=2, min_tokens=0))
-    active = with_counts(counts, 128)
-    parts.replace_gate(active)
-    marks = parts.lists.marks.tolist()
-    of_token = [n if n >= 0 else -1 - n for n in marks[4 : 4 + M]]
-    assert of_token == counts
-    in_turn = {i for i, n in enumerate(marks[4 : 4 + M]) if n >= 0}
-    early = set(marks[4 + 2 * M :][: min(marks[2], n_early(M))])
-    over = set(marks[4 + 2 * M - marks[1] : 4 + 2 * M])
-    assert heavy == set(marks[4 + M : 4 + M + marks[0]]) | (over if marks[1] > 2 else set())
-    assert long == (over if marks[1] <= 2 else set())
+    r = parts.replace_gate(with_counts(counts, 128))
+    counters, entries, listed, early_tokens = (t.tolist() for t in parts.lists.turns)
+    of_token = [n if n >= 0 else -1 - n for n in entries]
+    overfull = parts.in_twell.overflowed.tolist()
+    assert of_token == [lists.OVERFULL.value if over else n for n, over in zip(counts, overfull, strict=True)]
+    in_turn = {i for i, n in enumerate(entries) if n >= 0}
+    early = set(early_tokens[: counters[2]])
+    over = set(listed[M - counters[1] :])
+    assert heavy == set(listed[: counters[0]]) | (over if counters[1] > 2 else set())
+    assert long == (over if counters[1] <= 2 else set())
     classes = [in_turn, early, long, heavy]
     assert sorted(i for c in classes for i in c) == list(range(M))
 
@@ -588,10 +586,28 @@ def test_every_token_is_in_one_class(counts: list[int], long: set[int], heavy: s
     assert {i for i in range(M) if parts.y[i].isinf().all()} == heavy  # and only heavy rows are left to others
     parts.heavy(parts.tiles.heavy)
     parts.restore()
-    expected = of_cold_neurons(parts, w)
+    expected = of_cold_neurons(parts, w, r)
     parts.tail(parts.tiles.tail)
     parts.heavy(parts.tiles.heavy)
     assert (parts.y.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_lists_hold_what_hybrid_does() -> None:
+    """The lists of tokens that have cap places are those of ``Hybrid``, which marks the others."""
+    w, x = make_weights(32, 304, f32), torch.randn(60, 32)
+    parts = Parts(x, w, make_plan(304, 48, 24))
+    r = parts.replace_gate(with_counts([int(n) for n in torch.randint(0, 40, (60,))], 256))
+    whole = torch.zeros(60, 304)
+    whole[:, parts.cold] = r
+    packed = Hybrid.pack(whole, cap=24, backup=0, overflow="mark")
+    light = (~packed.overflowed).nonzero()[:, 0]
+    assert 0 < len(light) < 60
+    rows, values = (t[: 60 * 24].view(60, 24) for t in (parts.lists.rows, parts.lists.values))
+    for token in light.tolist():
+        n = int(packed.counts[token])
+        order = rows[token, :n].argsort()
+        assert torch.equal(rows[token, :n][order], packed.indices[token, :n])
+        assert torch.equal(values[token, :n][order], packed.values[token, :n])
 
 
 @pytest.mark.usefixtures("little_room")
@@ -608,11 +624,23 @@ def test_any_counts_caps_and_firsts(data: st.DataObject) -> None:
     F = 144 + n_hot
     w, x = make_weights(16, F, f32), torch.randn(len(counts), 16)
     parts = Parts(x, w, Plan(n_neurons=F, hot=torch.arange(n_hot), cap=cap, first=first, min_tokens=0))
-    parts.replace_gate(with_counts(counts, 144))
-    expected = of_cold_neurons(parts, w)
+    expected = of_cold_neurons(parts, w, parts.replace_gate(with_counts(counts, 144)))
     parts.tail(parts.tiles.tail)
     parts.heavy(parts.tiles.heavy)
     assert (parts.y.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.usefixtures("little_room")
+def test_a_call_counts_pairs_and_heavy_tokens_where_it_is_asked_to() -> None:
+    w, x = make_weights(16, 144, f32, bias=True), torch.randn(40, 16)
+    n = (torch.relu(x @ w.gate.T + w.gate_bias) != 0).sum(1)
+    cap = int(n.median())
+    plan, listed = make_plan(144, 0, cap), n <= cap
+    assert 0 < listed.sum() < 40
+    watch = torch.tensor([1000, 100], dtype=torch.int32)  # added to
+    y = gpu.forward_here(x, w, "relu", plan.on(x.device), *plan.tokens(captured=False), (), watch)
+    assert_right(y, x, w)
+    assert watch.tolist() == [1000 + int(n[listed].sum()), 100 + int((~listed).sum())]
 
 
 def test_tokens_that_turn_every_neuron_off_by_minus_infinity() -> None:

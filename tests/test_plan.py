@@ -48,7 +48,7 @@ def test_frequent_neurons_are_hot() -> None:
     plan = choose_plan(counts, 1000, COSTS)  # hot above 1 % of the tokens
     assert len(plan.hot) == 256
     assert (counts[plan.hot] == 500).all()
-    assert plan.cap == 32  # the multiple of 16 nearest to 2 * 1.5 * (2048 - 256) / 200 = 26.9
+    assert plan.cap == 48  # the multiple of 16 nearest to 3 * 1.5 * (2048 - 256) / 200 = 40.3
     cost = 3 * 256 + 1792 + 200 * 1024 * 0.009
     assert plan.predicted == pytest.approx(3 * 2048 / cost)
 
@@ -69,7 +69,7 @@ def test_a_plain_ffn_gathers_one_row_and_saves_one_projection() -> None:
     gated, plain = (choose_plan(counts, 1000, COSTS, gated=g) for g in (True, False))
     assert gated.predicted == pytest.approx(3 * 2048 / (3 * 256 + 1792 + 200 * 1792 * 0.002))
     assert plain.predicted == pytest.approx(2 * 2048 / (2 * 256 + 1792 + 100 * 1792 * 0.002))
-    assert plain.cap == 32  # nearest to 1.5 * 1792 / 100
+    assert plain.cap == 48  # nearest to 2 * 1.5 * 1792 / 100
 
 
 @pytest.mark.parametrize("times", [12, 500, 1000])
@@ -442,7 +442,7 @@ def test_a_gpu_that_takes_what_costs_say_is_measured_so(monkeypatch: pytest.Monk
         H, pairs = split(given, plan)
         elements = {
             "dense": 3 * F, "cold gate": of.gate * (F - H), "lists": of.token, "tail": of.gather * pairs,
-            "hot": 2 * H + of.hot, "hot down": of.down * H, "heavy": 2 * (F - H) * of.heavy / 16,
+            "hot": 2 * H + of.hot, "hot down": of.down * H, "heavy": 3 * (F - H) * of.heavy / 16,
         }  # fmt: skip
         return {name: n * M * element for name, n in elements.items()} | {"heavy tokens": M / 16}
 

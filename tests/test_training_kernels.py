@@ -23,7 +23,7 @@ from twell.gpu.shared import rows
 from twell.gpu.training import hot, hybrid, tail_backward, transpose
 from twell.plan import Costs, Plan
 from twell.reference import Weights
-from twell.saved import Parts, Sizes, runs_in_parts
+from twell.saved import Parts, runs_in_parts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -211,23 +211,21 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
     inputs = Inputs(Case(M=70, F=48, n_hot=0, cap=32))
     plan, rows = inputs.plan.on(inputs.x.device), split.by_rows(inputs.w)
     *_, kept = gpu.train(inputs.x, inputs.w, "relu", plan, None, want_stats=True, save=True)
-    sizes, parts = Sizes.of(70, 48, 32), Parts.of(kept, 70, 48, 0, 32, gated=True)
+    parts = Parts.of(kept, 70, 48, 0, 32, gated=True)
     columns = transpose.Columns(parts.bits, parts.offsets)
-    found = lists.Lists(parts.rows, parts.values, parts.marks, 32)
+    found = lists.Lists(parts.rows, parts.values, parts.turns, 32)
     tile = gpu._INTERPRETED.tail_backward
     pairs = tail_backward.write_tail_gradients(
         None, inputs.dy, None, None, found, parts.up, rows.gate, rows.up, rows.down, plan.places, columns,
         squared=False, tile=tile,
     )  # fmt: skip
     assert pairs is not None
-    n = int(columns.offsets[-1])
+    keys = columns.bits.shape[1]
+    n = int(columns.offsets[0, keys])
     r = torch.relu(inputs.x @ inputs.w.gate.T)
-    words = sizes.keys // 32
-    word, bit = torch.arange(words)[:, None], torch.arange(32)[None, :]
-    neuron_of_key = (128 * (word // 4) + 8 * (bit % 16) + 2 * (word % 4) + bit // 16).flatten()
-    expected = [token for key in neuron_of_key.tolist() if key < 48 for token in r[:, key].nonzero()[:, 0].tolist()]
+    expected = r.t().nonzero()[:, 1].tolist()
     assert pairs.tokens[:n].tolist() == expected
-    pairs_before = columns.offsets[:: -(-70 // transpose.CHUNK)].contiguous()  # those of each neuron
+    pairs_before = columns.offsets[0, : keys + 1].contiguous()  # those of each neuron
     assert pairs_before.diff().max() > tail_backward.SPLIT
     starts = torch.arange(0, n, tail_backward.SPLIT, dtype=torch.int32)
     assert torch.equal(pairs.owners[: len(starts)], torch.searchsorted(pairs_before, starts, right=True).int() - 1)

@@ -6,12 +6,12 @@ the three-part split a token pays
 
     hot neuron        2 + down               gate, up and down densely
     cold neuron       gate + p * gather      its gate, and two gathered rows whenever it fires (with frequency p)
-    heavy token       2 * heavy * C          up and down of the C cold neurons densely, by a GEMM over listed rows
+    heavy token       3 * heavy * C          gate, up and down of the C cold neurons densely, by GEMMs over listed rows
     any token         token                  its lists, x and y once more; + hot if any neuron is: y another time
 
-and a batch pays ``batch`` once. (A plain FFN has no up projection: 1 + down, gate + p * gather / 2, heavy * C.) The hot
-set that costs least is chosen among those that leave whole tiles of cold neurons; a token is heavy where gathering
-would cost more than the GEMM. A plan changes time, never a result.
+and a batch pays ``batch`` once. (A plain FFN has no up projection: 1 + down, gate + p * gather / 2, 2 * heavy * C.) The
+hot set that costs least is chosen among those that leave whole tiles of cold neurons; a token is heavy where gathering
+would cost more than the GEMMs. A plan changes time, never a result.
 
 Training counts forward and backward: densely 3 * dense * F a token, a hot neuron 3 * dense - 1 + down; the cold gate
 has no dense backward, a pair gathers seven rows instead of two. It keeps what it computed, so a smaller hot set and
@@ -59,7 +59,7 @@ _COSTS: dict[int, Costs] = {
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.
 _TRAINING_COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=5.9, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95),
+    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=4.4, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95),
 }
 _TILE = 256  # cold neurons of one tile of the gate kernel
 _MIN_GAIN = 1.05  # the split must promise this much over dense
@@ -220,6 +220,7 @@ class Plan:
     few_tokens_captured: int | None = None
     predicted: float | None = None  # speedup over dense
     mean_active: float | None = None  # neurons that a token fires, where it was counted
+    tail: float | None = None  # cold ones of them; for plans that inference may replace: see drift.py
 
     def __post_init__(self) -> None:
         """A neuron that is hot twice, or not there, would silently change what the layer computes."""
@@ -328,7 +329,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     >>> counts = torch.tensor([900] * 256 + [3] * 1792)  # of 1000 tokens: some neurons fire nearly always, most hardly
     >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
     >>> choose_plan(counts, 1000, costs)
-    Plan(256 of 2048 neurons hot, tokens heavy above 32, from 3734 tokens on, predicted ...)
+    Plan(256 of 2048 neurons hot, tokens heavy above 48, from 3734 tokens on, predicted ...)
     >>> choose_plan(torch.full((2048,), 500), 1000, costs)
     Plan(dense, 2048 neurons)
     """
@@ -336,7 +337,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     if tokens < 1:
         raise ValueError("a plan needs the counts of at least one token")
     frequency, order = (counts.double().cpu() / tokens).sort(descending=True, stable=True)
-    projections, gather, heavy = (3, costs.gather, 2 * costs.heavy) if gated else (2, costs.gather / 2, costs.heavy)
+    projections, gather = (3, costs.gather) if gated else (2, costs.gather / 2)
     tail = frequency.sum() - torch.cat([frequency.new_zeros(1), frequency.cumsum(0)])  # [H]: pairs a token left
     n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)], device="cpu")  # those that leave whole tiles
     cost = (projections * costs.dense - 1 + costs.down) * n_hot + costs.hot * (n_hot > 0)
@@ -351,7 +352,7 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     union_tokens = union_tokens_for(frequency, tokens, width, gated=gated, factor=costs.few)
     if predicted < _MIN_GAIN:
         return dense_plan(F, few_tokens, float(frequency.sum()), union_tokens)
-    cap = heavy * (F - H) / gather
+    cap = projections * costs.heavy * (F - H) / gather
     if training:  # which keeps the lists; the few tokens beyond have lists of their own
         cap = _STEP * math.ceil(min(cap, 6 + 4 * float(tail[H])) / _STEP)
     captured = _MIN_TOKENS_CAPTURED if union_tokens < _MIN_TOKENS_CAPTURED else _MIN_TOKENS  # up to there by tiles
@@ -367,7 +368,26 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
         union_tokens=union_tokens,
         predicted=predicted,
         mean_active=float(frequency.sum()),
+        tail=None if training else float(tail[H]),
     )
+
+
+def gain_left(plan: Plan, costs: Costs, pairs: float, heavy: float, *, gated: bool) -> float:
+    """What a text leaves of the gain that a plan promised for another: 1, less, or below 0 where it is slower than
+    dense. ``pairs``: active cold neurons a token; ``heavy``: heavy tokens a token.
+
+    >>> counts = torch.tensor([900] * 256 + [3] * 1792)
+    >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
+    >>> plan = choose_plan(counts, 1000, costs)
+    >>> [round(gain_left(plan, costs, plan.tail + more, 0.0, gated=True), 2) for more in (0, 5, 20)]
+    [1.0, 0.72, -0.12]
+    """
+    if plan.predicted is None or plan.tail is None or plan.predicted <= 1:
+        return 1.0
+    projections, gather = (3, costs.gather) if gated else (2, costs.gather / 2)
+    promised = projections * costs.dense * plan.n_neurons * (1 - 1 / plan.predicted)
+    lost = gather * (pairs - plan.tail) + projections * costs.heavy * (plan.n_neurons - len(plan.hot)) * heavy
+    return 1 - lost / promised
 
 
 def union_of(frequency: Tensor, tokens: int) -> float:

@@ -15,19 +15,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from twell.formats import TILE, n_tiles
+
 LONG = 256  # neurons of a long token's list: see gpu/prefill/lists.py
 CHUNK = 256  # tokens, see gpu/training/transpose.py
-GROUP = 128  # neurons of four bitmap words, see gpu/shared/tiles.py
+COUNTERS = 4  # see Turns
 LEAST = 2  # elements: a compiler treats 0 and 1 apart, and would compile for either
+_ALIGNED = 64  # integers: parts start at multiples of 256 bytes
+
+
+class Turns(NamedTuple):
+    """Which tokens are light, early, long and heavy: see gpu/prefill/lists.py."""
+
+    counters: Tensor  # int32 [4]: heavy tokens, tokens over cap, early tokens; programs that wait for each other
+    entries: Tensor  # int32 [M]: n of token m if its turn is its own, else -1 - n; n is OVERFULL where a tile is
+    heavy: Tensor  # int32 [M]: heavy tokens from the front, those over cap (long, or too many for that) from the back
+    early: Tensor  # int32 [n_early]
 
 
 class Parts(NamedTuple):
     """Of what is kept in three parts. H hot neurons; K keys and P chunks: see Columns in gpu/training/transpose.py."""
 
     sums: Tensor  # [M, 2 H]: z and u of the hot neurons, interleaved; plain FFN: [M, H], z
-    bits: Tensor  # int32 [ceil(M / 32), K], and offsets, int32 [K P + 1]: Columns
+    zeros: Tensor  # int32: what must be 0 before the lists are made: the counters and bits
+    bits: Tensor  # int32 [ceil(M / 32), K], and offsets, int32 [P, K + 16]: Columns
     offsets: Tensor
-    marks: Tensor  # int32: see Lists in gpu/prefill/lists.py
+    turns: Turns
     rows: Tensor  # int16 or int32 [entries]: see Lists
     values: Tensor  # [entries]: r of every entry, and u; plain FFN: none
     up: Tensor | None
@@ -43,28 +56,34 @@ class Parts(NamedTuple):
             start, at = at, at + _padded(n)
             return kept[start // item : (start + n) // item].view(dtype).view(shape)
 
-        parts = (
-            take(tokens, width, dtype=kept.dtype),
-            take((tokens + 31) // 32, sizes.keys, dtype=torch.int32),
-            take(sizes.keys * sizes.chunks + 1, dtype=torch.int32),
-            take(n_marks(tokens), dtype=torch.int32),
+        sums = take(tokens, width, dtype=kept.dtype)
+        zeros = take(_ALIGNED + sizes.bits, dtype=torch.int32)
+        offsets = take(sizes.chunks, sizes.keys + 16, dtype=torch.int32)
+        entries, heavy, early = (take(n, dtype=torch.int32) for n in (tokens, tokens, n_early(tokens)))
+        return cls(
+            sums,
+            zeros,
+            zeros[_ALIGNED:].view(-1, sizes.keys),
+            offsets,
+            Turns(zeros[:COUNTERS], entries, heavy, early),
             take(sizes.entries, dtype=narrow),
             take(sizes.entries, dtype=kept.dtype),
+            take(sizes.entries, dtype=kept.dtype) if gated else None,
         )
-        return cls(*parts, take(sizes.entries, dtype=kept.dtype) if gated else None)
 
 
 class Sizes(NamedTuple):
     """Of what is kept of the cold tail."""
 
-    keys: Any  # 32 bits a bitmap word
+    keys: Any  # cold neurons, and as many more as fill the last tile
+    bits: Any  # words, of 32 tokens each
     chunks: Any
     entries: Any  # of all lists
 
     @classmethod
     def of(cls, tokens: Any, n_cold: Any, cap: Any) -> Sizes:
-        chunks = (tokens + CHUNK - 1) // CHUNK
-        return cls(32 * bitmap_words(n_cold), chunks, (list_size(tokens, cap) + 15) // 16 * 16)
+        keys, chunks = TILE * n_tiles(n_cold), (tokens + CHUNK - 1) // CHUNK
+        return cls(keys, (tokens + 31) // 32 * keys, chunks, (list_size(tokens, cap) + 15) // 16 * 16)
 
 
 def _padded(size: Any) -> Any:
@@ -82,18 +101,9 @@ def n_early(tokens: Any) -> Any:
     return tokens // 8
 
 
-def n_marks(tokens: Any) -> Any:
-    return 4 + 2 * tokens + n_early(tokens)
-
-
 def list_size(tokens: Any, cap: Any) -> Any:
     """Entries of all lists."""
     return tokens * cap + n_long(tokens) * LONG
-
-
-def bitmap_words(n_neurons: Any) -> Any:
-    """32-bit words a row of the bitmap has."""
-    return (n_neurons + GROUP - 1) // GROUP * 4
 
 
 def index_dtype(n_neurons: int) -> torch.dtype:
@@ -125,7 +135,7 @@ def saved_length(
     in_parts = runs_in_parts(tokens, n_neurons, n_hot, cap, min_tokens)
     n_hot = n_neurons - in_parts * (n_neurons - n_hot)
     sizes = Sizes.of(tokens, n_neurons - n_hot, cap)
-    integers = _padded((tokens + 31) // 32 * sizes.keys * 4) + _padded((sizes.keys * sizes.chunks + 1) * 4)
+    numbers = (_ALIGNED + sizes.bits, sizes.chunks * (sizes.keys + 16), tokens, tokens, n_early(tokens))
     lists = _padded(sizes.entries * narrow) + each * _padded(sizes.entries * item)
-    cold = in_parts * (integers + _padded(n_marks(tokens) * 4) + lists)
+    cold = in_parts * (sum(_padded(4 * n) for n in numbers) + lists)
     return torch.sym_max(LEAST, (_padded(each * tokens * n_hot * item) + cold) // item)

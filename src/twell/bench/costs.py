@@ -71,7 +71,7 @@ def measure(
         elements.append(element)
         gates.append(per_token["cold gate"] / (hidden - n_hot))
         tails.append((pairs, per_token["lists"] + per_token["tail"]))
-        heavies.append(ms["heavy"] / element / (2 * (hidden - n_hot) * ms["heavy tokens"]))
+        heavies.append(ms["heavy"] / element / (3 * (hidden - n_hot) * ms["heavy tokens"]))
         if n_hot:
             hots.append((n_hot, per_token["hot"] + per_token["hot down"]))
         factors += _few(given, fired / tokens, device, seconds) if device.type == "cuda" else []

@@ -98,6 +98,9 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     times = timing.compare(runs, seconds=seconds, device=x.device)
     for name in _SPARSE:
         _check_same(runs[name](), checked[name], name)
+    memory = {}
+    if x.device.type == "cuda" and not case.graph:  # besides y
+        memory = {name: timing.peak_bytes(run, x.device) - x.nbytes for name, run in runs.items()}
     del runs, checked
     if case.graph:
         times = {name: timing.Spread(*(round(t / GRAPH_LAYERS, 5) for t in spread)) for name, spread in times.items()}
@@ -117,6 +120,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
         "speedup": speedup(times, "sparse"),
         "speedup_frozen": speedup(times, "frozen"),
         **(_as_called(case, inputs, x, plan, seconds) if case.is_called else {}),
+        **({"memory": memory} if memory else {}),
         "error": errors,
         **timing.environment(x.device),
     }

@@ -203,14 +203,7 @@ def memory_of(model: Any, run: Callable[[], Any]) -> dict[str, int]:
         held += [t for t in (*each._plan_eager, *each._plan_captured) if t is not None]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     frozen = sum(each.frozen_bytes() for _, each in sparse_ffns(model))
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-        torch.cuda.reset_peak_memory_stats(model.device)
-        before = torch.cuda.memory_allocated(model.device)
-        run()
-        passing = torch.cuda.max_memory_allocated(model.device) - before
-    else:
-        passing = timing.peak_bytes(run)
+    passing = timing.peak_bytes(run, model.device)
     return {
         "weights": sum(own.values()),
         "frozen": frozen,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from twell import gpu
+from twell import gpu, saved
+from twell.formats import SLOTS, TwELL
 from twell.gpu.prefill import gate, heavy, lists, split, up_down
 from twell.gpu.prefill.split import Layout, Split
+from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import GateTile, RowTile
 from twell.plan import Plan
 from twell.reference import Weights
-from twell.saved import GROUP, bitmap_words, n_long
 
 
 class Parts:
@@ -26,99 +29,87 @@ class Parts:
         self.layout = self.lay_out()
         self.cold = self.order[self.split.n_hot :].long()  # [C]: rows of the weights
         self.y = torch.zeros_like(self.x)
-        self.r, self.bitmap, self._marks = self._gate(self.tiles.gate, self.tiles.use_tma, zeros=True)
-        self._listed()
+        self.in_twell = self.cold_gate(self.tiles.gate, self.tiles.use_tma)
+        self._turns = split.room_for_turns(len(self.x), Space(self.x))
+        self.h = self.x.new_empty(len(self.x), self.split.n_hot)
+        self._list()
 
-    def _listed(self) -> None:
-        self._clean_r = self.r.clone()
+    def _list(self) -> None:
         self.restore()
         found = self.list_active()
-        self.lists = found._replace(marks=found.marks.clone())  # which ``restore`` leaves alone
+        self.lists = found._replace(turns=saved.Turns(*(t.clone() for t in found.turns)))  # which stay as they are
         self.restore()
-        self.h = self.hot(self.tiles.gate, self.tiles.use_tma) if self.has_hot else self.x[:, :0]
+        if self.has_hot:
+            self.hot(self.tiles.gate, self.tiles.use_tma)
 
-    def replay(self, active: Tensor) -> None:
+    def replay(self, active: Tensor) -> Tensor:
         """As if the neurons ``active`` [M, F] (bool) had fired: of them the cold ones, since hot ones run densely."""
-        self.replace_gate(active[:, self.cold])
+        return self.replace_gate(active[:, self.cold])
 
-    def replace_gate(self, active: Tensor) -> None:
-        """As if the cold gate were ``active`` [M, C] (bool), with random positive values there."""
-        self.r.copy_((torch.rand_like(self.r) + 0.1) * active)
-        self.bitmap.copy_(bitmap_of(active))
-        self._listed()
+    def replace_gate(self, active: Tensor) -> Tensor:
+        """As if the cold gate were ``active`` [M, C] (bool), with random positive values there, which are returned. But
+        that of heavy tokens is computed from x."""
+        r = (torch.rand(active.shape, dtype=self.x.dtype, device=self.x.device) + 0.1) * active
+        self.in_twell = TwELL.pack(r, slots=SLOTS, compact=True, overflow="mark")
+        self._list()
+        is_heavy = torch.zeros(len(self.x), dtype=torch.bool, device=self.x.device)
+        is_heavy[self.heavy_tokens()] = True
+        of_x = torch.relu(self.x[is_heavy] @ self.layout.cold.t())
+        r[is_heavy] = of_x
+        return r
 
     def restore(self) -> None:
         self.y.zero_()
-        self.r.copy_(self._clean_r)
-        self._marks[:4] = 0
+        self._turns.counters.zero_()
 
     def pretend_heavy(self, n_tokens: int) -> None:
         """Make the first tokens the heavy ones, and no others."""
-        marks = self.lists.marks
-        marks[0], marks[1] = n_tokens, 0
-        marks[4 + len(self.x) : 4 + 2 * len(self.x)] = torch.arange(len(self.x))
+        turns = self.lists.turns
+        turns.counters[0], turns.counters[1] = n_tokens, 0
+        turns.heavy.copy_(torch.arange(len(self.x)))
 
     def n_heavy(self) -> int:
-        first, over = self.lists.marks[:2].tolist()
-        return first + (over if over > n_long(len(self.x)) else 0)
+        return len(self.heavy_tokens())
+
+    def heavy_tokens(self) -> Tensor:
+        turns = self.lists.turns
+        n_heavy, n_over = turns.counters[:2].tolist()
+        n_over = n_over if n_over > saved.n_long(len(self.x)) else 0
+        return torch.cat([turns.heavy[:n_heavy], turns.heavy[len(turns.heavy) - n_over :]]).long()
 
     def lay_out(self) -> Layout:
         """What a frozen layer has, and every other makes in each call."""
         return split.lay_out(self.rows, self.order, self.split.n_hot)
 
-    def _gate(self, tile: GateTile, use_tma: bool, zeros: bool) -> tuple[Tensor, Tensor, Tensor]:
-        return gate.gate_and_bitmap(
-            self.x, self.layout.cold, None, tile=tile, programs=self.programs, use_tma=use_tma, zeros=zeros
-        )
-
-    def cold_gate(self, tile: GateTile, use_tma: bool, zeros: bool = False) -> Tensor:
-        """Without ``zeros`` r is there only where it is not 0, as in the forward."""
-        return self._gate(tile, use_tma, zeros or not self.is_gated)[0]
+    def cold_gate(self, tile: GateTile, use_tma: bool) -> TwELL:
+        return gate.gate_in_twell(self.x, self.layout.cold, None, tile=tile, programs=self.programs, use_tma=use_tma)
 
     def gate_into_nothing(self) -> None:
         """The cold gate, but for its counters in vain: ``after_gate`` may follow, without ``restore``."""
-        self._marks = self._gate(self.tiles.gate, self.tiles.use_tma, zeros=not self.is_gated)[2]
+        common: dict[str, Any] = {"tile": self.tiles.gate, "programs": self.programs, "use_tma": self.tiles.use_tma}
+        gate.gate_in_twell(self.x, self.layout.cold, None, zeros=self._turns.counters, **common)
 
     def list_active(self) -> lists.Lists:
         """Needs ``restore`` before: its counters start at 0."""
-        plan = self.split
-        return lists.list_active(self.r, self.bitmap, self._marks, self.order, cap=plan.cap, first=plan.first)
+        cap, first = self.split.cap, self.split.first
+        return lists.list_active(self.in_twell, self._turns, self.order, cap=cap, first=first)
 
     def hot(self, tile: GateTile, use_tma: bool) -> Tensor:
-        return gate.hot_activations(
-            self.x,
-            self.layout.hot,
-            None,
-            gated=self.is_gated,
-            squared=False,
-            tile=tile,
-            programs=self.programs,
-            use_tma=use_tma,
-        )
+        common: dict[str, Any] = {"tile": tile, "programs": self.programs, "use_tma": use_tma}
+        gate.hot_activations(self.x, self.layout.hot, None, self.h, gated=self.is_gated, squared=False, **common)
+        return self.h
 
     def hot_down(self) -> Tensor:
         return self.y.addmm_(self.h, self.layout.hot_down)
 
     def tail(self, tile: RowTile) -> Tensor:
-        up_down.write_tail(
-            self.y, self.x, self.lists, self.rows, self.rows.down, squared=False, has_hot=self.has_hot, tile=tile
-        )
+        up_down.write_tail(self.y, self.x, self.lists, self.rows, squared=False, has_hot=self.has_hot, tile=tile)
         return self.y
 
     def heavy(self, tile: GateTile) -> Tensor:
-        heavy.write_heavy_(
-            self.y,
-            self.x,
-            self.r,
-            self.bitmap,
-            self.lists.marks,
-            self.rows,
-            self.rows.down,
-            self.order,
-            squared=False,
-            tile=tile,
-            programs=self.programs,
-        )
+        turns, n_hot = self.lists.turns, self.split.n_hot
+        common: dict[str, Any] = {"squared": False, "tile": tile, "programs": self.programs}
+        heavy.write_heavy_(self.y, self.x, turns, self.rows, self.order, n_hot, **common)
         return self.y
 
     def after_gate(self) -> Tensor:
@@ -128,17 +119,6 @@ class Parts:
         self.heavy(self.tiles.heavy)
         self.lists = kept
         if self.has_hot:
-            self.h = self.hot(self.tiles.gate, self.tiles.use_tma)
+            self.hot(self.tiles.gate, self.tiles.use_tma)
             self.hot_down()
         return self.y
-
-
-def bitmap_of(active: Tensor) -> Tensor:
-    """int32 [M, words] of a bool [M, C], in plain torch: for recorded positions, where no gate was computed."""
-    M, C = active.shape
-    words = bitmap_words(C)
-    padded = torch.nn.functional.pad(active, (0, 32 * words - C))
-    parts = padded.view(M, -1, GROUP // 8, 4, 2).permute(0, 1, 3, 4, 2).reshape(M, words, 32)  # see gpu/shared/tiles.py
-    weights = 1 << torch.arange(32, device=active.device)
-    rows = 1 + (1 << 22) // max(1, words)  # a few at a time: the products are 64 times the bitmap
-    return torch.cat([(part.long() * weights).sum(-1).int() for part in parts.split(rows)])

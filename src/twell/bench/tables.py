@@ -193,10 +193,15 @@ def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
     def frozen(row: Row) -> tuple[str, str]:
         return (_ms(row["frozen_ms"], unit), _speedup(row["speedup_frozen"])) if "frozen_ms" in row else ("", "")
 
+    def memory(row: Row) -> str:
+        of = row.get("memory")
+        return f"{of['dense'] / 1e6:.0f} -> {of['sparse'] / 1e6:.0f}" if of else ""
+
+    has_memory = _any_has(rows, "memory")
     head: tuple[str, ...] = ("workload", "tokens", "active", f"dense {unit}", f"sparse {unit}", "speedup")
     head += (f"frozen {unit}", "speedup") if has_frozen else ()
     return _lines(
-        (*head, *(_called_head(unit) if has_calls else ())),
+        (*head, *(_called_head(unit) if has_calls else ()), *(("memory besides y, MB",) if has_memory else ())),
         (
             (
                 _what(r),
@@ -207,6 +212,7 @@ def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
                 _speedup(r["speedup"]),
                 *(frozen(r) if has_frozen else ()),
                 *(_called(r, unit) if has_calls else ()),
+                *((memory(r),) if has_memory else ()),
             )
             for r in rows
         ),

@@ -182,8 +182,14 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most memory that CPU tensors made during ``run`` held at once."""
+def peak_bytes(run: Callable[[], Any], device: torch.device | None = None) -> int:
+    """The most memory that tensors made during ``run`` held at once, on a GPU or on the CPU."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write lines of its own to the terminal
     from torch.profiler import ProfilerActivity, profile
 

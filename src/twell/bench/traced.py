@@ -74,8 +74,7 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
         times["frozen"] = times["sparse"]
     else:
         parts = Parts(x, w, plan)
-        parts.replay(active)
-        error = _check(parts, w)
+        error = _check(parts, w, parts.replay(active))
         tiles = parts.tiles
         runs["layout"] = parts.lay_out
         runs["gate"] = lambda: parts.cold_gate(tiles.gate, tiles.use_tma)
@@ -153,11 +152,11 @@ def added(*spreads: timing.Spread) -> timing.Spread:
     return timing.Spread(*(round(sum(of), 5) for of in zip(*spreads, strict=True)))
 
 
-def _check(parts: Parts, w: Weights) -> float:
-    """Relative error of what follows the gate against float64, on rows spread over x."""
+def _check(parts: Parts, w: Weights, r: Tensor) -> float:
+    """Relative error of what follows the cold gate ``r`` [M, C] against float64, on rows spread over x."""
     rows = slice(None, None, max(1, len(parts.x) // _CHECKED_ROWS))
     parts.restore()
-    r = parts.r[rows].double()
+    r = r[rows].double()
     y = parts.after_gate()[rows].double()
     parts.restore()
     x, layout, cold = parts.x[rows].double(), parts.layout, parts.cold

@@ -299,16 +299,9 @@ def sparse_forward(backend: str, plan: Plan | None) -> Forward:
 
 def _peak_bytes(run: Callable[[], Any], p: Problem) -> int:
     """The most memory that one forward and backward takes besides x, dy and the weights; gradients are part of it."""
-    device = p.x.device
     run()  # what is made once is not counted
     p.drop_gradients()
-    if device.type != "cuda":
-        return timing.peak_bytes(run)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    return torch.cuda.max_memory_allocated(device) - before
+    return timing.peak_bytes(run, p.x.device)
 
 
 def ratio(a: float, b: float) -> float | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from twell.bench import cases, ffn, timing, traced, train
 from twell.bench.parts import Parts
-from twell.gpu.prefill import lists
+from twell.formats import TwELL
 from twell.gpu.training import hybrid
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
@@ -47,7 +47,7 @@ def measure_trace(
         errors = _check_replay(p, plan, timed)
         replay = _Replay(p, plan, timed)
         runs |= {"gate": replay.cold_gate, "rest": replay.rest}
-        times = timing.compare(runs, seconds=seconds, device=device, before=replay.restore)
+        times = timing.compare(runs, seconds=seconds, device=device)
         times["sparse"] = traced.added(times["gate"], times["rest"])
     case = ffn.Case(workload=layer.name, M=M, D=D, F=F, dtype=dtype, device=str(device), backend="triton")
     return train.make_row(case, "triton", plan, mean_active=mean, times=times, error=errors, memory=None, joules=None)
@@ -60,14 +60,10 @@ class _Replay:
         self.p, self.x = p, p.x.detach()
         self.w = Weights._make(None if t is None else t.detach() for t in p.w)
         self.parts = Parts(self.x, self.w, plan)
-        self.parts.replay(active)
+        self.r = self.parts.replay(active)
         self.places = plan.on(self.x.device).places
 
-    def restore(self) -> None:
-        """What ``rest`` needs before: it writes over the gate."""
-        self.parts.restore()
-
-    def cold_gate(self) -> Tensor:
+    def cold_gate(self) -> TwELL:
         return self.parts.cold_gate(self.parts.tiles.gate, self.parts.tiles.use_tma)
 
     @torch.no_grad()
@@ -75,8 +71,7 @@ class _Replay:
         """As ``gpu.train`` and ``gpu.backward``, which lay the weights out in every call."""
         parts, p, x = self.parts, self.p, self.x
         given = parts.split, "relu", None, parts.tiles, parts.programs
-        gate = parts.r, parts.bitmap
-        y, l1, _, kept = hybrid.forward(x, self.w, parts.order, *given, want_stats=True, cold_gate=gate)
+        y, l1, _, kept = hybrid.forward(x, self.w, parts.order, *given, want_stats=True, cold_gate=parts.in_twell)
         gradients = hybrid.backward(p.dy, p.dl1, x, self.w, kept, parts.order, self.places, *given, train.NEEDS)
         dw = gradients.weights
         assert dw.up is not None
@@ -88,25 +83,12 @@ def _check_replay(p: train.Problem, plan: Plan, active: Tensor) -> dict[str, dic
     """Errors of everything after the gate on the first tokens, beside those of dense formulas at the same positions."""
     few = p._replace(x=p.x[:_CHECKED_TOKENS], dy=p.dy[:_CHECKED_TOKENS])
     replay = _Replay(few, plan, active[:_CHECKED_TOKENS])
-    replay.restore()
-    cold = replay.parts.r.double()
     sparse = replay.rest()
     x, w, dy, dl1 = few.x.double(), few.w.to(torch.float64), few.dy.double(), few.dl1.double()
-    of_x = torch.relu(nnf.linear(x, w.gate))
-    r = of_x.clone()  # hot neurons' gate follows from x, the cold ones' from the trace
-    r[:, replay.parts.cold] = cold
-    # The backward computes the gate of heavy tokens again from x: there it follows x, not the trace.
-    r_back = of_x.where(_is_heavy(cold, plan)[:, None], r)
+    r = torch.relu(nnf.linear(x, w.gate))  # hot neurons' gate follows from x, the cold ones' from the trace
+    r[:, replay.parts.cold] = replay.r.double()
 
     def both(x: Tensor, w: Weights, dy: Tensor, dl1: Tensor) -> dict[str, Tensor]:
-        forward, backward = (train.formulas(x, w, dy, dl1, gate.to(x.dtype)) for gate in (r, r_back))
-        return forward | {name: g for name, g in backward.items() if name.startswith("d")}
+        return train.formulas(x, w, dy, dl1, r.to(x.dtype))
 
     return train.check(both(x, w, dy, dl1), both(few.x, few.w, few.dy, few.dl1), sparse)
-
-
-def _is_heavy(cold: Tensor, plan: Plan) -> Tensor:
-    """bool [M]: tokens without a list, see ``lists.py``."""
-    n = (cold != 0).sum(1)
-    too_many = ((n > plan.cap) & (n <= lists.LONG)).sum() > lists.n_long(len(cold))  # for lists of their own
-    return (n > plan.cap) & ((n > lists.LONG) | too_many)

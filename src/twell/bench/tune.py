@@ -87,7 +87,7 @@ def tune(
     tiles = parts.tiles
     kernels: list[tuple[str, Callable[[Any, bool], Tensor], Any, list[tuple[Any, bool]]]] = [
         ("tail", lambda tile, _: parts.tail(tile), parts.tail_tile, [(t, False) for t in tail_candidates()]),
-        ("gate", lambda tile, tma: parts.cold_gate(tile, tma, zeros=True), tiles.gate, list(gate_candidates())),
+        ("gate", lambda tile, tma: parts.cold_gate(tile, tma).counts, tiles.gate, list(gate_candidates())),
         ("hot", parts.hot, tiles.gate, list(gate_candidates())),
         ("heavy", lambda tile, _: parts.heavy(tile), tiles.heavy, [(t, False) for t in heavy_candidates()]),
     ]

@@ -85,9 +85,10 @@ def forward_here(
     most: int,
     least: int,
     frozen: Sequence[Tensor],
+    watch: Tensor | None = None,
 ) -> Tensor:
     """On the current device, with the plan's numbers of tokens: up to ``few`` and ``most`` and from ``least`` on it is
-    sparse."""
+    sparse. ``watch``: see ``split.forward``."""
     M = x.numel() // x.shape[-1]
     kept = (frozen if type(frozen) is Frozen else Frozen(*frozen)) if frozen else None
     down = kept.down if kept is not None and kept.down.numel() else None
@@ -106,7 +107,7 @@ def forward_here(
     layout = None
     if kept is not None and kept.cold.numel():
         layout = split.Layout(*(t if t.numel() else None for t in kept[1:6]))  # type: ignore[arg-type]
-    return split.forward(x, w, plan.order, parts, activation, *launch_facts(x), down, layout)
+    return split.forward(x, w, plan.order, parts, activation, *launch_facts(x), down, layout, watch)
 
 
 def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:

@@ -1,17 +1,17 @@
 """The gate projection with the sparse form in its epilogue: one GEMM, two epilogues.
 
-    cold neurons:  r = relu(x Wg^T + bg)                       -> gate [M, C], bitmap [M, C / 32]
+    cold neurons:  r = relu(x Wg^T + bg)                       -> TwELL: words [M, T, SLOTS], counts [M, T]
     hot neurons:   h = a(relu(x Wg^T + bg)) * (x Wu^T + bu)    -> h [M, H]           (plain FFN: h = a(r))
 
-``gate_and_bitmap`` runs over the gate rows [C, D] of the cold neurons, ``hot_activations`` over those of the hot ones,
-gate and up rows interleaved (g0 u0 g1 u1 ...), so that a tile holds both factors of h and multiplies them in its
-epilogue. They are two launches: with a branch between the epilogues Triton cannot overlap one tile's epilogue with the
-next tile's loads. A last wave of tiles that would leave half of the GPU idle (44 of 132 processors busy at M 16384, C
-5632) runs as half tiles, on twice as many processors: 10 us less.
+``gate_in_twell`` runs over the gate rows [C, D] of the cold neurons (its epilogue: ``words.py``), ``hot_activations``
+over those of the hot ones, gate and up rows interleaved (g0 u0 g1 u1 ...), so that a tile holds both factors of h and
+multiplies them in its epilogue. They are two launches: with a branch between the epilogues Triton cannot overlap one
+tile's epilogue with the next tile's loads. A last wave of tiles that would leave half of the GPU idle (44 of 132
+processors busy at M 16384, C 5632) runs as half tiles, on twice as many processors: 10 us less.
 
-Legend: M tokens, D model width, H hot and C cold neurons, N rows of a launch; BM, BN, BK block sizes.
-Bytes, M 16384, D 2048, C 5632, bf16: x 67 MB, rows 23 MB, gate 185 MB, bitmap 12 MB, against 378 GFLOP: bound by the
-tensor cores (0.48 ms at 790 TFLOP/s), with the stores (0.05 ms) behind them.
+Legend: M tokens, D model width, H hot and C cold neurons, T = C / 128 tiles, N rows of a launch; BM, BN, BK blocks.
+Bytes, M 16384, D 2048, C 5632, bf16: x 67 MB, rows 23 MB, words up to 15 MB (a sector of 32 bytes an entry; 35 MB are
+allocated), counts 1 MB, against 378 GFLOP: bound by the tensor cores (0.48 ms at 790 TFLOP/s).
 """
 
 from __future__ import annotations
@@ -24,20 +24,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.shared.launch import ANY, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
+from twell.formats import SLOTS, TILE, TwELL, n_tiles, word_dtype
+from twell.gpu.prefill.words import is_laid_out, store_columns, store_pairs
+from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Descriptor, Kernel, can_overlap, capability, ceil_div
 from twell.gpu.shared.replay import Matrix, Space
-from twell.gpu.shared.tiles import (
-    GateTile,
-    pack_bits,
-    pack_pairs,
-    relu,
-    relu_pairs,
-    start_after,
-    tile_of,
-)
-from twell.saved import GROUP, bitmap_words, n_marks
+from twell.gpu.shared.tiles import GateTile, relu, relu_pairs, start_after, tile_of
 
 GROUP_M = 8
+_TILE = tl.constexpr(TILE)
+_TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -79,41 +74,31 @@ def _store_hot(
 
 @triton.jit
 def _store_cold(
-    acc, o_gate, o_bitmap, row, n, M, C, words,
-    BM: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr, ZEROS: tl.constexpr,
+    acc, o_words, o_counts, row, n, M, C, T,
+    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr, BY_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    dtype = o_gate.dtype.element_ty
-    if dtype.primitive_bitwidth == 16:
-        pairs = relu_pairs(acc, dtype, BM, BN)
-        pair = n * (BN // 2) + tl.arange(0, BN // 2)
+    tile = n * (BN // _TILE) + tl.arange(0, BN // _TILE)
+    inside = (row[:, None] < M) & ((tile[None, :] < T) | WHOLE)
+    place = tl.where(inside, row[:, None] * T + tile[None, :], -1)
+    if BY_REGISTERS:
+        pairs = relu_pairs(acc, DTYPE, BM, BN)
         if not WHOLE:  # beyond C lie zero rows, and 0 * NaN is NaN
+            pair = n * (BN // 2) + tl.arange(0, BN // 2)
             pairs = tl.where(pair[None, :] < C // 2, pairs, 0)
-        bits = pack_pairs(pairs, BM, BN)
-        inside = (row[:, None] < M) & ((pair[None, :] < C // 2) | WHOLE)
-        if not ZEROS:
-            inside = inside & (pairs != 0)
-        place = o_gate.to(tl.pointer_type(tl.uint32)) + row[:, None].to(tl.int64) * (C // 2) + pair[None, :]
-        tl.store(place, pairs, mask=inside)
+        store_pairs(pairs, place, o_words, o_counts, BM, BN)
     else:
-        r = relu(acc)
         neuron = n * BN + tl.arange(0, BN)
-        inside = (row[:, None] < M) & (neuron[None, :] < C)
-        if not ZEROS:
-            inside = inside & (r != 0)
-        bits = pack_bits((r != 0) & (neuron[None, :] < C), BM, BN)
-        tl.store(o_gate + row[:, None].to(tl.int64) * C + neuron[None, :], r, mask=inside)
-    word = n * (BN // 32) + tl.arange(0, BN // 32)
-    inside = (row[:, None] < M) & ((word[None, :] < words) | WHOLE)
-    tl.store(o_bitmap + row[:, None].to(tl.int64) * words + word[None, :], bits.to(tl.int32, bitcast=True), mask=inside)
+        r = tl.where(neuron[None, :] < C, relu(acc), 0.0).to(DTYPE)
+        store_columns(r, place, o_words, o_counts, BM, BN)
 
 
 @triton.jit
 def _write_tile(
     m, n,
-    i_x, i_rows, i_bias, o_values, o_bitmap, o_sums, M, D, N, width, words, x_stride,
-    HOT: tl.constexpr, SAVES: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    WHOLE: tl.constexpr, ZEROS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    i_x, i_rows, i_bias, o_values, o_counts, o_sums, M, D, N, width, x_stride,
+    DTYPE: tl.constexpr, HOT: tl.constexpr, SAVES: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BY_REGISTERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows m * BM and columns n * BN on: product and epilogue."""
     acc = tl.zeros((BM, BN), tl.float32)
@@ -128,7 +113,7 @@ def _write_tile(
     if HOT:
         _store_hot(acc, o_values, o_sums, row, n, M, N, width, BM, BN, GATED, SQUARED, SAVES)
     else:
-        _store_cold(acc, o_values, o_bitmap, row, n, M, width, words, BM, BN, WHOLE, ZEROS)
+        _store_cold(acc, o_values, o_counts, row, n, M, N, width, DTYPE, BM, BN, WHOLE, BY_REGISTERS)
 
 
 @triton.jit
@@ -137,23 +122,24 @@ def _gate_kernel(
     i_rows,  # [N, D] likewise
     i_half_rows,  # likewise, for BN / 2 of them
     i_bias,  # [N] or unused
-    o_values,  # HOT: h [M, width], else r [M, width]
-    o_bitmap,  # [M, words], unused if HOT
-    o_marks,  # int32, the first four set to 0; unused if HOT
+    o_values,  # HOT: h [M, width], else words [M, width, SLOTS]
+    o_counts,  # uint8 [M, width], unused if HOT
+    o_zeros,  # int32 [n_zeros] that become 0, unused if HOT
     o_sums,  # SAVES: x rows^T + bias [M, N], else unused
     M,
     D,
     N,
-    width,
-    words,
+    width,  # H, or T
+    n_zeros,
     x_stride,
+    DTYPE: tl.constexpr,
     HOT: tl.constexpr,
     SAVES: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WHOLE: tl.constexpr,  # BN divides N
-    ZEROS: tl.constexpr,  # write r where it is 0, too
+    BY_REGISTERS: tl.constexpr,  # see words.py
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -165,8 +151,9 @@ def _gate_kernel(
 ):
     start_after(OVERLAPS)
     if not HOT:
-        if tl.program_id(0) == 0:
-            tl.store(o_marks + tl.arange(0, 4), tl.zeros((4,), tl.int32))
+        for first in range(tl.program_id(0) * 1024, n_zeros, tl.num_programs(0) * 1024):
+            at = first + tl.arange(0, 1024)
+            tl.store(o_zeros + at, tl.zeros((1024,), tl.int32), mask=at < n_zeros)
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     n_halved = (tiles_m * tiles_n) % tl.num_programs(0)
@@ -174,14 +161,14 @@ def _gate_kernel(
     n_whole = tiles_m * tiles_n - n_halved
     for tile in tl.range(tl.program_id(0), n_whole, tl.num_programs(0), flatten=USE_TMA):
         m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        _write_tile(m, n, i_x, i_rows, i_bias, o_values, o_bitmap, o_sums, M, D, N, width, words, x_stride, HOT, SAVES,
-                    GATED, SQUARED, HAS_BIAS, WHOLE, ZEROS, BM, BN, BK, USE_TMA, PRECISION)  # fmt: skip
+        _write_tile(m, n, i_x, i_rows, i_bias, o_values, o_counts, o_sums, M, D, N, width, x_stride, DTYPE, HOT, SAVES,
+                    GATED, SQUARED, HAS_BIAS, WHOLE, BY_REGISTERS, BM, BN, BK, USE_TMA, PRECISION)  # fmt: skip
     if HALVES:
         for half in range(tl.program_id(0), 2 * n_halved, tl.num_programs(0)):
             m, n = tile_of(n_whole + half // 2, tiles_m, tiles_n, GROUP_M)
             n = 2 * n + half % 2
-            _write_tile(m, n, i_x, i_half_rows, i_bias, o_values, o_bitmap, o_sums, M, D, N, width, words, x_stride,
-                        HOT, SAVES, GATED, SQUARED, HAS_BIAS, WHOLE, ZEROS, BM, BN // 2, BK, USE_TMA,
+            _write_tile(m, n, i_x, i_half_rows, i_bias, o_values, o_counts, o_sums, M, D, N, width, x_stride, DTYPE,
+                        HOT, SAVES, GATED, SQUARED, HAS_BIAS, WHOLE, BY_REGISTERS, BM, BN // 2, BK, USE_TMA,
                         PRECISION)  # fmt: skip
 
 
@@ -196,30 +183,31 @@ def _kernel(
     squared: bool,
     has_bias: bool,
     whole: bool,
-    zeros: bool,
     aligned: bool,
     overlaps: bool,
+    by_registers: bool,
 ) -> Kernel:
-    """``whole``: tiles have no columns beyond the last; ``aligned``: N, width and words are multiples of 16."""
+    """``whole``: tiles have no columns beyond the last; ``aligned``: N is a multiple of 16, and of hot ones width."""
     blocks: tuple[Any, ...] = (dtype, dtype, dtype)
-    can_halve = tile.BN >= 2 * GROUP
+    can_halve = tile.BN >= 2 * TILE
     if use_tma:
         half = (tile.BN // 2 if can_halve else tile.BN, tile.BK)
         shapes = (tile.BM, tile.BK), (tile.BN, tile.BK), half
         blocks = tuple(Descriptor(dtype, shape) for shape in shapes)
     n = MULTIPLE if aligned else ANY
-    n_words = ANY if hot else n
-    return Kernel(
+    outputs = (dtype if hot else word_dtype(dtype), torch.uint8, torch.int32, dtype)
+    kernel = Kernel(
         _gate_kernel,
-        (*blocks, dtype, dtype, torch.int32, torch.int32, dtype, ANY, MULTIPLE, n, n, n_words, MULTIPLE),
+        (*blocks, dtype, *outputs, ANY, MULTIPLE, n, n if hot else ANY, ANY, MULTIPLE),
         {
+            "DTYPE": _TRITON_TYPES[dtype],
             "HOT": hot,
             "SAVES": saves,
             "GATED": gated,
             "SQUARED": squared,
             "HAS_BIAS": has_bias,
             "WHOLE": whole,
-            "ZEROS": zeros or has_bias or not whole,  # all of it at once takes too many registers
+            "BY_REGISTERS": by_registers,
             "BM": tile.BM,
             "BN": tile.BN,
             "BK": tile.BK,
@@ -232,9 +220,14 @@ def _kernel(
         warps=tile.warps,
         stages=tile.stages,
     )
+    if by_registers and not is_laid_out(kernel.compile().asm["ttgir"]):
+        return _kernel(
+            dtype, tile, use_tma, hot, saves, gated, squared, has_bias, whole, aligned, overlaps, by_registers=False
+        )
+    return kernel
 
 
-def gate_and_bitmap(
+def gate_in_twell(
     x: Tensor,
     rows: Tensor,
     bias: Tensor | None,
@@ -242,29 +235,26 @@ def gate_and_bitmap(
     tile: GateTile,
     programs: int,
     use_tma: bool,
-    zeros: bool = True,
     space: Space | None = None,
-    marks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """r [M, C] and its bitmap, int32 [M, words], for x [M, D] (unit stride along D) and gate rows [C, D].
+    zeros: Tensor | None = None,
+) -> TwELL:
+    """relu(x rows^T + bias) in TwELL, for x [M, D] (unit stride along D) and gate rows [C, D].
 
-    Without ``zeros`` r may be written only where it is not 0; the rest may hold anything: a tenth of the stores. And
-    the marks that ``list_active`` wants: their zeros cost no launch of their own here. In ``space`` and ``marks``, if
-    given."""
+    ``zeros``: int32 [n] that this launch sets to 0, for kernels that come after it."""
     M, C = x.shape[0], rows.shape[0]
     new = x.new_empty if space is None else space.take
-    gate = new(M, C, dtype=x.dtype)
-    bitmap = new(M, bitmap_words(C), dtype=torch.int32)
-    marks = new(n_marks(M), dtype=torch.int32) if marks is None else marks
-    outputs = gate, bitmap, marks, 0
-    _launch(x, rows, bias, outputs, bitmap.shape[1], tile, programs, use_tma, (False, False, False, False), zeros)
-    return gate, bitmap, marks
+    T = n_tiles(C)
+    words, counts = new(M, T, SLOTS, dtype=word_dtype(x.dtype)), new(M, T, dtype=torch.uint8)
+    outputs = words, counts, 0 if zeros is None else zeros, 0
+    _launch(x, rows, bias, outputs, T, 0 if zeros is None else len(zeros), tile, programs, use_tma, (False,) * 4)
+    return TwELL.from_words(words, counts, shape=(M, C), dtype=x.dtype, check=False)
 
 
 def hot_activations(
     x: Tensor,
     rows: Tensor,
     bias: Tensor | None,
+    h: Tensor,
     *,
     gated: bool,
     squared: bool,
@@ -272,17 +262,14 @@ def hot_activations(
     programs: int,
     use_tma: bool,
     sums: Tensor | None = None,
-    space: Space | None = None,
-) -> Tensor:
-    """h [M, H] for x [M, D] and rows [2 H, D], gate and up interleaved (plain FFN: [H, D]).
+) -> None:
+    """Write h [M, H] for x [M, D] and rows [2 H, D], gate and up interleaved (plain FFN: [H, D]).
 
     What h is made of, x rows^T + bias, goes into ``sums`` [M, 2 H] for a backward that wants it.
     """
-    new = x.new_empty if space is None else space.take
-    h = new(x.shape[0], rows.shape[0] // 2 if gated else rows.shape[0])
     outputs = h, 0, 0, 0 if sums is None else sums
-    _launch(x, rows, bias, outputs, 0, tile, programs, use_tma, (True, sums is not None, gated, squared), True)
-    return h
+    options = True, sums is not None, gated, squared
+    _launch(x, rows, bias, outputs, h.shape[1], 0, tile, programs, use_tma, options)
 
 
 def _launch(
@@ -290,25 +277,26 @@ def _launch(
     rows: Tensor,
     bias: Tensor | None,
     outputs: tuple[Any, ...],
-    words: int,
+    width: int,
+    n_zeros: int,
     tile: GateTile,
     programs: int,
     use_tma: bool,
-    options: tuple[bool, bool, bool, bool],
-    zeros: bool,
+    options: tuple[bool, ...],
 ) -> None:
-    """``outputs``: values, bitmap, marks, sums; ``options``: HOT, SAVES, GATED, SQUARED."""
-    (M, D), N, width = x.shape, rows.shape[0], outputs[0].shape[1]
+    """``outputs``: values, counts, zeros, sums; ``options``: HOT, SAVES, GATED, SQUARED."""
+    (M, D), N, hot = x.shape, rows.shape[0], options[0]
     if M == 0 or N == 0:
         return
-    aligned = (N | width | words) % 16 == 0
+    aligned = N % 16 == 0 and (not hot or width % 16 == 0)
+    by_registers = not hot and not INTERPRETED and x.element_size() == 2 and capability() == 90
     kernel = _kernel(
-        x.dtype, tile, use_tma, *options, bias is not None, N % tile.BN == 0, zeros, aligned, can_overlap()
+        x.dtype, tile, use_tma, *options, bias is not None, N % tile.BN == 0, aligned, can_overlap(), by_registers
     )
     if use_tma:
         matrix = Matrix(rows)
         matrices: tuple[Any, ...] = (Matrix(x), matrix, matrix)
     else:
         matrices = (x, rows, rows)
-    tiles = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * (2 if tile.BN >= 2 * GROUP else 1)
-    kernel(min(programs, tiles), *matrices, 0 if bias is None else bias, *outputs, M, D, N, width, words, x.stride(0))
+    tiles = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * (2 if tile.BN >= 2 * TILE else 1)
+    kernel(min(programs, tiles), *matrices, 0 if bias is None else bias, *outputs, M, D, N, width, n_zeros, x.stride(0))

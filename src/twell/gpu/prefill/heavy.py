@@ -1,141 +1,139 @@
-"""The heavy tokens, densely on tensor cores: h = a(r) * (x Wu^T + bu) over all cold neurons, then y = h Wd + bd.
+"""The heavy tokens, densely on tensor cores: h = a(relu(x Wg^T + bg)) * (x Wu^T + bu) over all cold neurons, then
+y = h Wd + bd. (Plain FFN: h = a(relu(x Wg^T + bg)).)
 
-h takes the place of r in the gate (which holds r only where the bitmap has a bit), so there is no buffer that could be
-too small. One launch, whose programs all run at the same time (a cooperative launch) and wait for each other between
-the two products. They loop over a count that lives on the device: no host sync. The list's order may vary between runs;
-a row's sums do not depend on its place.
+TwELL does not hold all of a heavy token's gate, so it is computed again from x, with the same sums over D. One launch,
+whose programs all run at the same time (a cooperative launch) and wait for each other between the products. They take
+the heavy tokens chunk by chunk, h in a workspace of one chunk, and loop over a count that lives on the device: no host
+sync, and no capacity. The list's order may vary between runs; a row's sums do not depend on its place.
 
-Few heavy tokens are the rule, and then the time is that of reading the weights once (40 MB at C 5000, D 2048, bf16: 12
-us): small tiles spread them over the whole GPU. Many are a GEMM over listed rows.
+Few heavy tokens are the rule, and then the time is that of reading the weights once (63 MB at C 5120, D 2048, bf16: 15
+us): small tiles spread them over the whole GPU. Many are a GEMM over listed rows. Workspace: [CHUNK, C], 21 MB.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.lists import rooms
+from twell.gpu.prefill.lists import LONG, N_WAITING, count_heavy, heavy_tokens, is_listed
 from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Kernel
-from twell.gpu.shared.tiles import GateTile, bit_of_neuron, few, tile_of
+from twell.gpu.shared.replay import Space
+from twell.gpu.shared.tiles import GateTile, few, relu, tile_of
 from twell.reference import Weights
+from twell.saved import Turns
 
 FEW = 128  # heavy tokens
-BARRIER = tl.constexpr(3)  # of marks: where programs count themselves that wait for each other; 0 between kernels
+CHUNK = 2048  # at once
 
 
 @triton.jit
-def _count_heavy(i_marks, M):
-    """Heavy tokens by their own count, and all heavy ones: see ``lists.py``."""
-    n_over = tl.load(i_marks + 1)
-    n_long, _ = rooms(M)
-    if n_over <= n_long:  # the tail has them
-        n_over = tl.zeros_like(n_over)
-    n_first = tl.load(i_marks)
-    return n_first, n_first + n_over
-
-
-@triton.jit
-def _heavy_tokens(i_marks, r, n_first, n_heavy, M):
-    """The r-th heavy tokens, int64; 0 beyond the last."""
-    place = tl.where(r < n_first, r, M - 1 - (r - n_first))
-    return tl.load(i_marks + 4 + M + place, mask=r < n_heavy, other=0).to(tl.int64)
-
-
-@triton.jit
-def _activations(i_gate, i_bitmap, token, cold, inside, C, words):
-    """r, 0 where a neuron is not active: there the gate holds anything."""
-    key = bit_of_neuron(cold)
-    bits = tl.load(i_bitmap + token[:, None] * words + (key // 32)[None, :], mask=inside, other=0)
-    active = ((bits >> (key % 32)[None, :]) & 1) != 0
-    return tl.load(i_gate + token[:, None] * C + cold[None, :], mask=inside & active, other=0.0)
-
-
-@triton.jit
-def _up_tiles(
-    i_x, i_up, i_up_bias, i_order, i_bitmap, i_marks, n_first, n_heavy, m_gate, M, D, C, H, words, x_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SQUARED: tl.constexpr,
-    HAS_UP_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+def _product(
+    i_x, i_rows, token, neuron, has_row, has_column, D, x_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tiles_m = tl.cdiv(n_heavy, BM)
+    """[BM, BN]: x of the tokens times rows of a weight."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    rows = i_x + token * x_stride
+    columns = i_rows + neuron.to(tl.int64) * D
+    for k in range(tl.cdiv(D, BK)):
+        d = k * BK + tl.arange(0, BK)
+        x = tl.load(rows[:, None] + d[None, :], mask=has_row[:, None] & (d[None, :] < D), other=0.0)
+        w = tl.load(columns[None, :] + d[:, None], mask=has_column[None, :] & (d[:, None] < D), other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _h_tiles(
+    i_x, i_gate, i_up, i_gate_bias, i_up_bias, i_order, i_heavy, i_counted, n_first, n_heavy, begin, end, o_h, o_counts,
+    M, D, C, H, x_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, GATED: tl.constexpr,
+    SQUARED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
+    COUNTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """h [end - begin, C] of the heavy tokens from ``begin`` on. First r takes its place: no registers for both."""
+    dtype = o_h.dtype.element_ty
+    tiles_m = tl.cdiv(end - begin, BM)
     tiles_n = tl.cdiv(C, BN)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        r = m * BM + tl.arange(0, BM)
-        token = _heavy_tokens(i_marks, r, n_first, n_heavy, M)
+        row = m * BM + tl.arange(0, BM)
+        has_row = begin + row < end
+        token = tl.where(has_row, heavy_tokens(i_heavy, begin + row, n_first, n_heavy, M), 0).to(tl.int64)
         cold = n * BN + tl.arange(0, BN)
         neuron = tl.load(i_order + H + cold, mask=cold < C, other=0)
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(tl.cdiv(D, BK)):
-            d = k * BK + tl.arange(0, BK)
-            x = tl.load(
-                i_x + token[:, None] * x_stride + d[None, :], mask=(r[:, None] < n_heavy) & (d[None, :] < D), other=0.0
-            )
-            w = tl.load(
-                i_up + neuron[None, :].to(tl.int64) * D + d[:, None],
-                mask=(cold[None, :] < C) & (d[:, None] < D),
-                other=0.0,
-            )
-            acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        if HAS_UP_BIAS:
-            acc += tl.load(i_up_bias + neuron, mask=cold < C, other=0.0).to(tl.float32)[None, :]
-        place = m_gate + token[:, None] * C + cold[None, :]
-        inside = (r[:, None] < n_heavy) & (cold[None, :] < C)
-        a = _activations(m_gate, i_bitmap, token, cold, inside, C, words).to(tl.float32)
+        inside = has_row[:, None] & (cold[None, :] < C)
+        place = o_h + row[:, None] * C + cold[None, :]
+        z = _product(i_x, i_gate, token, neuron, has_row, cold < C, D, x_stride, BM, BN, BK, PRECISION)
+        if HAS_GATE_BIAS:
+            z += tl.load(i_gate_bias + cold, mask=cold < C, other=0.0).to(tl.float32)[None, :]
+        r = relu(z).to(dtype)
+        if COUNTS:
+            counts = inside
+            if HAS_MASK:
+                counts = inside & (tl.load(i_counted + token, mask=has_row, other=0) != 0)[:, None]
+            fired = tl.sum(((r != 0) & counts).to(tl.int32), axis=0)
+            tl.atomic_add(o_counts + cold, fired, mask=(cold < C) & (fired > 0), sem="relaxed")
+        if GATED:
+            tl.store(place, r, mask=inside)
+            u = _product(i_x, i_up, token, neuron, has_row, cold < C, D, x_stride, BM, BN, BK, PRECISION)
+            if HAS_UP_BIAS:
+                u += tl.load(i_up_bias + neuron, mask=cold < C, other=0.0).to(tl.float32)[None, :]
+            tl.debug_barrier()  # r may have been written by other threads
+            r = tl.load(place, mask=inside, other=0.0)
+        h = r.to(tl.float32)
         if SQUARED:
-            a = a * a
-        tl.store(place, (a * acc).to(m_gate.dtype.element_ty), mask=inside)
+            h = h * h
+        if GATED:
+            h = h * u
+        tl.store(place, h.to(dtype), mask=inside)
 
 
 @triton.jit
 def _down_tiles(
-    i_h, i_down, i_down_bias, i_order, i_marks, n_first, n_heavy, o_y, M, D, C, H,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SQUARED: tl.constexpr,
-    HAS_DOWN_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    i_h, i_down, i_down_bias, i_order, i_heavy, n_first, n_heavy, begin, end, o_y, M, D, C, H,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, HAS_DOWN_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tiles_m = tl.cdiv(n_heavy, BM)
+    tiles_m = tl.cdiv(end - begin, BM)
     tiles_n = tl.cdiv(D, BN)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        r = m * BM + tl.arange(0, BM)
-        token = _heavy_tokens(i_marks, r, n_first, n_heavy, M)
+        row = m * BM + tl.arange(0, BM)
+        has_row = begin + row < end
         d = n * BN + tl.arange(0, BN)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(tl.cdiv(C, BK)):
             cold = k * BK + tl.arange(0, BK)
-            inside = (r[:, None] < n_heavy) & (cold[None, :] < C)
-            h = tl.load(i_h + token[:, None] * C + cold[None, :], mask=inside, other=0.0)
-            if SQUARED:  # a plain FFN: what is stored is r
-                h = (h.to(tl.float32) * h.to(tl.float32)).to(h.dtype)
-            row = tl.load(i_order + H + cold, mask=cold < C, other=0)
+            inside = has_row[:, None] & (cold[None, :] < C)
+            h = tl.load(i_h + row[:, None] * C + cold[None, :], mask=inside, other=0.0)
+            neuron = tl.load(i_order + H + cold, mask=cold < C, other=0)
             w = tl.load(
-                i_down + row[:, None].to(tl.int64) * D + d[None, :],
+                i_down + neuron[:, None].to(tl.int64) * D + d[None, :],
                 mask=(cold[:, None] < C) & (d[None, :] < D),
                 other=0.0,
             )
             acc = tl.dot(h, w, acc, input_precision=PRECISION)
         if HAS_DOWN_BIAS:
             acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        inside = (r[:, None] < n_heavy) & (d[None, :] < D)
+        token = tl.where(has_row, heavy_tokens(i_heavy, begin + row, n_first, n_heavy, M), 0).to(tl.int64)
+        inside = has_row[:, None] & (d[None, :] < D)
         tl.store(o_y + token[:, None] * D + d[None, :], acc.to(o_y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _l1_rows(i_h, i_marks, n_first, n_heavy, o_l1, M, C, BC: tl.constexpr, SQUARED: tl.constexpr):
-    for r in range(tl.program_id(0), n_heavy, tl.num_programs(0)):
-        token = _heavy_tokens(i_marks, r, n_first, n_heavy, M)
+def _l1_rows(i_h, i_heavy, n_first, n_heavy, begin, end, o_l1, M, C, BC: tl.constexpr):
+    for r in range(begin + tl.program_id(0), end, tl.num_programs(0)):
         total = tl.zeros((BC,), tl.float32)
         for first in range(0, C, BC):
             cold = first + tl.arange(0, BC)
-            h = tl.load(i_h + token * C + cold, mask=cold < C, other=0.0).to(tl.float32)
-            if SQUARED:  # a plain FFN: what is stored is r
-                h = h * h
-            total += tl.abs(h)
-        tl.store(o_l1 + token, tl.sum(total, axis=0))
+            h = tl.load(i_h + (r - begin) * C + cold, mask=cold < C, other=0.0)
+            total += tl.abs(h.to(tl.float32))
+        tl.store(o_l1 + heavy_tokens(i_heavy, r, n_first, n_heavy, M), tl.sum(total, axis=0))
 
 
 @triton.jit
@@ -158,27 +156,38 @@ def leave_for_all(counter, arrived):
 @triton.jit
 def _heavy_kernel(
     i_x,  # [M, D]
+    i_gate,  # [F, D]
     i_up,  # [F, D]; plain FFN: unused
+    i_gate_bias,  # [C] or unused
     i_up_bias,  # [F] or unused
     i_down,  # [F, D]
     i_down_bias,  # [D] or unused
     i_order,  # int32 [F]: rows of the weights, hot neurons first
-    i_bitmap,  # [M, words]
-    m_marks,  # int32, see Lists
-    m_gate,  # [M, C]: r in, h out, in heavy rows
+    m_counters,  # int32, see Turns
+    i_heavy,  # likewise
+    i_counted,  # [M] bool or unused: tokens for ``m_counts``
+    m_h,  # [CHUNK, C], for what is computed on the way
     o_y,  # [M, D], heavy rows
     o_l1,  # [M] or unused
+    m_counts,  # int32 [C] or unused: of how many tokens each neuron is active; added to
+    i_entries,  # see Turns; unused unless WATCHES
+    m_watch,  # WATCHES: int32 [2]: all entries of lists and heavy tokens; added to
     M,
     D,
     C,
     H,
-    words,
     x_stride,
+    cap,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
+    HAS_GATE_BIAS: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
-    WANTS_L1: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
+    WATCHES: tl.constexpr,
+    LONG: tl.constexpr,
+    CHUNK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -189,28 +198,44 @@ def _heavy_kernel(
     GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    n_first, n_heavy = _count_heavy(m_marks, M)
+    n_first, n_heavy = count_heavy(m_counters, M)
+    if WATCHES:
+        entries = tl.zeros((1024,), tl.int32)
+        for first in range(tl.program_id(0) * 1024, M, tl.num_programs(0) * 1024):
+            token = first + tl.arange(0, 1024)
+            n = tl.load(i_entries + token, mask=token < M, other=0)
+            n = tl.where(n < 0, -1 - n, n)
+            entries += tl.where(is_listed(n, m_counters, M, cap, LONG), n, 0)
+        tl.atomic_add(m_watch, tl.sum(entries, axis=0), sem="relaxed")
+        if tl.program_id(0) == 0:
+            tl.atomic_add(m_watch + 1, n_heavy, sem="relaxed")
     if n_heavy > 0:
-        few = n_heavy <= FEW
-        if GATED:
+        arrived = 0
+        for begin in range(0, n_heavy, CHUNK):
+            end = min(begin + CHUNK, n_heavy)
+            if begin > 0:  # the last chunk's h is read no more
+                arrived += tl.num_programs(0)
+                wait_for_all(m_counters + N_WAITING, arrived)
+            few = end - begin <= FEW
             if few:
-                _up_tiles(i_x, i_up, i_up_bias, i_order, i_bitmap, m_marks, n_first, n_heavy, m_gate, M, D, C, H, words,
-                          x_stride, FEW_BM, FEW_BN, FEW_BK, GROUP_M, SQUARED, HAS_UP_BIAS, PRECISION)  # fmt: skip
+                _h_tiles(i_x, i_gate, i_up, i_gate_bias, i_up_bias, i_order, i_heavy, i_counted, n_first, n_heavy,
+                         begin, end, m_h, m_counts, M, D, C, H, x_stride, FEW_BM, FEW_BN, FEW_BK, GROUP_M, GATED,
+                         SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_MASK, HAS_STATISTICS, PRECISION)  # fmt: skip
             else:
-                _up_tiles(i_x, i_up, i_up_bias, i_order, i_bitmap, m_marks, n_first, n_heavy, m_gate, M, D, C, H, words,
-                          x_stride, BM, BN, BK, GROUP_M, SQUARED, HAS_UP_BIAS, PRECISION)  # fmt: skip
-            wait_for_all(m_marks + BARRIER, tl.num_programs(0))
-        STORED_R: tl.constexpr = SQUARED and not GATED
-        if few:
-            _down_tiles(m_gate, i_down, i_down_bias, i_order, m_marks, n_first, n_heavy, o_y, M, D, C, H,
-                        FEW_BM, FEW_BN, FEW_BK, GROUP_M, STORED_R, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
-        else:
-            _down_tiles(m_gate, i_down, i_down_bias, i_order, m_marks, n_first, n_heavy, o_y, M, D, C, H,
-                        BM, BN, BK, GROUP_M, STORED_R, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
-        if WANTS_L1:
-            _l1_rows(m_gate, m_marks, n_first, n_heavy, o_l1, M, C, 1024, STORED_R)
-        if GATED:
-            leave_for_all(m_marks + BARRIER, tl.num_programs(0))
+                _h_tiles(i_x, i_gate, i_up, i_gate_bias, i_up_bias, i_order, i_heavy, i_counted, n_first, n_heavy,
+                         begin, end, m_h, m_counts, M, D, C, H, x_stride, BM, BN, BK, GROUP_M, GATED,
+                         SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_MASK, HAS_STATISTICS, PRECISION)  # fmt: skip
+            arrived += tl.num_programs(0)
+            wait_for_all(m_counters + N_WAITING, arrived)
+            if few:
+                _down_tiles(m_h, i_down, i_down_bias, i_order, i_heavy, n_first, n_heavy, begin, end, o_y, M, D, C, H,
+                            FEW_BM, FEW_BN, FEW_BK, GROUP_M, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
+            else:
+                _down_tiles(m_h, i_down, i_down_bias, i_order, i_heavy, n_first, n_heavy, begin, end, o_y, M, D, C, H,
+                            BM, BN, BK, GROUP_M, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
+            if HAS_STATISTICS:
+                _l1_rows(m_h, i_heavy, n_first, n_heavy, begin, end, o_l1, M, C, 1024)
+        leave_for_all(m_counters + N_WAITING, arrived)
 
 
 @functools.cache
@@ -219,23 +244,32 @@ def _kernel(
     tile: GateTile,
     gated: bool,
     squared: bool,
-    has_up_bias: bool,
-    has_down_bias: bool,
-    wants_l1: bool,
+    biases: tuple[bool, bool, bool],
+    has_mask: bool,
+    has_statistics: bool,
+    watches: bool,
     aligned: bool,
+    chunk: int,
+    long: int,
 ) -> Kernel:
     """``aligned``: C is a multiple of 16."""
     small = few(tile)
-    pointers = (*[dtype] * 5, torch.int32, torch.int32, torch.int32, dtype, dtype, torch.float32)
+    integers = (torch.int32, torch.int32, torch.int32, torch.bool)
+    pointers = (*[dtype] * 7, *integers, dtype, dtype, torch.float32, *[torch.int32] * 3)
     return Kernel(
         _heavy_kernel,
-        (*pointers, ANY, MULTIPLE, MULTIPLE if aligned else ANY, ANY, ANY, MULTIPLE),
+        (*pointers, ANY, MULTIPLE, MULTIPLE if aligned else ANY, ANY, MULTIPLE, ANY),
         {
             "GATED": gated,
             "SQUARED": squared,
-            "HAS_UP_BIAS": has_up_bias,
-            "HAS_DOWN_BIAS": has_down_bias,
-            "WANTS_L1": wants_l1,
+            "HAS_GATE_BIAS": biases[0],
+            "HAS_UP_BIAS": biases[1],
+            "HAS_DOWN_BIAS": biases[2],
+            "HAS_MASK": has_mask,
+            "HAS_STATISTICS": has_statistics,
+            "WATCHES": watches,
+            "LONG": long,
+            "CHUNK": chunk,
             "BM": tile.BM,
             "BN": tile.BN,
             "BK": tile.BK,
@@ -248,37 +282,59 @@ def _kernel(
         },
         warps=tile.warps,
         stages=tile.stages,
-        cooperative=gated,
+        cooperative=True,
     )
 
 
 def write_heavy_(
     y: Tensor,
     x: Tensor,
-    gate: Any,
-    bitmap: Any,
-    marks: Any,
+    turns: Turns,
     w: Weights,
-    down: Tensor,
     order: Tensor,
+    n_hot: int,
     *,
     squared: bool,
     tile: GateTile,
     programs: int,
-    l1: Any = None,
+    statistics: tuple[Tensor, Tensor] | None = None,
+    token_mask: Tensor | None = None,
+    watch: tuple[Tensor, int] | None = None,
+    space: Space | None = None,
 ) -> None:
-    """Write the rows of y [M, D] that belong to heavy tokens, and their sums of abs(h) into ``l1`` [M].
+    """Write the rows of y [M, D] that belong to heavy tokens.
 
-    ``down``: Wd as [F, D]; ``order``: int32 [F], hot neurons first. Overwrites their rows of ``gate``. ``programs``: at
-    most the multiprocessors."""
-    (M, D), C = x.shape, gate.shape[1]
+    ``w``: all rows [F, D], Wd too, and the gate's bias of the cold neurons [C]; ``order``: int32 [F], ``n_hot`` hot
+    neurons first. ``statistics``: room for sums of abs(h) by tokens [M], and counts of the cold neurons, int32 [C], to
+    which those of the tokens in ``token_mask`` are added. ``watch``: int32 [2] to which the
+    numbers of all entries and of heavy tokens are added, and the lists' cap. ``programs``: at most the
+    multiprocessors."""
+    (M, D), C = x.shape, len(order) - n_hot
     if M == 0:
         return
-    up, b_up, b_down = w.up, w.up_bias, w.down_bias
+    biases = w.gate_bias, w.up_bias, w.down_bias
+    has_bias = biases[0] is not None, biases[1] is not None, biases[2] is not None
+    token_mask = None if statistics is None else token_mask
+    has_statistics, has_mask = statistics is not None, token_mask is not None
     kernel = _kernel(
-        x.dtype, tile, up is not None, squared, b_up is not None, b_down is not None, l1 is not None, C % 16 == 0
+        x.dtype,
+        tile,
+        w.up is not None,
+        squared,
+        has_bias,
+        has_mask,
+        has_statistics,
+        watch is not None,
+        C % 16 == 0,
+        CHUNK,
+        LONG,
     )
-    weights = 0 if up is None else up, 0 if b_up is None else b_up, down, 0 if b_down is None else b_down
-    numbers = M, D, C, order.shape[0] - C, bitmap.shape[1], x.stride(0)
+    h = (x.new_empty if space is None else space.take)(min(M, CHUNK), C)
+    up, b_gate, b_up, b_down, mask = (0 if t is None else t for t in (w.up, *biases, token_mask))
+    l1, counts = statistics or (0, 0)
+    counted, cap = watch or (0, 0)
     programs = 1 if INTERPRETED else programs  # the interpreter runs one after the other
-    kernel(programs, x, *weights, order, bitmap, marks, gate, y, 0 if l1 is None else l1, *numbers)
+    weights = w.gate, up, b_gate, b_up, w.down, b_down
+    of_turns = turns.counters, turns.heavy
+    outputs = h, y, l1, counts, turns.entries, counted
+    kernel(programs, x, *weights, order, *of_turns, mask, *outputs, M, D, C, n_hot, x.stride(0), cap)

@@ -1,52 +1,49 @@
-"""From a bitmap to lists: the active cold neurons of every token, and which tokens have many.
+"""From TwELL to lists: the active cold neurons of every token, and which tokens have many.
 
 By its number n of active cold neurons a token is
 
     light    n <= first                   has an entry list of up to ``cap`` neurons; the tail takes it in turn
     early    first < n <= cap             likewise, but the tail starts with it (the first M / 8 such tokens)
     long     cap < n <= LONG              has a list of its own, and the tail starts with it; if at most n_long are
-    heavy    all others                   has no list, and runs densely
+    heavy    all others                   has no list, and runs densely; so does a token with a tile that is too full
 
 What a token is changes time, never a result: every token is in exactly one of them.
 
-One warp a token. A word's entries start at the sum of the popcounts before it; every word writes its lowest bit, then
-its next one, so that a row takes as many rounds as its fullest word has bits: 2 to 4 for a tail of 10.
-Bytes, M 16384, C 5632: the bitmap once (12 MB), 32 a pair for its value, 10 written. (The tail
-could read the values itself; it then waits for each of them: 0.49 instead of 0.45 ms at 29 neurons a token, H200.)
+A tile's entries start at the sum of the counts before it; all tiles of a program's tokens write their first _SLOTS
+entries at once, which is nearly always all of them, then the next.
+Bytes, M 16384, C 5632: the counts (44 a token), a sector of 32 for a tile with entries, 4 written for each.
+
+In training it also sets a bit for every entry in a table by neurons (``transpose.py``). Atomics, but of integers: what
+comes out does not depend on their order.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, power_of_2
-from twell.gpu.shared.tiles import neuron_of_bit, popcount, start_after
-from twell.saved import LONG, index_dtype, list_size, n_early, n_long
+from twell.formats import SLOTS, TILE, TwELL, n_tiles, word_dtype
+from twell.gpu.shared.launch import ANY, Kernel, can_overlap, ceil_div, power_of_2
+from twell.gpu.shared.tiles import start_after
+from twell.saved import LONG, Turns, index_dtype, list_size, n_early, n_long
 
-_CHUNK = 64  # entries that get their values at once
+_TILES = 128  # of TwELL that a warp takes: two tokens' of 5632 neurons
+_SLOTS = 2  # of a tile, read at once
+OVERFULL = tl.constexpr(1 << 30)  # n of a token with a tile that is too full
+N_HEAVY, N_OVER, N_EARLY, N_WAITING = (tl.constexpr(i) for i in range(4))  # of Turns.counters
 
 
 class Lists(NamedTuple):
-    """Entries of token m: from m * cap; of the s-th long token: from M * cap + s * LONG.
-
-    marks, int32:
-        [0]             heavy tokens with n > LONG
-        [1]             tokens with cap < n <= LONG, long or heavy
-        [2]             tokens with first < n <= cap
-        [4 + m]         n of token m if its turn is its own, else -1 - n
-        [4 + M + i]     the tokens of [0] from the front, those of [1] from the back
-        [4 + 2 M + i]   the early tokens
-    """
+    """Entries of token m: from m * cap; of the s-th long token: from M * cap + s * LONG."""
 
     rows: Tensor  # int16 [M cap + n_long LONG]: neurons, by their rows in the model's weights
     values: Tensor  # [M cap + n_long LONG]: of the gate
-    marks: Tensor
+    turns: Turns
     cap: int
 
 
@@ -57,27 +54,50 @@ def rooms(M):
 
 
 @triton.jit
-def token_of_program(program, i_marks, M, cap, LONG: tl.constexpr):
+def token_of_program(program, i_counters, i_entries, i_heavy, i_early, M, cap, LONG: tl.constexpr):
     """(token, n, start of its entries) of one of ``n_programs`` programs; n is -1 if there is nothing to do."""
     n_long, n_early = rooms(M)
     token = program - n_long - n_early
     if token >= 0:
-        n = tl.load(i_marks + 4 + token)
+        n = tl.load(i_entries + token)
         start = token.to(tl.int64) * cap
     else:
         n = tl.full((), -1, tl.int32)
         start = tl.full((), 0, tl.int64)
         if program < n_long:
-            listed = tl.load(i_marks + 1)
-            if (listed <= n_long) & (program < listed):
-                token = tl.load(i_marks + 4 + M + (M - 1 - program))
-                n = -1 - tl.load(i_marks + 4 + token)
+            n_over = tl.load(i_counters + N_OVER)
+            if (n_over <= n_long) & (program < n_over):
+                token = tl.load(i_heavy + M - 1 - program)
+                n = -1 - tl.load(i_entries + token)
                 start = program.to(tl.int64) * LONG + (tl.zeros((), tl.int64) + M) * cap
-        elif program - n_long < tl.load(i_marks + 2):
-            token = tl.load(i_marks + 4 + 2 * M + (program - n_long))
-            n = -1 - tl.load(i_marks + 4 + token)
+        elif program - n_long < tl.load(i_counters + N_EARLY):
+            token = tl.load(i_early + program - n_long)
+            n = -1 - tl.load(i_entries + token)
             start = token.to(tl.int64) * cap
     return token, n, start
+
+
+@triton.jit
+def is_listed(n, i_counters, M, cap, LONG: tl.constexpr):
+    """Whether tokens with n active neurons have a list, which all but heavy ones have."""
+    n_long, _ = rooms(M)
+    longest = tl.where(tl.load(i_counters + N_OVER) <= n_long, tl.maximum(cap, LONG), cap)
+    return n <= longest
+
+
+@triton.jit
+def count_heavy(i_counters, M):
+    """Heavy tokens by their own count, and all heavy ones."""
+    n_over = tl.load(i_counters + N_OVER)
+    n_long, _ = rooms(M)
+    n_first = tl.load(i_counters + N_HEAVY)
+    return n_first, n_first + tl.where(n_over > n_long, n_over, 0)  # n_long or fewer: the tail has them
+
+
+@triton.jit
+def heavy_tokens(i_heavy, r, n_first, n_heavy, M):
+    """The r-th heavy tokens; M beyond the last."""
+    return tl.load(i_heavy + tl.where(r < n_first, r, M - 1 - (r - n_first)), mask=r < n_heavy, other=M)
 
 
 def n_programs(tokens: int) -> int:
@@ -86,98 +106,124 @@ def n_programs(tokens: int) -> int:
 
 
 @triton.jit
+def _next_places(m_counter, wanted):
+    """Places for those ``wanted``, one after the other from the counter on, which moves beyond them."""
+    wanted = wanted.to(tl.int32)
+    n = tl.sum(wanted, axis=0)
+    begin = tl.zeros_like(n)
+    if n > 0:
+        begin = tl.atomic_add(m_counter, n, sem="relaxed")
+    return begin + tl.cumsum(wanted, axis=0) - wanted
+
+
+@triton.jit
 def _list_kernel(
-    i_bitmap,  # [M, words]
-    i_gate,  # [M, C]
+    i_words,  # [M, T, SLOTS]
+    i_counts,  # uint8 [M, T]
     i_order,  # int32 [F]: rows of the weights, hot neurons first
     o_rows,  # [size]
     o_values,  # [size]
-    m_marks,  # see Lists; starts with zeros
+    m_counters,  # see Turns; zeros before
+    o_entries,
+    o_heavy,
+    o_early,
+    m_bits,  # MARKS: int32 [ceil(M / 32), TILE T], zeros before
     M,
-    C,
+    T,
     H,
-    words,
-    first,
+    first,  # at most cap
     cap,
-    BW: tl.constexpr,  # power of 2 >= words
+    TOKENS: tl.constexpr,
+    BT: tl.constexpr,  # power of 2 >= T
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     LONG: tl.constexpr,
-    CHUNK: tl.constexpr,
+    MARKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
     n_long, n_early = rooms(M)
-    token = tl.program_id(0)
-    word = tl.arange(0, BW)
-    bits = tl.load(i_bitmap + token.to(tl.int64) * words + word, mask=word < words, other=0).to(tl.uint32, bitcast=True)
-    in_word = popcount(bits)
-    place = tl.cumsum(in_word, axis=0) - in_word
-    n = tl.sum(in_word, axis=0)
-    start = token.to(tl.int64) * cap
-    has_room = n <= cap
-    is_light = n <= first
-    if n > first:
-        if n <= cap:
-            slot = tl.atomic_add(m_marks + 2, 1, sem="relaxed")
-            is_light = slot >= n_early
-            tl.store(m_marks + 4 + 2 * M + slot, token, mask=slot < n_early)
-        elif n > LONG:
-            tl.store(m_marks + 4 + M + tl.atomic_add(m_marks, 1, sem="relaxed"), token)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    tile = tl.arange(0, BT)
+    tiles = token[:, None].to(tl.int64) * T + tile[None, :]
+    inside = (token < M)[:, None] & (tile < T)[None, :]
+    count = tl.load(i_counts + tiles, mask=inside, other=0).to(tl.int32)
+    n = tl.where(tl.max(count, axis=1) > SLOTS, OVERFULL, tl.sum(count, axis=1))
+
+    is_over = (n > cap) & (n <= LONG)
+    place = _next_places(m_counters + N_OVER, is_over)
+    tl.store(o_heavy + M - 1 - place, token, mask=is_over)
+    count = tl.where(((n <= cap) | (is_over & (place < n_long)))[:, None], count, 0)  # else there is no list
+    own = token.to(tl.int64) * cap
+    start = tl.where(is_over, place.to(tl.int64) * LONG + (tl.zeros((), tl.int64) + M) * cap, own)
+    begin = start[:, None] + tl.cumsum(count, axis=1) - count
+    for first_slot in range(0, tl.max(tl.max(count, axis=1), axis=0), AT_ONCE):
+        slot = first_slot + tl.arange(0, AT_ONCE)[None, None, :]
+        there = slot < count[:, :, None]
+        word = tl.load(i_words + tiles[:, :, None] * SLOTS + slot, mask=there, other=0)
+        cold = tile[None, :, None] * TILE + (word & (TILE - 1)).to(tl.int32)
+        row = tl.load(i_order + H + cold, mask=there, other=0)
+        if word.dtype.primitive_bitwidth == 32:
+            value = (word >> 16).to(tl.int16).to(o_values.dtype.element_ty, bitcast=True)
         else:
-            slot = tl.atomic_add(m_marks + 1, 1, sem="relaxed")
-            tl.store(m_marks + 4 + M + (M - 1 - slot), token)
-            has_room = slot < n_long
-            start = slot.to(tl.int64) * LONG + (tl.zeros((), tl.int64) + M) * cap
-    tl.store(m_marks + 4 + token, tl.where(is_light, n, -1 - n))
-    if has_room:
-        while tl.max(bits, axis=0) != 0:
-            neuron = neuron_of_bit(word, popcount(bits ^ (bits - 1)) - 1)  # of the lowest bit set
-            tl.store(o_rows + start + place, neuron, mask=bits != 0)
-            place += 1
-            bits = bits & (bits - 1)
-        tl.debug_barrier()  # the list was written by other lanes
-        for chunk in range(0, n, CHUNK):  # values all at once: in the loop above, every round would wait for memory
-            e = chunk + tl.arange(0, CHUNK)
-            neuron = tl.load(o_rows + start + e, mask=e < n, other=0)
-            value = tl.load(i_gate + token.to(tl.int64) * C + neuron, mask=e < n, other=0.0)
-            row = tl.load(i_order + H + neuron, mask=e < n, other=0)
-            tl.store(o_rows + start + e, row, mask=e < n)
-            tl.store(o_values + start + e, value, mask=e < n)
+            value = (word >> 32).to(tl.int32).to(o_values.dtype.element_ty, bitcast=True)
+        at = begin[:, :, None] + slot
+        tl.store(o_rows + at, row.to(o_rows.dtype.element_ty), mask=there)
+        tl.store(o_values + at, value, mask=there)
+        if MARKS:
+            bit = tl.full((TOKENS,), 1, tl.int32) << (token % 32)
+            bits = m_bits + (token // 32).to(tl.int64)[:, None, None] * (T * TILE) + cold
+            tl.atomic_or(bits, tl.zeros_like(cold) | bit[:, None, None], mask=there, sem="relaxed")
+
+    is_heavy = (n > cap) & (n > LONG)
+    place = _next_places(m_counters + N_HEAVY, is_heavy)
+    tl.store(o_heavy + place, token, mask=is_heavy)
+    is_early = (n > first) & (n <= cap)
+    place = _next_places(m_counters + N_EARLY, is_early)  # last: nothing waits for it
+    tl.store(o_early + place, token, mask=is_early & (place < n_early))
+    has_own_turn = (n <= first) | (is_early & (place >= n_early))
+    tl.store(o_entries + token, tl.where(has_own_turn, n, -1 - n), mask=token < M)
+
+
+def tokens_of_program(BT: int) -> int:
+    """Of a warp's worth of tiles; ``BT``: power of 2 >= tiles of a token."""
+    return min(8, max(1, _TILES // BT))
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, narrow: torch.dtype, BW: int, aligned: bool, overlaps: bool) -> Kernel:
-    return Kernel(
-        _list_kernel,
-        (
-            torch.int32,
-            dtype,
-            torch.int32,
-            narrow,
-            dtype,
-            torch.int32,
-            ANY,
-            ANY,
-            ANY,
-            MULTIPLE if aligned else ANY,
-            ANY,
-            ANY,
-        ),
-        {"BW": BW, "LONG": LONG, "CHUNK": _CHUNK, "OVERLAPS": overlaps},
-        warps=1,
-    )
+def _kernel(dtype: torch.dtype, narrow: torch.dtype, BT: int, marks: bool, overlaps: bool) -> Kernel:
+    pointers = (word_dtype(dtype), torch.uint8, torch.int32, narrow, dtype, *[torch.int32] * 5)
+    sizes = {"TOKENS": tokens_of_program(BT), "BT": BT, "TILE": TILE, "SLOTS": SLOTS, "AT_ONCE": _SLOTS, "LONG": LONG}
+    flags = {"MARKS": marks, "OVERLAPS": overlaps}
+    return Kernel(_list_kernel, (*pointers, *[ANY] * 5), sizes | flags, warps=max(1, BT // _TILES))
 
 
 def list_active(
-    gate: Any, bitmap: Any, marks: Any, order: Tensor, *, cap: int, first: int, out: tuple[Any, Any] | None = None
+    gate: TwELL,
+    turns: Turns,
+    order: Tensor,
+    *,
+    cap: int,
+    first: int,
+    out: tuple[Tensor, Tensor] | None = None,
+    bits: Tensor | None = None,
 ) -> Lists:
-    """Lists of a gate [M, C] with its bitmap. ``marks``: see ``Lists``, zeros first; ``order``: int32 [F], hot first;
-    ``out``: room for rows and values."""
-    (M, C), words, F = gate.shape, bitmap.shape[1], order.shape[0]
+    """Lists of a gate [M, C]. ``turns``: room for it, its counters 0; ``order``: int32 [F], hot first; ``out``: room
+    for rows and values; ``bits``: of ``transpose.Columns``, zeros."""
+    assert gate.words is not None
+    (M, C), F = gate.shape, order.shape[0]
     if out is None:
         size = list_size(M, cap)
         out = order.new_empty(size, dtype=index_dtype(F)), order.new_empty(size, dtype=gate.dtype)
     rows, values = out
     if M:
-        kernel = _kernel(gate.dtype, rows.dtype, power_of_2(words), words % 16 == 0, can_overlap())
-        kernel(M, bitmap, gate, order, rows, values, marks, M, C, F - C, words, min(first, cap), cap)
-    return Lists(rows, values, marks, cap)
+        T = n_tiles(C)
+        BT = power_of_2(T)
+        kernel = _kernel(gate.dtype, rows.dtype, BT, bits is not None, can_overlap())
+        marks = 0 if bits is None else bits
+        numbers = M, T, F - C, min(first, cap), cap
+        kernel(
+            ceil_div(M, tokens_of_program(BT)), gate.words, gate.counts, order, rows, values, *turns, marks, *numbers
+        )
+    return Lists(rows, values, turns, cap)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell.gpu.prefill.gate import gate_and_bitmap, hot_activations
+from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy import write_heavy_
 from twell.gpu.prefill.lists import list_active
 from twell.gpu.prefill.up_down import write_tail
@@ -21,7 +21,7 @@ from twell.gpu.shared.rows import gathered, transposed
 from twell.gpu.shared.tiles import RowTile, Tiles
 from twell.plan import PlanTensors, sizes_of
 from twell.reference import Weights, is_neuron_major
-from twell.saved import index_dtype, list_size
+from twell.saved import COUNTERS, Turns, index_dtype, list_size, n_early
 
 _LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
@@ -156,13 +156,14 @@ def forward(
     programs: int,
     down: Tensor | None = None,
     layout: Layout | None = None,
+    watch: Tensor | None = None,
 ) -> Tensor:
     """y [..., D] for x [..., D]. ``down``, ``layout``: Wd neuron by neuron and a layout, where a frozen layer has
-    them."""
+    them. ``watch``: int32 [2] to which the numbers of entries and of heavy tokens are added."""
     x, w = aligned(x), ready(w)
     gate, up, own_down, b_gate, b_up, b_down = w
     n_hot, y = split.n_hot, x.new_empty(x.shape)
-    turns = down is None and not is_neuron_major(own_down)
+    transposes = down is None and not is_neuron_major(own_down)
     down = own_down if down is None else down
     has_bias = b_gate is not None or b_up is not None
     if layout is None:
@@ -171,11 +172,11 @@ def forward(
     else:
         kept, hot_bias, cold_bias = (layout.hot, layout.hot_down, layout.cold), layout.hot_bias, layout.cold_bias
     key = (
-        x.shape, x.stride(-2), x.dtype, gate.shape[0], split, activation, turns, layout is None, up is None,
-        b_up is None, b_down is None, hot_bias is None, cold_bias is None,
+        x.shape, x.stride(-2), x.dtype, gate.shape[0], split, activation, transposes, layout is None, up is None,
+        b_up is None, b_down is None, hot_bias is None, cold_bias is None, watch is None,
     )  # fmt: skip
-    tensors = (x, y, gate, up, down, b_up, b_down, order, *kept, hot_bias, cold_bias)
-    hot = _launch(key, tensors, split, activation == "relu2", turns, tiles, programs)
+    tensors = (x, y, gate, up, down, b_up, b_down, order, *kept, hot_bias, cold_bias, watch)
+    hot = _launch(key, tensors, split, activation == "relu2", transposes, tiles, programs)
     if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
         h, hot_down = hot if layout is None else (*hot, layout.hot_down)
         (y if y.dim() == 2 else y.view(h.shape[0], -1)).addmm_(h, hot_down)
@@ -198,33 +199,42 @@ def _launch(
     cold: Tensor | None,
     hot_bias: Tensor | None,
     cold_bias: Tensor | None,
+    watch: Tensor | None,
     split: Split,
     squared: bool,
-    turns: bool,
+    transposes: bool,
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
     """Everything but the hot neurons' last GEMM, for which it returns h and Wd_hot, if that is not kept."""
     x, y = x.view(-1, x.shape[-1]) if x.dim() != 2 else x, y.view(-1, y.shape[-1])
     gated, (n_hot, cap, first) = up is not None, split
-    rows = Weights(gate, up, transposed(down, space) if turns else down, cold_bias, up_bias, down_bias)
+    rows = Weights(gate, up, transposed(down, space) if transposes else down, cold_bias, up_bias, down_bias)
     if hot is None or hot_down is None or cold is None:
         layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), space=space)
     else:
         layout = Layout(hot, hot_bias, hot_down, cold, cold_bias)
+    M = len(x)
+    size = list_size(M, cap)
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
-    r, bitmap, marks = gate_and_bitmap(x, layout.cold, layout.cold_bias, zeros=not gated, space=space, **common)
-    h = None
-    if n_hot:
-        with beside():  # bound by FLOPs, the tail by bytes
-            given: dict[str, Any] = {"gated": gated, "squared": squared, "space": space}
-            h = hot_activations(x, layout.hot, layout.hot_bias, **given, **common)
-    size = list_size(len(x), cap)
     out = space.take(size, dtype=index_dtype(len(order))), space.take(size, dtype=x.dtype)
-    lists = list_active(r, bitmap, marks, order, cap=cap, first=first, out=out)
-    tile = tail_tile(tiles, x, first)
-    write_tail(y, x, lists, rows, rows.down, squared=squared, has_hot=n_hot > 0, tile=tile)
-    write_heavy_(y, x, r, bitmap, marks, rows, rows.down, order, squared=squared, tile=tiles.heavy, programs=programs)
+    turns = room_for_turns(M, space)
+    h = space.take(M, n_hot) if n_hot else None
+    with space.passing():
+        in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, zeros=turns.counters, space=space, **common)
+        lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
+    # The heavy tokens before the others: their programs must all run at once, and would wait for the hot neurons' GEMM.
+    of_heavy: dict[str, Any] = {"tile": tiles.heavy, "programs": programs, "space": space}
+    watching = None if watch is None else (watch, cap)
+    write_heavy_(y, x, turns, rows, order, n_hot, squared=squared, watch=watching, **of_heavy)
+    if h is not None:
+        with beside():  # bound by FLOPs, the tail by bytes
+            hot_activations(x, layout.hot, layout.hot_bias, h, gated=gated, squared=squared, **common)
+    write_tail(y, x, lists, rows, squared=squared, has_hot=n_hot > 0, tile=tail_tile(tiles, x, first))
     if h is None:
         return ()
     return (h, layout.hot_down) if hot is None else (h,)
+
+
+def room_for_turns(tokens: int, space: Space) -> Turns:
+    return Turns(*(space.take(n, dtype=torch.int32) for n in (COUNTERS, tokens, tokens, n_early(tokens))))

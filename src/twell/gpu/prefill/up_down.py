@@ -32,7 +32,10 @@ def _tail_kernel(
     i_x,  # [M, D]
     i_rows,  # [size]: rows of Wd and Wu
     i_values,  # [size]
-    i_marks,  # int32, see Lists
+    i_counters,  # see Turns; likewise the three after it
+    i_entries,
+    i_heavy,
+    i_early,
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
     i_down,  # [F, D]
@@ -58,7 +61,7 @@ def _tail_kernel(
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    token, n, start = token_of_program(tl.program_id(0), i_marks, M, cap, LONG)
+    token, n, start = token_of_program(tl.program_id(0), i_counters, i_entries, i_heavy, i_early, M, cap, LONG)
     if n >= 0:
         d = tl.arange(0, BD)
         in_d = (d < D) | WHOLE
@@ -112,7 +115,7 @@ def _kernel(
     overlaps: bool,
 ) -> Kernel:
     wide = power_of_2(D)
-    pointers = (dtype, narrow, dtype, torch.int32, dtype, dtype, dtype, dtype, dtype, dtype, torch.float32)
+    pointers = (dtype, narrow, dtype, *[torch.int32] * 4, *[dtype] * 6, torch.float32)
     return Kernel(
         _tail_kernel,
         (*pointers, ANY, MULTIPLE, ANY, MULTIPLE),
@@ -140,7 +143,6 @@ def write_tail(
     x: Tensor,
     lists: Lists,
     w: Weights,
-    down: Tensor,
     *,
     squared: bool,
     has_hot: bool,
@@ -148,14 +150,14 @@ def write_tail(
     saved_up: Tensor | None = None,
     l1: Tensor | None = None,
 ) -> None:
-    """Write the rows of y [M, D] that belong to tokens that are not heavy. ``down``: Wd as [F, D].
+    """Write the rows of y [M, D] that belong to tokens that are not heavy. ``w``: all rows [F, D], Wd too.
 
     Where ``l1`` [M] is given, write their sums of abs(h) there, and u of every entry into ``saved_up``.
     """
     M, D = x.shape
     if M == 0:
         return
-    rows, values, marks, cap = lists
+    rows, values, turns, cap = lists
     gated, b_up, b_down = w.up is not None, w.up_bias, w.down_bias
     spoil, saves = gated and not has_hot, l1 is not None
     kernel = _kernel(
@@ -163,4 +165,4 @@ def write_tail(
     )
     optional = (0 if t is None else t for t in (w.up, b_up))
     outputs = (0 if t is None else t for t in (b_down, y, saved_up, l1))
-    kernel(n_programs(M), x, rows, values, marks, *optional, down, *outputs, M, D, cap, x.stride(0))
+    kernel(n_programs(M), x, rows, values, *turns, *optional, w.down, *outputs, M, D, cap, x.stride(0))

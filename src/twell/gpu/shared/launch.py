@@ -158,9 +158,14 @@ def _interpreted(argument: Any, declared: torch.dtype | Descriptor | int) -> Any
     return argument.view(declared) if is_other else argument
 
 
+def capability() -> int:
+    """Of the current device: 10 * major + minor."""
+    return device_facts(current_device())[0]
+
+
 def can_overlap() -> bool:
     """Whether the current device lets a kernel start while the one before it ends: from Hopper on."""
-    return not INTERPRETED and device_facts(current_device())[0] >= 90
+    return not INTERPRETED and capability() >= 90
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,12 +1,4 @@
-"""What the kernels share: tile sizes per architecture, and the bitmap of a gate.
-
-The bitmap. One bit per (token, neuron): set where the gate's rounded value is not 0, NaN included. 128 neurons are
-four 32-bit words. On Hopper's tensor cores a thread of a quad holds two neighbouring columns of every eight, so word q
-of a group collects what thread q of each quad holds, and no thread needs another's bits. Two 16-bit values share a
-register; the first one's bit goes into the lower half of the word, the second one's into the upper half:
-
-    neuron of bit k of word w  =  128 * (w // 4)  +  8 * (k % 16)  +  2 * (w % 4)  +  k // 16
-"""
+"""What the kernels share: tile sizes per architecture, and device functions."""
 
 from __future__ import annotations
 
@@ -58,17 +50,17 @@ class Tiles(NamedTuple):
 # 163 on 80, 227 on 90 and 100.
 _BY_CAPABILITY: dict[int, Tiles] = {
     80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 8, 3), use_tma=False),
-    86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), use_tma=False),
-    89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), use_tma=False),
+    86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 8, 3), use_tma=False),
+    89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 8, 3), use_tma=False),
     90: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 4), use_tma=True, long_tail=RowTile(1, 2, 4)),
     100: Tiles(
-        GateTile(128, 256, 64, 8, 3),
-        GateTile(128, 128, 64, 8, 3),
+        GateTile(128, 128, 64, 8, 4),
+        GateTile(64, 128, 64, 8, 3),
         use_tma=True,
         long_tail=RowTile(1, 2, 4),
         tail_backward=RowTile(1, 4, 1),
     ),
-    120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 4, 3), use_tma=False),
+    120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 8, 3), use_tma=False),
 }
 
 
@@ -243,36 +235,6 @@ def relu_pairs(acc, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
                 "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.uint32, True, 1
             )
     return pairs
-
-
-@triton.jit
-def pack_pairs(pairs, BM: tl.constexpr, BN: tl.constexpr):
-    """Bits of what is not 0 in ``relu_pairs``: uint32 [BM, BN / 32], in the bitmap's order."""
-    not_zero = ((pairs & 0x7FFF7FFF) + 0x7FFF7FFF) & 0x80008000  # a carry into bits 15 and 31
-    parts = tl.permute(tl.reshape(not_zero, (BM, BN // 128, 16, 4)), (0, 1, 3, 2))  # row, group, word, k % 16
-    shift = 15 - tl.arange(0, 16).to(tl.uint32)
-    return tl.reshape(tl.sum(parts >> shift[None, None, None, :], axis=3), (BM, BN // 32))
-
-
-@triton.jit
-def pack_bits(active, BM: tl.constexpr, BN: tl.constexpr):
-    """bool [BM, BN] -> uint32 [BM, BN / 32], in the bitmap's order."""
-    parts = tl.reshape(active.to(tl.uint32), (BM, BN // 128, 16, 4, 2))  # row, group, k % 16, word, k // 16
-    bits = tl.reshape(tl.permute(parts, (0, 1, 3, 4, 2)), (BM, BN // 128, 4, 32))
-    weights = tl.full((32,), 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)
-    return tl.reshape(tl.sum(bits * weights[None, None, None, :], axis=3), (BM, BN // 32))
-
-
-@triton.jit
-def neuron_of_bit(word, bit):
-    """Column of bit ``bit`` of word ``word``: see the module."""
-    return 128 * (word // 4) + 8 * (bit % 16) + 2 * (word % 4) + bit // 16
-
-
-@triton.jit
-def bit_of_neuron(neuron):
-    """32 * word + bit of a column: ``neuron_of_bit`` the other way round."""
-    return 32 * (4 * (neuron // 128) + neuron % 8 // 2) + neuron % 128 // 8 + 16 * (neuron % 2)
 
 
 @triton.jit

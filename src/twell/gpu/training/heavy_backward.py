@@ -30,11 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.heavy import BARRIER, leave_for_all, wait_for_all
+from twell.gpu.prefill.heavy import leave_for_all, wait_for_all
+from twell.gpu.prefill.lists import N_WAITING, count_heavy, heavy_tokens
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, ceil_div
 from twell.gpu.shared.replay import INTERPRETED, Space
 from twell.gpu.shared.tiles import device_facts, relu, tile_of
 from twell.gpu.training.weight_gradients import NeuronGradients
+from twell.saved import Turns
 
 _CHUNK = 2048  # heavy tokens at once
 _ROUNDINGS = 4  # of a 16-bit gradient, at most, if nothing is kept of what they take
@@ -79,7 +81,7 @@ def heavy_tiles(capability: int, dtype: torch.dtype) -> HeavyTiles:
 
 
 @triton.jit
-def _sort_heavy(i_marks, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: tl.constexpr):
+def _sort_heavy(i_heavy, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: tl.constexpr):
     """This program's share of the heavy tokens, ascending, into its place in ``o_tokens`` [n_heavy]."""
     share = tl.cdiv(M, tl.num_programs(0))
     begin = tl.program_id(0) * share
@@ -91,8 +93,7 @@ def _sort_heavy(i_marks, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: tl.const
     before = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, n_heavy, BLOCK):
         r = first + at
-        listed = tl.where(r < n_first, r, M - 1 - (r - n_first))  # see Lists
-        token = tl.load(i_marks + 4 + M + listed, mask=r < n_heavy, other=M)
+        token = heavy_tokens(i_heavy, r, n_first, n_heavy, M)
         before += (token < begin).to(tl.int32)
         tl.store(o_flags + token, tl.full((BLOCK,), 1, tl.int32), mask=(token >= begin) & (token < end))
     place = tl.sum(before, axis=0)
@@ -339,7 +340,8 @@ def _heavy_backward_kernel(
     i_up_bias,  # [F] or unused
     i_order,  # [F] int32 or unused: rows of the weights, H hot ones first
     i_counted,  # [M] bool or unused: tokens whose |h| counts
-    m_marks,  # int32, see Lists
+    m_counters,  # see Turns
+    i_heavy,  # likewise
     m_dx,  # [M, D] or unused; likewise the others
     m_gate,  # [F, D]
     m_up,  # [F, D]
@@ -352,7 +354,6 @@ def _heavy_backward_kernel(
     C,
     H,
     x_stride,
-    n_long,
     chunk,  # tokens at once
     keeps_rests,  # 0 or 1
     GATED: tl.constexpr,
@@ -382,9 +383,7 @@ def _heavy_backward_kernel(
     STAGES: tl.constexpr,
 ):
     i_order += H
-    n_first = tl.load(m_marks)
-    n_over = tl.load(m_marks + 1)
-    n_heavy = n_first + tl.where(n_over > n_long, n_over, 0)  # n_long or fewer: the tail has them
+    n_first, n_heavy = count_heavy(m_counters, M)
     if n_heavy > 0:
         programs = tl.num_programs(0)
         width = tl.cdiv(C, 16) * 16
@@ -394,9 +393,9 @@ def _heavy_backward_kernel(
         du = dz + size
         h = du + size
         rests = h + size
-        _sort_heavy(m_marks, tokens + M, tokens, n_first, n_heavy, M, SORT)
+        _sort_heavy(i_heavy, tokens + M, tokens, n_first, n_heavy, M, SORT)
         arrived = programs
-        wait_for_all(m_marks + BARRIER, arrived)
+        wait_for_all(m_counters + N_WAITING, arrived)
         for first in range(0, n_heavy, chunk):
             n = min(chunk, n_heavy - first)
             is_last = first + n == n_heavy
@@ -414,7 +413,7 @@ def _heavy_backward_kernel(
                     HAS_MASK, BM, BN, BK, STAGES, PRECISION,
                 )  # fmt: skip
             arrived += programs
-            wait_for_all(m_marks + BARRIER, arrived)
+            wait_for_all(m_counters + N_WAITING, arrived)
             turn = tl.program_id(0)  # tiles go round: who had none of the last goes first
             if WANTS_DX:
                 if n <= FEW:
@@ -435,8 +434,8 @@ def _heavy_backward_kernel(
                             C, width, WANTS_GATE_BIAS, WANTS_UP_BIAS, HAS_ORDER, BM, FEW_BD)  # fmt: skip
             if is_last == 0:
                 arrived += programs
-                wait_for_all(m_marks + BARRIER, arrived)
-        leave_for_all(m_marks + BARRIER, arrived)
+                wait_for_all(m_counters + N_WAITING, arrived)
+        leave_for_all(m_counters + N_WAITING, arrived)
 
 
 @functools.cache
@@ -452,13 +451,14 @@ def _kernel(
     """``whole``: C is a multiple of 16; ``wants``: dx and the fields of NeuronGradients."""
     gated, squared, has_gate_bias, has_up_bias, has_order = kind
     values = (dtype,) * 6
-    arguments = (dtype, l1_dtype or dtype, *values, torch.int32, torch.bool if has_mask else dtype, torch.int32)
+    arguments = (dtype, l1_dtype or dtype, *values, torch.int32, torch.bool if has_mask else dtype)
+    of_turns = (torch.int32, torch.int32)
     names = ("DX", "GATE", "UP", "DOWN", "GATE_BIAS", "UP_BIAS")
     blocks = tiles._asdict()
     warps, stages = blocks.pop("warps"), blocks.pop("stages")
     return Kernel(
         _heavy_backward_kernel,
-        (*arguments, *values, dtype, ANY, MULTIPLE, MULTIPLE if whole else ANY, ANY, MULTIPLE, ANY, ANY, ANY),
+        (*arguments, *of_turns, *values, dtype, ANY, MULTIPLE, MULTIPLE if whole else ANY, ANY, MULTIPLE, ANY, ANY),
         {"GATED": gated, "SQUARED": squared, "HAS_GATE_BIAS": has_gate_bias, "HAS_UP_BIAS": has_up_bias}
         | {"HAS_ORDER": has_order, "HAS_L1": l1_dtype is not None, "HAS_MASK": has_mask}
         | {f"WANTS_{name}": wanted for name, wanted in zip(names, wants, strict=True)}
@@ -500,11 +500,10 @@ def add_heavy_gradients_(
     up_bias: Tensor | None,
     order: Tensor,
     n_hot: int,
-    marks: Tensor,
+    turns: Turns,
     token_mask: Tensor | None,
     *,
     squared: bool,
-    n_long: int,
     programs: int,
     space: Space | None = None,
     chunk: int | None = None,
@@ -514,8 +513,8 @@ def add_heavy_gradients_(
 
     x: rows lie a multiple of 16 elements apart; the others are contiguous, ``gate``, ``up``, ``down`` [F, D].
     ``order`` int32 [F]: the ``n_hot`` hot neurons first. ``dl1`` []: the gradient of sum abs(h) over the tokens in
-    ``token_mask`` bool [M]. ``marks``: see Lists; its fourth number is 0 before and after, but not meanwhile: not for
-    two streams at once. ``programs``: at most the multiprocessors. ``chunk``, ``tiles``: for tests.
+    ``token_mask`` bool [M]. ``turns``: the last of its counters is 0 before and after, but not meanwhile: not for two
+    streams at once. ``programs``: at most the multiprocessors. ``chunk``, ``tiles``: for tests.
     """
     (M, D), n_cold = x.shape, len(gate) - n_hot
     targets = (dx, *out)
@@ -547,7 +546,8 @@ def add_heavy_gradients_(
         x if up_bias is None else up_bias,
         order,
         token_mask if has_mask else x,
-        marks,
+        turns.counters,
+        turns.heavy,
         *(x if t is None else t for t in targets),
         (x.new_empty if space is None else space.take)(_size_of_space(x, n_cold, at_once, keeps_rests)),
         M,
@@ -555,7 +555,6 @@ def add_heavy_gradients_(
         n_cold,
         n_hot,
         x.stride(0),
-        n_long,
         at_once,
         int(keeps_rests),
     )

@@ -1,7 +1,7 @@
 """Training in three parts: the forward of ``split.py`` that keeps what a backward needs, and that backward.
 
 What is kept, besides x and the weights, per token: z and u of the H hot neurons; for the cold tail a narrow list of
-16-bit neurons, r and u (``lists.py``), and the bitmap by neurons (C / 8 bytes). At H 512 and lists of 96 this is
+16-bit neurons, r and u (``lists.py``), and bits by neurons (C / 8 bytes). At H 512 and lists of 96 this is
 3.5 kB, where a dense FFN keeps r, u and h of all neurons: 34 kB.
 
 A heavy token keeps nothing: its cold neurons are computed again from x. How many there are the device alone knows, and
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from twell import reference
-from twell.gpu.prefill.gate import gate_and_bitmap, hot_activations
+from twell.formats import TwELL
+from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy import write_heavy_
 from twell.gpu.prefill.lists import Lists, list_active
 from twell.gpu.prefill.split import Split, aligned, biases_of, lay_out, ready, tail_tile
@@ -28,10 +29,10 @@ from twell.gpu.training.heavy_backward import add_heavy_gradients_
 from twell.gpu.training.hot import add_product_, hot_gradients
 from twell.gpu.training.statistics import write_statistics
 from twell.gpu.training.tail_backward import write_tail_gradients
-from twell.gpu.training.transpose import Columns, transpose
+from twell.gpu.training.transpose import Columns, count
 from twell.gpu.training.weight_gradients import NeuronGradients, write_weight_gradients
 from twell.reference import Gradients, Weights, is_neuron_major
-from twell.saved import Parts, Sizes, n_long, saved_length
+from twell.saved import Parts, Sizes, saved_length
 
 # The sums y += h Wd_hot and dx += [dz du] W_hot: a kernel of ours takes 15 % longer than cuBLAS's (2 % of a step), and
 # 30 us less of host time, which is what one waits for in smaller batches.
@@ -53,12 +54,10 @@ def forward(
     programs: int,
     *,
     want_stats: bool,
-    cold_gate: tuple[Tensor, Tensor] | None = None,
+    cold_gate: TwELL | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y [M, D], l1_sum, counts [F], what to keep) for x [M, D].
-
-    ``cold_gate``: r and bitmap of ``gate_and_bitmap``, where they are there already; r is overwritten.
-    """
+    """(y [M, D], l1_sum, counts [F], what to keep) for x [M, D]. ``cold_gate``: see ``gate_in_twell``, where it is
+    there already."""
     x, w = aligned(x), ready(w)
     gate, up, down, b_gate, b_up, b_down = w
     (M, _), F, (n_hot, cap, _) = x.shape, gate.shape[0], split
@@ -68,17 +67,17 @@ def forward(
         l1_sum, counts = x.new_empty((), dtype=torch.float32), order.new_empty(F)
     else:
         l1_sum, counts = reference.no_statistics(x)
-    turns, has_bias = not is_neuron_major(down), b_gate is not None or b_up is not None
+    transposes, has_bias = not is_neuron_major(down), b_gate is not None or b_up is not None
     biases = biases_of(w, order, n_hot) if has_bias else (None, None)
-    r, bitmap = (None, None) if cold_gate is None else cold_gate
+    of_gate = (None, None) if cold_gate is None else (cold_gate.words, cold_gate.counts)
     if cold_gate is not None:  # which else sets these to 0
-        Parts.of(kept, M, F, n_hot, cap, gated=up is not None).marks[:4] = 0
+        Parts.of(kept, M, F, n_hot, cap, gated=up is not None).zeros.zero_()
     key = (
-        x.shape, x.stride(0), x.dtype, F, split, activation, turns, up is None, b_up is None, b_down is None,
-        biases[0] is None, biases[1] is None, token_mask is None, want_stats, r is None,
+        x.shape, x.stride(0), x.dtype, F, split, activation, transposes, up is None, b_up is None, b_down is None,
+        biases[0] is None, biases[1] is None, token_mask is None, want_stats, cold_gate is None,
     )  # fmt: skip
-    tensors = (x, y, kept, l1_sum, counts, gate, up, down, b_up, b_down, order, *biases, token_mask, r, bitmap)
-    hot = _launch_forward(key, tensors, split, activation == "relu2", turns, want_stats, tiles, programs)
+    tensors = (x, y, kept, l1_sum, counts, gate, up, down, b_up, b_down, order, *biases, token_mask, *of_gate)
+    hot = _launch_forward(key, tensors, split, activation == "relu2", transposes, want_stats, tiles, programs)
     if hot:
         y.addmm_(*hot)
     return y, l1_sum, counts, kept
@@ -101,37 +100,41 @@ def _launch_forward(
     hot_bias: Tensor | None,
     cold_bias: Tensor | None,
     token_mask: Tensor | None,
-    r: Tensor | None,
-    bitmap: Tensor | None,
+    words: Tensor | None,
+    counts_in_tiles: Tensor | None,
     split: Split,
     squared: bool,
-    turns: bool,
+    transposes: bool,
     want_stats: bool,
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
     M, F, gated, (n_hot, cap, first) = len(x), len(gate), up is not None, split
     parts = Parts.of(kept, M, F, n_hot, cap, gated=gated)
-    rows = Weights(gate, up, transposed(down, space) if turns else down, cold_bias, up_bias, down_bias)
+    rows = Weights(gate, up, transposed(down, space) if transposes else down, cold_bias, up_bias, down_bias)
     layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), space=space)
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
-    if r is None or bitmap is None:
-        given: dict[str, Any] = {"zeros": not gated, "marks": parts.marks, "space": space}
-        r, bitmap, _ = gate_and_bitmap(x, layout.cold, layout.cold_bias, **given, **common)
-    out = parts.rows, parts.values
-    lists = list_active(r, bitmap, parts.marks, order, cap=cap, first=first, out=out)
     l1, tile = space.take(M, dtype=torch.float32), tail_tile(tiles, x, first)
-    write_tail(y, x, lists, rows, rows.down, squared=squared, has_hot=n_hot > 0, tile=tile, saved_up=parts.up, l1=l1)
-    write_heavy_(
-        y, x, r, bitmap, parts.marks, rows, rows.down, order, squared=squared, tile=tiles.heavy, programs=programs,
-        l1=l1 if want_stats else None,
-    )  # fmt: skip
     seen = space.take(Sizes.of(M, F - n_hot, cap).chunks, F - n_hot, dtype=torch.int32) if want_stats else None
-    transpose(bitmap, lists, F - n_hot, token_mask, Columns(parts.bits, parts.offsets), seen, space)
+    with space.passing():
+        if words is None or counts_in_tiles is None:
+            in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, zeros=parts.zeros, space=space, **common)
+        else:
+            in_twell = TwELL.from_words(words, counts_in_tiles, shape=(M, F - n_hot), dtype=x.dtype, check=False)
+        out = parts.rows, parts.values
+        lists = list_active(in_twell, parts.turns, order, cap=cap, first=first, out=out, bits=parts.bits)
+    write_tail(y, x, lists, rows, squared=squared, has_hot=n_hot > 0, tile=tile, saved_up=parts.up, l1=l1)
+    count(Columns(parts.bits, parts.offsets), lists, F - n_hot, token_mask, seen, space)
+    with space.passing():
+        write_heavy_(
+            y, x, parts.turns, rows, order, n_hot, squared=squared, tile=tiles.heavy, programs=programs, space=space,
+            statistics=None if seen is None else (l1, seen[0]), token_mask=token_mask,
+        )  # fmt: skip
     h = None
     if n_hot:
-        given = {"gated": gated, "squared": squared, "sums": parts.sums, "space": space}
-        h = hot_activations(x, layout.hot, layout.hot_bias, **given, **common)
+        h = space.take(M, n_hot)
+        given: dict[str, Any] = {"gated": gated, "squared": squared, "sums": parts.sums}
+        hot_activations(x, layout.hot, layout.hot_bias, h, **given, **common)
         if M < _BY_CUBLAS:
             add_product_(y, h, layout.hot_down, **common)
     if seen is not None:
@@ -166,7 +169,7 @@ def backward(
     """As ``reference.backward``, but None where a gradient is not needed."""
     x, (gate, up, down, b_gate, b_up, _) = aligned(x), ready(w)
     (M, D), F, n_hot, gated, squared = x.shape, gate.shape[0], split.n_hot, up is not None, activation == "relu2"
-    new, turns = x.new_empty, not is_neuron_major(down)
+    new, transposes = x.new_empty, not is_neuron_major(down)
     needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needs
     dx = new(M, D) if needs_x else None
     d_gate = new(F, D) if needs_gate else None
@@ -175,14 +178,14 @@ def backward(
     d_gate_bias = new(F) if needs_gate_bias else None
     d_up_bias = new(F) if gated and needs_up_bias else None
     key = (
-        x.shape, x.stride(0), x.dtype, F, split, activation, turns, up is None, b_gate is None, b_up is None,
+        x.shape, x.stride(0), x.dtype, F, split, activation, transposes, up is None, b_gate is None, b_up is None,
         token_mask is None, dl1 is None, needs,
     )  # fmt: skip
     rows = d_gate, d_up, d_down
     tensors = (
         dy, dl1, token_mask, x, gate, up, down, b_gate, b_up, order, places, kept, dx, *rows, d_gate_bias, d_up_bias
     )  # fmt: skip
-    hot = _launch_backward(key, tensors, split, squared, turns, tiles, programs)
+    hot = _launch_backward(key, tensors, split, squared, transposes, tiles, programs)
     inputs = downs = None
     if hot:
         gradients, h, inputs, downs, *by_cublas = hot
@@ -194,10 +197,10 @@ def backward(
             torch.mm(h, dy, out=downs)
         if d_gate_bias is not None or d_up_bias is not None:
             _put_bias_gradients(d_gate_bias, d_up_bias, gradients, order[:n_hot], gated=gated)
-    turned_down = new(D, F) if turns and needs_down else None
+    turned_down = new(D, F) if transposes and needs_down else None
     if hot or turned_down is not None:
         _launch_last(key, (x, *rows, order, inputs, downs, turned_down), n_hot, gated)
-    given_down = d_down.t() if d_down is not None and not turns else turned_down
+    given_down = d_down.t() if d_down is not None and not transposes else turned_down
     d_down_bias = dy.sum(0) if needs_down_bias else None
     return Gradients(dx, Weights(d_gate, d_up, given_down, d_gate_bias, d_up_bias, d_down_bias))  # type: ignore[arg-type]
 
@@ -225,7 +228,7 @@ def _launch_backward(
     d_up_bias: Tensor | None,
     split: Split,
     squared: bool,
-    turns: bool,
+    transposes: bool,
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
@@ -233,10 +236,10 @@ def _launch_backward(
     them: gradients of z and u, interleaved, [2 H, M], h [H, M], and [2 H, D] and [H, D]; in large batches also the hot
     neurons' rows (see Layout), whose part of dx is yet to be added."""
     M, (F, D), gated, (n_hot, cap, _) = len(x), gate.shape, up is not None, split
-    parts, down = Parts.of(kept, M, F, n_hot, cap, gated=gated), transposed(down, space) if turns else down
+    parts, down = Parts.of(kept, M, F, n_hot, cap, gated=gated), transposed(down, space) if transposes else down
     out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
     columns = Columns(parts.bits, parts.offsets) if any(g is not None for g in out) else None
-    lists = Lists(parts.rows, parts.values, parts.marks, cap)
+    lists = Lists(parts.rows, parts.values, parts.turns, cap)
     with space.passing():
         pairs = write_tail_gradients(
             dx, dy, dl1, token_mask, lists, parts.up, gate, up, down, places, columns,
@@ -246,8 +249,8 @@ def _launch_backward(
             write_weight_gradients(out, x, dy, pairs, columns, order, F - n_hot, space)
     with space.passing():
         add_heavy_gradients_(
-            dx, out, dy, dl1, x, gate, up, down, gate_bias, up_bias, order, n_hot, parts.marks, token_mask,
-            squared=squared, n_long=n_long(M), programs=programs, space=space,
+            dx, out, dy, dl1, x, gate, up, down, gate_bias, up_bias, order, n_hot, parts.turns, token_mask,
+            squared=squared, programs=programs, space=space,
         )  # fmt: skip
     if n_hot == 0:
         return ()

@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.lists import LONG, Lists, n_programs, rooms, token_of_program
+from twell.gpu.prefill.lists import LONG, Lists, is_listed, n_programs, rooms, token_of_program
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.launch import LONG as LONG_NUMBER
 from twell.gpu.shared.replay import Space
-from twell.gpu.shared.tiles import RowTile, bit_of_neuron, start_after
-from twell.gpu.training.transpose import CHUNK, Columns, is_listed, place_of
+from twell.gpu.shared.tiles import RowTile, start_after
+from twell.gpu.training.transpose import CHUNK, Columns, place_of
 
 SPLIT = 512  # pairs of a share, at least: see ``weight_gradients.py``
 _MOST_SHARES = 4096  # there may be: room for their sums is 100 MB at D 2048
@@ -47,7 +47,10 @@ def _tail_backward_kernel(
     i_rows,  # [size]
     i_values,  # [size]
     i_saved_up,  # [size] or unused
-    i_marks,  # int32, see Lists
+    i_counters,  # see Turns; likewise the three after it
+    i_entries,
+    i_heavy,
+    i_early,
     i_l1,  # [] or unused: the gradient of sum |h|
     i_counted,  # [M] bool or unused: tokens whose |h| counts
     i_gate,  # [F, D]
@@ -65,7 +68,6 @@ def _tail_backward_kernel(
     cap,
     size,
     keys,
-    P,
     BD: tl.constexpr,
     WHOLE: tl.constexpr,  # BD == D
     NEURONS: tl.constexpr,
@@ -83,7 +85,7 @@ def _tail_backward_kernel(
 ):
     start_after(OVERLAPS)
     dtype = i_values.dtype.element_ty
-    token, n, start = token_of_program(tl.program_id(0), i_marks, M, cap, LONG)
+    token, n, start = token_of_program(tl.program_id(0), i_counters, i_entries, i_heavy, i_early, M, cap, LONG)
     d = tl.arange(0, BD)
     in_d = (d < D) | WHOLE
     if n >= 0:
@@ -125,22 +127,21 @@ def _tail_backward_kernel(
                 acc += tl.sum(part, axis=0)
             if WANTS_PAIRS:
                 neuron = tl.load(i_places + row, mask=there, other=0)
-                place = place_of(i_bits, i_offsets, token, neuron, there, keys, P, CHUNK).to(tl.int64)
+                place = place_of(i_bits, i_offsets, token, neuron, there, keys, CHUNK).to(tl.int64)
                 tl.store(o_tokens + place, token + tl.zeros_like(e), mask=there)
                 tl.store(o_factors + place, dz.to(dtype), mask=there)
                 if GATED:
                     tl.store(o_factors + size + place, du.to(dtype), mask=there)
                 tl.store(o_factors + 2 * size + place, h.to(dtype), mask=there)
-                key = bit_of_neuron(neuron.to(tl.int32))
-                tl.store(o_owners + place // SPLIT, key, mask=there & (place % SPLIT == 0))
+                tl.store(o_owners + place // SPLIT, neuron, mask=there & (place % SPLIT == 0))
         if WANTS_DX:
             tl.store(o_dx + token.to(tl.int64) * D + d, acc.to(o_dx.dtype.element_ty), mask=in_d)
     elif WANTS_DX:
         n_long, n_early = rooms(M)
         own = tl.program_id(0) - n_long - n_early
         if own >= 0:
-            active = -1 - tl.load(i_marks + 4 + own)
-            if is_listed(active, i_marks, M, cap, LONG) == 0:  # heavy: what it adds comes later
+            active = -1 - tl.load(i_entries + own)
+            if is_listed(active, i_counters, M, cap, LONG) == 0:  # heavy: what it adds comes later
                 tl.store(o_dx + own.to(tl.int64) * D + d, tl.zeros((BD,), o_dx.dtype.element_ty), mask=in_d)
 
 
@@ -160,13 +161,13 @@ def _kernel(
     overlaps: bool,
 ) -> Kernel:
     wide = power_of_2(D)
-    of_lists = (narrow, dtype, dtype, torch.int32)
+    of_lists = (narrow, dtype, dtype, *[torch.int32] * 4)
     of_columns = (torch.int32, torch.int32, torch.int32)
     pointers = (dtype, *of_lists, torch.float32, torch.bool, dtype, dtype, dtype, *of_columns)
     outputs = (dtype, torch.int32, dtype, torch.int32)
     return Kernel(
         _tail_backward_kernel,
-        (*pointers, *outputs, ANY, MULTIPLE, ANY, LONG_NUMBER, ANY, ANY),
+        (*pointers, *outputs, ANY, MULTIPLE, ANY, LONG_NUMBER, ANY),
         {
             "BD": wide,
             "WHOLE": wide == D,
@@ -209,7 +210,7 @@ def write_tail_gradients(
 
     ``gate``, ``up``, ``down``: [F, D]; ``places``: of ``PlanTensors``; ``dl1``: float32.
     """
-    (M, D), (rows, values, marks, cap) = dy.shape, lists
+    (M, D), (rows, values, turns, cap) = dy.shape, lists
     size = rows.shape[0]
     split = split_at(size)
     pairs = None
@@ -223,9 +224,9 @@ def write_tail_gradients(
         dy.dtype, rows.dtype, D, tile, up is not None, squared, dl1 is not None, token_mask is not None,
         dx is not None, pairs is not None, split, can_overlap(),
     )  # fmt: skip
-    given = (0 if t is None else t for t in (saved_up, marks, dl1, token_mask, gate, up, down, places))
+    given = (0 if t is None else t for t in (saved_up, *turns, dl1, token_mask, gate, up, down, places))
     bits, offsets, keys = (0, 0, 0) if columns is None else (*columns, columns.bits.shape[1])
     outputs = (0, 0, 0) if pairs is None else pairs
-    numbers = M, D, cap, size, keys, ceil_div(M, CHUNK)
+    numbers = M, D, cap, size, keys
     kernel(n_programs(M), dy, rows, values, *given, bits, offsets, 0 if dx is None else dx, *outputs, *numbers)
     return pairs

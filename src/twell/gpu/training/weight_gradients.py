@@ -27,9 +27,9 @@ from torch import Tensor
 
 from twell.gpu.shared.launch import ANY, LONG, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.replay import Space
-from twell.gpu.shared.tiles import neuron_of_bit, start_after
+from twell.gpu.shared.tiles import start_after
 from twell.gpu.training.tail_backward import Pairs, split_at
-from twell.gpu.training.transpose import CHUNK, Columns
+from twell.gpu.training.transpose import Columns
 
 _BLOCK_D = 256  # of x and dy: 16384 rows of both are 17 MB in bf16
 _TOKENS = 2  # rows gathered at once
@@ -95,7 +95,6 @@ def _share_kernel(
     D,
     size,
     keys,
-    P,
     x_stride,
     shares,  # that there is room for
     BD: tl.constexpr,
@@ -113,10 +112,10 @@ def _share_kernel(
     share = tl.program_id(0) % shares
     block = tl.program_id(0) // shares
     begin = share * SPLIT
-    if begin < tl.load(i_offsets + keys * P):
+    if begin < tl.load(i_offsets + keys):
         key = tl.load(i_owners + share)
-        end = tl.load(i_offsets + (key + 1) * P)
-        if end - tl.load(i_offsets + key * P) > SPLIT:
+        end = tl.load(i_offsets + key + 1)
+        if end - tl.load(i_offsets + key) > SPLIT:
             d = block * BD + tl.arange(0, BD)
             gate, up, down, gate_bias, up_bias = _sum_pairs(
                 begin, min(end, begin + SPLIT), d, i_x, i_dy, i_tokens, i_factors, D, size, x_stride, BD, TOKENS,
@@ -150,7 +149,6 @@ def _neuron_kernel(
     H,
     size,
     keys,
-    P,
     x_stride,
     BD: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -166,10 +164,9 @@ def _neuron_kernel(
     start_after(OVERLAPS)
     key = tl.program_id(0) % keys
     block = tl.program_id(0) // keys
-    neuron = neuron_of_bit(key // 32, key % 32)
-    if neuron < C:
-        begin = tl.load(i_offsets + key * P)
-        end = tl.load(i_offsets + (key + 1) * P)
+    if key < C:
+        begin = tl.load(i_offsets + key)
+        end = tl.load(i_offsets + key + 1)
         is_split = end - begin > SPLIT
         d = block * BD + tl.arange(0, BD)
         gate, up, down, gate_bias, up_bias = _sum_pairs(
@@ -184,7 +181,7 @@ def _neuron_kernel(
                 down += tl.load(sums + 2 * D + d, mask=d < D, other=0.0)
                 gate_bias += tl.load(sums + 3 * D)
                 up_bias += tl.load(sums + 3 * D + 1)
-        row = tl.load(i_order + H + neuron)
+        row = tl.load(i_order + H + key)
         at = row.to(tl.int64) * D + d
         if WANTS_GATE:
             tl.store(o_gate + at, gate.to(o_gate.dtype.element_ty), mask=d < D)
@@ -217,7 +214,7 @@ def _kernels(dtype: torch.dtype, D: int, split: int, wants: tuple[bool, ...], ov
     of_pairs = (dtype, dtype, torch.int32, dtype)
     shares = Kernel(
         _share_kernel,
-        (*of_pairs, torch.int32, torch.int32, torch.float32, MULTIPLE, LONG, ANY, ANY, MULTIPLE, ANY),
+        (*of_pairs, torch.int32, torch.int32, torch.float32, MULTIPLE, LONG, ANY, MULTIPLE, ANY),
         constants,
         warps=_WARPS,
     )
@@ -233,7 +230,6 @@ def _kernels(dtype: torch.dtype, D: int, split: int, wants: tuple[bool, ...], ov
             ANY,
             ANY,
             LONG,
-            ANY,
             ANY,
             MULTIPLE,
         ),
@@ -255,8 +251,7 @@ def write_weight_gradients(
 ) -> None:
     """Write the cold neurons' rows of ``out``; those without tokens become 0. ``order``: int32 [F], hot neurons
     first."""
-    M, D = x.shape
-    keys, P = columns.bits.shape[1], ceil_div(M, CHUNK)
+    D, keys = x.shape[1], columns.bits.shape[1]
     if keys == 0:
         return
     size, n_shares = pairs.tokens.shape[0], pairs.owners.shape[0]
@@ -264,7 +259,7 @@ def write_weight_gradients(
     share_kernel, neuron_kernel = _kernels(x.dtype, D, split_at(size), tuple(o is not None for o in out), can_overlap())
     blocks, offsets = ceil_div(D, _BLOCK_D), columns.offsets
     if n_shares:
-        share_kernel(n_shares * blocks, x, dy, *pairs, offsets, shares, D, size, keys, P, x.stride(0), n_shares)
+        share_kernel(n_shares * blocks, x, dy, *pairs, offsets, shares, D, size, keys, x.stride(0), n_shares)
     inputs = x, dy, pairs.tokens, pairs.factors, offsets, shares, order
     outputs = (0 if o is None else o for o in out)
-    neuron_kernel(keys * blocks, *inputs, *outputs, D, n_cold, len(order) - n_cold, size, keys, P, x.stride(0))
+    neuron_kernel(keys * blocks, *inputs, *outputs, D, n_cold, len(order) - n_cold, size, keys, x.stride(0))
