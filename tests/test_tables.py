@@ -194,6 +194,8 @@ def older(path: Path) -> Path:
     """The file, with rows as they were before calls were timed."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     found = [row for row in found if row["bench"] != "generate" and " layers of " not in str(row.get("preset"))]
+    if path.stem == "ffn-h200":
+        found = [{k: v for k, v in row.items() if k != "memory"} for row in found]
     kept = [{k: v for k, v in row.items() if "called" not in k and "frozen" not in k} for row in found]
     path.write_text("".join(json.dumps(row) + "\n" for row in kept))
     return path
@@ -210,13 +212,16 @@ def test_calls_stand_beside_the_devices_times(name: str, file: str, unit: str, r
     n_old = len(tables.render(name, rows, "r").splitlines())
     new = first_row(path, workload="skew29") | CALLED | {"M": 777, "frozen_ms": spread(0.3), "speedup_frozen": 1.75}
     append(path, new)
+    append(path, new | {"M": 778, "memory": {"dense": 123_400_000, "sparse": 45_600_000}})
     head, _, *lines = tables.render(name, rows, "r").splitlines()
-    assert len(lines) + 2 == n_old + 1
-    assert head.endswith(f"| frozen {unit} | speedup | as called: dense {unit} | sparse {unit} | speedup | frozen |")
-    (line,) = (line for line in lines if "| 777 |" in line)
+    assert len(lines) + 2 == n_old + 2
+    called_head = f"as called: dense {unit} | sparse {unit} | speedup | frozen"
+    assert head.endswith(f"| frozen {unit} | speedup | {called_head} | memory besides y, MB |")
+    (line,), (last,) = ([line for line in lines if f"| {M} |" in line] for M in (777, 778))
     called, sparse = ("0.400", "0.250") if unit == "ms" else ("400.0", "250.0")
-    assert line.endswith(f"**1.75x** | {called} ±0 % | {sparse} ±0 % | **1.60x** | **2.00x** |")
-    assert lines[0].endswith("|  |  |  |  |  |  |")  # older rows were measured without
+    assert line.endswith(f"**1.75x** | {called} ±0 % | {sparse} ±0 % | **1.60x** | **2.00x** |  |")
+    assert last.endswith("| **2.00x** | 123 -> 46 |")
+    assert lines[0].endswith("|  |  |  |  |  |  |  |")  # older rows were measured without
 
 
 def test_readme_says_what_calls_take(rows: Path) -> None:
