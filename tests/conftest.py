@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised float memory holds NaN, so that reading it before writing shows; likewise that of a workspace."""
+    """Uninitialised memory holds NaN, or a number that is no index, so that reading it before writing shows."""
 
     def poison(make):
         def poisoned(*args, **kwargs):
@@ -56,6 +56,8 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
                 return t
             if t.dtype == torch.uint8:
                 return t.fill_(255)  # NaN in any float dtype
+            if t.dtype in (torch.int32, torch.int64):
+                return t.fill_(0x3FFFFFF1)
             return t.detach().fill_(float("nan")).requires_grad_(t.requires_grad) if t.is_floating_point() else t
 
         return poisoned

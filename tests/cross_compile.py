@@ -66,7 +66,7 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
     for tile, saves in ((tiles.tail, no), (long_tail, yes)):
         yield up_down._kernel(dtype, narrow, D, tile, yes, no, yes, saves, yes, yes, overlaps)
     for gated in (yes, no):
-        flags = (gated, gated, not gated, yes)  # a mask, statistics, watching, C a multiple of 16
+        flags = (gated, gated, yes)  # a mask, statistics, C a multiple of 16
         yield heavy._kernel(dtype, tiles.heavy, gated, not gated, (yes,) * 3, *flags, heavy.CHUNK, heavy.LONG)
     yield transpose._kernel(yes, yes, overlaps)
     yield from transpose._adders(overlaps)

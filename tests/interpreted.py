@@ -66,6 +66,7 @@ def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, l
 
     values = {"LONG": long, "CHUNK": 32, "SPLIT": 6, "n_long": lambda tokens: 2, "rooms": rooms, "SLOTS": 80}
     set_attribute(words, "_SLOTS", tl.constexpr(80))
+    set_attribute(heavy, "FEW", 16)
     modules = (saved, gate, lists, up_down, heavy, transpose, tail_backward, weight_gradients, hybrid, parts)
     for module in modules:
         for name, value in values.items():

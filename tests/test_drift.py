@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -55,6 +57,45 @@ def test_what_is_left_of_a_gain() -> None:
     assert gain_left(plan, COSTS, plan.tail + more, 0.0, gated=True) == pytest.approx(0, abs=1e-9)
     by_hand = dataclasses.replace(plan, predicted=None, tail=None)
     assert gain_left(by_hand, COSTS, 1e6, 1.0, gated=True) == 1  # such a plan stays
+
+
+def test_it_looks_less_often_after_every_new_plan() -> None:
+    found = run(Drift(a_plan(), COSTS, gated=True, replans=2), 8 * EVERY, 60000, 0)
+    assert found == [LAG, 4 * EVERY + LAG]
+
+
+def test_several_threads_keep_their_plan() -> None:
+    drift = Drift(a_plan(), COSTS, gated=True)
+    assert drift.room(torch.device("cpu")) is not None
+    thread = threading.Thread(target=drift.room, args=(torch.device("cpu"),))
+    thread.start()
+    thread.join()
+    assert run(drift, 4 * EVERY, 60000, 0) == []
+
+
+@pytest.mark.parametrize("how", ["plain", "frozen", "captured"])
+def test_a_frozen_layer_in_a_graph_keeps_its_plan(how: str) -> None:
+    layer = GatedSparseFFN(64, 256).eval()
+    layer.set_plan(dataclasses.replace(a_plan(), n_neurons=256, hot=torch.arange(16)))
+    if how != "plain":
+        layer.freeze()
+        assert layer.frozen is not None
+        layer.frozen.is_captured = how == "captured"
+    layer._plan_anew()
+    assert layer._plans_itself == (how != "captured")
+    layer._plans_itself = True  # as if the graph had come after
+    if how == "captured":
+        with mock.patch("twell.backends.choose_backend", lambda *_: "triton"):
+            layer._look_at(torch.randn(300, 64))
+        assert not layer._plans_itself
+
+
+def test_graphs_keep_the_plans_they_read() -> None:
+    layer = GatedSparseFFN(64, 256)
+    first, second = object(), object()
+    for plan in (first, first, second):
+        layer._keep_for_graphs(plan)
+    assert layer._graph_plans == [first, second] and copy.deepcopy(layer)._graph_plans == []
 
 
 def test_training_plans_are_the_planners() -> None:

@@ -103,6 +103,19 @@ def test_forced_plans_change_nothing(n_hot: int, cap: int) -> None:
     ffn.check(inputs.x, inputs, True, dense(inputs), sparse(inputs, plan))
 
 
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_words_as_other_gpus_write_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value by itself: where registers do not hold what words.py expects."""
+    inputs = cases.make("skew100", 300, 1024, 2816 - 48, dtype=dtype, device="cuda")
+    capability, processors = device_facts(0)
+    facts = {"tile": tiles_for(80, dtype).gate, "programs": processors, "use_tma": False}
+    expected = gate.gate_in_twell(inputs.x, inputs.w_gate, None, **facts)
+    monkeypatch.setattr(gate, "capability", lambda: 80)
+    got = gate.gate_in_twell(inputs.x, inputs.w_gate, None, **facts)
+    assert got.words is not None and capability >= 80
+    assert TwELL.from_words(got.words, got.counts, shape=got.shape, dtype=dtype) == expected
+
+
 @pytest.mark.parametrize("dtype", [bf16, f16, f32])
 @pytest.mark.parametrize(("workload", "M", "F"), [("skew29", 1027, 5632), ("skew1000", 384, 2816), ("iid29", 129, 80)])
 def test_gate_in_twell(workload: str, M: int, F: int, dtype: torch.dtype) -> None:

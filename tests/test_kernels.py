@@ -111,7 +111,6 @@ def assert_is_gate(got: TwELL, x: Tensor, w: Weights) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("M", "D", "F", "dtype"), [(40, 64, 256, f16), (33, 48, 400, f32), (1, 16, 16, f16)])
 def test_gate_in_twell(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, use_tma: bool) -> None:
-    """Without a bias half of the neurons fire, and nearly every tile is too full."""
     w, x = make_weights(D, F, dtype, bias=bias), torch.randn(M, D, dtype=dtype)
     zeros = torch.full((3000,), 9, dtype=torch.int32)
     assert_is_gate(gate.gate_in_twell(x, w.gate, w.gate_bias, zeros=zeros, **LAUNCH | {"use_tma": use_tma}), x, w)

@@ -782,7 +782,7 @@ def test_a_captured_layer_keeps_its_plan_where_another_is_refused() -> None:
     layer = make_layer(True)
     layer.freeze()
     before, layer.frozen._make = layer.plan, lambda *_: [torch.zeros(1)]  # type: ignore[union-attr, method-assign, assignment]
-    layer.frozen._is_captured = True  # type: ignore[union-attr]
+    layer.frozen.is_captured = True  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="captured in a CUDA graph"):
         layer.set_plan(twell.plan.dense_plan(F))
     assert layer.plan is before

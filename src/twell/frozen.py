@@ -45,7 +45,7 @@ class Frozen:
 
     def __init__(self, w: Weights, plan: Plan | None, backend: str) -> None:
         self.backend = backend
-        self._is_captured = False
+        self.is_captured = False
         self._tensors = self._make(w, plan)
         self._seen: _Seen | None = None
         self._written(w, plan)
@@ -59,17 +59,12 @@ class Frozen:
         if not self._is_of(w, plan):
             self.rewrite(w, plan)
         if captured:
-            self._is_captured = True
+            self.is_captured = True
         return self._tensors
 
     def forget(self) -> None:
         """Rewrite it at the next call: after ``to`` a weight may lie at its old address, with other values."""
         self._seen = None
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether a CUDA graph reads it: then a layer keeps its plan."""
-        return self._is_captured
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +86,7 @@ class Frozen:
             with torch.no_grad():
                 for old, value in zip(self._tensors, new, strict=True):
                     old.copy_(value)
-        elif self._is_captured:
+        elif self.is_captured:
             raise RuntimeError(
                 "a frozen layer was captured in a CUDA graph, and its plan, device, dtype or screen has changed since: "
                 "call twell.thaw_, then freeze and capture it again"
@@ -121,7 +116,7 @@ class Frozen:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is of other tensors: it is written anew when first used."""
-        return {**self.__dict__, "_seen": None, "_is_captured": False}
+        return {**self.__dict__, "_seen": None, "is_captured": False}
 
     def _make(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
         from twell import backends, cpu

@@ -148,6 +148,8 @@ class SparseFFNBase(nn.Module):
         self.frozen: Frozen | None = None
         self._first_batches: tuple[Tensor, int] | None = None  # counts and tokens, until there are enough to plan by
         self._plans_itself = True
+        self._replans = 0
+        self._graph_plans: list[Any] = []
         for name, linear in zip(self.projections, linears, strict=True):
             setattr(self, name, linear)
         first = linears[0].weight
@@ -219,7 +221,8 @@ class SparseFFNBase(nn.Module):
 
     def set_plan(self, plan: Plan | None) -> None:
         """How the GPU kernels split this layer's work from now on; None: densely. Changes time, never a result. A plan
-        that was made from counts lasts until the text no longer suits it: see drift.py.
+        that was made from counts, here or by ``twell calibrate``, lasts until the text no longer suits it (drift.py);
+        ``dataclasses.replace(plan, tail=None)`` stays.
 
         A layer for which this was never called plans by what it sees: how to run a few tokens, as in generation, by the
         first 64; how to run many by its first batches of at least 256, 4096 tokens in all.
@@ -255,7 +258,9 @@ class SparseFFNBase(nn.Module):
             if device.type == "cuda" and backends.fits_kernels(*down.weight.shape):
                 self._kernels_on, self._plan_tokens = device.index, [plan.tokens(captured=c) for c in (False, True)]
                 if not plan.is_dense and plan.tail is not None:
-                    self._drift = Drift(plan, costs_for(device), gated=len(self.projections) == 3)
+                    self._drift = Drift(
+                        plan, costs_for(device), gated=len(self.projections) == 3, replans=self._replans
+                    )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -265,7 +270,8 @@ class SparseFFNBase(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_drift": None}  # which may wait for a copy on its way to the host
+        # Drift may wait for a copy on its way to the host; graphs are of this layer alone.
+        return {**self.__dict__, "_drift": None, "_graph_plans": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -302,6 +308,9 @@ class SparseFFNBase(nn.Module):
             return
         if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
+        if self.frozen is not None and self.frozen.is_captured:  # its plan stays
+            self._plans_itself = False
+            return
         x_MD = x_MD[:LOOK_TOKENS]
         first = getattr(self, self.projections[0])
         fired = (torch.relu(nn.functional.linear(x_MD, first.weight, first.bias)) != 0).sum(0)
@@ -314,13 +323,16 @@ class SparseFFNBase(nn.Module):
             self._set_plan(dense_plan(len(fired), plan.few_tokens, plan.mean_active, plan.union_tokens))
         self._first_batches = counts, tokens
 
-    def _watch(self, counted: Tensor | None, x: Tensor) -> None:
-        """After a call in three parts: see drift.py."""
-        assert self._drift is not None
-        if counted is not None:
-            self._drift.send(counted, x.numel() // x.shape[-1])
-        elif self._drift.is_too_far() and not (self.frozen is not None and self.frozen.is_captured):
-            self._plans_itself, self._first_batches, self._drift = True, None, None  # by the next tokens
+    def _plan_anew(self) -> None:
+        """By the next tokens. Not where a CUDA graph reads what is frozen for this plan."""
+        if self.frozen is None or not self.frozen.is_captured:
+            self._plans_itself, self._first_batches, self._drift = True, None, None
+            self._replans += 1
+
+    def _keep_for_graphs(self, plan: Any) -> None:
+        """A CUDA graph reads the plan's tensors for as long as it lives, and nobody tells when that ends."""
+        if not self._graph_plans or self._graph_plans[-1] is not plan:
+            self._graph_plans.append(plan)
 
     # -- frozen state: see frozen.py -------------------------------------------------------------------
 
@@ -422,17 +434,22 @@ class SparseFFNBase(nn.Module):
             and x.shape[-1] == gate.shape[1]
             and registered.nothing_stands_before("cuda")
         ):
-            captured, gpu = _is_capturing(), backends.kernels()
+            captured, gpu, tokens = _is_capturing(), backends.kernels(), x.numel() // gate.shape[1]
             few, most, least = self._plan_tokens[captured]
-            if most < x.numel() // gate.shape[1] < least:
+            if most < tokens < least:
                 return gpu.dense.infer(x, w, self.activation)
             kept = () if self.frozen is None else self.frozen.tensors_now(w, self.plan, captured)
-            plan = self._plan_captured if captured else self._plan_eager
-            if self._drift is None or captured or x.numel() // gate.shape[1] < least:
+            plan, drift = self._plan_captured if captured else self._plan_eager, self._drift
+            if captured:
+                self._keep_for_graphs(plan)
+            if drift is None or captured or tokens < least:
                 return gpu.forward_here(x, w, self.activation, plan, few, most, least, kept)
-            watch = self._drift.room(x.device)
+            watch = drift.room(x.device)
             y = gpu.forward_here(x, w, self.activation, plan, few, most, least, kept, watch)
-            self._watch(watch, x)
+            if watch is not None:
+                drift.send(watch, tokens)
+            elif drift.is_too_far():
+                self._plan_anew()
             return y
         if not isinstance(x, Tensor):
             raise ValueError(f"{type(self).__name__}: x must be a torch.Tensor, got {type(x).__name__}")
@@ -442,7 +459,10 @@ class SparseFFNBase(nn.Module):
             ops.check(type(self).__name__, x, w, self.activation, token_mask)
         if x.device != self._plan_device:  # parameters were moved one by one
             self._place_plan(x.device)
-        plan = self._plan_captured if ops.is_captured(x.device) else self._plan_eager
+        captured = ops.is_captured(x.device)
+        plan = self._plan_captured if captured else self._plan_eager
+        if captured and not is_compiling:
+            self._keep_for_graphs(plan)
         kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
         return ops.run(x, w, self.activation, self.backend, plan, kept, token_mask, return_stats)
 

@@ -54,12 +54,12 @@ class Costs(NamedTuple):
 
 # Fitted to an H200's times of 8 layers of a trained model and of synthetic workloads, 1024 to 131072 tokens.
 _COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.4, token=650.0, hot=440.0, batch=1.2e7),
+    90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.9, token=650.0, hot=440.0, batch=1.2e7),
 }
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.
 _TRAINING_COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=4.4, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95),
+    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=4.9, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95),
 }
 _TILE = 256  # cold neurons of one tile of the gate kernel
 _MIN_GAIN = 1.05  # the split must promise this much over dense

@@ -21,6 +21,7 @@ LONG = 256  # neurons of a long token's list: see gpu/prefill/lists.py
 CHUNK = 256  # tokens, see gpu/training/transpose.py
 COUNTERS = 4  # see Turns
 LEAST = 2  # elements: a compiler treats 0 and 1 apart, and would compile for either
+_MOST_BITS = 1 << 34
 _ALIGNED = 64  # integers: parts start at multiples of 256 bytes
 
 
@@ -28,7 +29,7 @@ class Turns(NamedTuple):
     """Which tokens are light, early, long and heavy: see gpu/prefill/lists.py."""
 
     counters: Tensor  # int32 [4]: heavy tokens, tokens over cap, early tokens; programs that wait for each other
-    entries: Tensor  # int32 [M]: n of token m if its turn is its own, else -1 - n; n is OVERFULL where a tile is
+    entries: Tensor  # int32 [M]: n of token m if its turn is its own, else -1 - n; n is OVERFULL if a tile has > SLOTS
     heavy: Tensor  # int32 [M]: heavy tokens from the front, those over cap (long, or too many for that) from the back
     early: Tensor  # int32 [n_early]
 
@@ -112,14 +113,17 @@ def index_dtype(n_neurons: int) -> torch.dtype:
 
 
 def runs_in_parts(tokens: Any, n_neurons: int, n_hot: Any, cap: Any, min_tokens: Any) -> Any:
-    """1, or 0 where all of a plan's batches run densely, so few tokens do, or so many that pairs would not be counted
-    in 32 bits."""
+    """1, or 0 where all of a plan's batches run densely, so few tokens do, or so many that pairs, or words of a bit for
+    each token and neuron, would not be counted in 32 bits."""
+    bits = tokens * (n_neurons - n_hot)
     if type(tokens) is int and type(n_hot) is int and type(cap) is int:
-        return int(n_hot < n_neurons and max(1, min_tokens) <= tokens < (1 << 31) // (cap + 16))
+        is_counted = tokens < (1 << 31) // (cap + 16) and bits < _MOST_BITS
+        return int(n_hot < n_neurons and max(1, min_tokens) <= tokens and is_counted)
     is_split = torch.sym_min(1, n_neurons - n_hot)
     enough = torch.sym_min(1, torch.sym_max(0, tokens - torch.sym_max(1, min_tokens) + 1))
     not_too_many = torch.sym_min(1, torch.sym_max(0, (1 << 31) // (cap + 16) - tokens))
-    return is_split * enough * not_too_many
+    few_bits = torch.sym_min(1, torch.sym_max(0, _MOST_BITS - bits))
+    return is_split * enough * not_too_many * few_bits
 
 
 def saved_length(

@@ -195,7 +195,10 @@ def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
 
     def memory(row: Row) -> str:
         of = row.get("memory")
-        return f"{of['dense'] / 1e6:.0f} -> {of['sparse'] / 1e6:.0f}" if of else ""
+        if not of:
+            return ""
+        dense = of["compiled" if _dense(row) == row.get("compiled_ms") else "dense"]
+        return f"{dense / 1e6:.0f} -> {of['sparse'] / 1e6:.0f}"
 
     has_memory = _any_has(rows, "memory")
     head: tuple[str, ...] = ("workload", "tokens", "active", f"dense {unit}", f"sparse {unit}", "speedup")

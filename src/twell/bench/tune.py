@@ -18,6 +18,7 @@ from torch import Tensor
 
 from twell.bench import cases, timing, tune_few
 from twell.bench.parts import Parts
+from twell.formats import TwELL
 from twell.gpu.shared.tiles import GateTile, RowTile
 from twell.plan import MAX_FEW_TOKENS, choose_plan, costs_for
 from twell.reference import Weights
@@ -85,9 +86,9 @@ def tune(
     parts = Parts(inputs.x, w, plan)
     parts.pretend_heavy(max(1, M // 32))  # as many as a trained model has
     tiles = parts.tiles
-    kernels: list[tuple[str, Callable[[Any, bool], Tensor], Any, list[tuple[Any, bool]]]] = [
+    kernels: list[tuple[str, Callable[[Any, bool], Tensor | TwELL], Any, list[tuple[Any, bool]]]] = [
         ("tail", lambda tile, _: parts.tail(tile), parts.tail_tile, [(t, False) for t in tail_candidates()]),
-        ("gate", lambda tile, tma: parts.cold_gate(tile, tma).counts, tiles.gate, list(gate_candidates())),
+        ("gate", lambda tile, tma: parts.cold_gate(tile, tma), tiles.gate, list(gate_candidates())),
         ("hot", parts.hot, tiles.gate, list(gate_candidates())),
         ("heavy", lambda tile, _: parts.heavy(tile), tiles.heavy, [(t, False) for t in heavy_candidates()]),
     ]
@@ -102,7 +103,7 @@ def tune(
 
 def _try(
     name: str,
-    run: Callable[[Any, bool], Tensor],
+    run: Callable[[Any, bool], Tensor | TwELL],
     usual: Any,
     use_tma: bool,
     candidates: list[tuple[Any, bool]],
@@ -111,12 +112,12 @@ def _try(
 ) -> Iterator[Trial | None]:
     """The usual tile first; None for a candidate that cannot run."""
     restore()
-    expected = run(usual, use_tma).clone()
+    expected = _dense_result(run, usual, use_tma).clone()
     base = _time(run, usual, use_tma, restore, device)
     yield Trial(name, usual, use_tma, base, 1.0)
     for tile, tma in candidates:
         restore()
-        result = tune_few.result_of(functools.partial(run, tile, tma), device)
+        result = tune_few.result_of(functools.partial(_dense_result, run, tile, tma), device)
         if result is None:
             yield None
             continue
@@ -125,8 +126,13 @@ def _try(
         yield Trial(name, tile, tma, ms, ms / base)
 
 
+def _dense_result(run: Callable[[Any, bool], Tensor | TwELL], tile: Any, tma: bool) -> Tensor:
+    result = run(tile, tma)
+    return result.unpack(skip_overflowed=True) if isinstance(result, TwELL) else result
+
+
 def _time(
-    run: Callable[[Any, bool], Tensor], tile: Any, tma: bool, restore: Callable[[], None], device: torch.device
+    run: Callable[[Any, bool], Any], tile: Any, tma: bool, restore: Callable[[], None], device: torch.device
 ) -> float:
     times = timing.compare(
         {"it": lambda: run(tile, tma)}, seconds=0.05, min_repeats=5, warmups=1, device=device, before=restore

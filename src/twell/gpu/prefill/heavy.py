@@ -1,10 +1,11 @@
 """The heavy tokens, densely on tensor cores: h = a(relu(x Wg^T + bg)) * (x Wu^T + bu) over all cold neurons, then
 y = h Wd + bd. (Plain FFN: h = a(relu(x Wg^T + bg)).)
 
-TwELL does not hold all of a heavy token's gate, so it is computed again from x, with the same sums over D. One launch,
-whose programs all run at the same time (a cooperative launch) and wait for each other between the products. They take
-the heavy tokens chunk by chunk, h in a workspace of one chunk, and loop over a count that lives on the device: no host
-sync, and no capacity. The list's order may vary between runs; a row's sums do not depend on its place.
+TwELL does not hold all of a heavy token's gate, so it is computed again from x. (A value next to 0 may round the other
+way than in TwELL; either is right, and nothing of such a token is taken from there.) One launch, whose programs all run
+at the same time (a cooperative launch) and wait for each other between the products. They take the heavy tokens chunk
+by chunk, h in a workspace of one chunk, and loop over a count that lives on the device: no host sync, and no capacity.
+The list's order may vary between runs; a row's sums do not depend on its place.
 
 Few heavy tokens are the rule, and then the time is that of reading the weights once (63 MB at C 5120, D 2048, bf16: 15
 us): small tiles spread them over the whole GPU. Many are a GEMM over listed rows. Workspace: [CHUNK, C], 21 MB.
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.lists import LONG, N_WAITING, count_heavy, heavy_tokens, is_listed
+from twell.gpu.prefill.lists import LONG, N_WAITING, active_of, count_heavy, heavy_tokens, is_listed
 from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Kernel
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import GateTile, few, relu, tile_of
@@ -55,7 +56,7 @@ def _h_tiles(
     SQUARED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """h [end - begin, C] of the heavy tokens from ``begin`` on. First r takes its place: no registers for both."""
+    """h [end - begin, C] of the heavy tokens from ``begin`` on. r waits where h will be: no registers for r and u."""
     dtype = o_h.dtype.element_ty
     tiles_m = tl.cdiv(end - begin, BM)
     tiles_n = tl.cdiv(C, BN)
@@ -170,14 +171,15 @@ def _heavy_kernel(
     o_y,  # [M, D], heavy rows
     o_l1,  # [M] or unused
     m_counts,  # int32 [C] or unused: of how many tokens each neuron is active; added to
-    i_entries,  # see Turns; unused unless WATCHES
-    m_watch,  # WATCHES: int32 [2]: all entries of lists and heavy tokens; added to
+    i_entries,  # see Turns
+    m_watch,  # int32 [2] or unused: entries of all lists, and heavy tokens; added to
     M,
     D,
     C,
     H,
     x_stride,
     cap,
+    watches,  # 0 or 1: not a constant, which would be another kernel to compile for one of several calls
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr,
@@ -185,7 +187,6 @@ def _heavy_kernel(
     HAS_DOWN_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
-    WATCHES: tl.constexpr,
     LONG: tl.constexpr,
     CHUNK: tl.constexpr,
     BM: tl.constexpr,
@@ -199,12 +200,12 @@ def _heavy_kernel(
     PRECISION: tl.constexpr,
 ):
     n_first, n_heavy = count_heavy(m_counters, M)
-    if WATCHES:
+    if watches != 0:
         entries = tl.zeros((1024,), tl.int32)
         for first in range(tl.program_id(0) * 1024, M, tl.num_programs(0) * 1024):
             token = first + tl.arange(0, 1024)
             n = tl.load(i_entries + token, mask=token < M, other=0)
-            n = tl.where(n < 0, -1 - n, n)
+            n = active_of(n)
             entries += tl.where(is_listed(n, m_counters, M, cap, LONG), n, 0)
         tl.atomic_add(m_watch, tl.sum(entries, axis=0), sem="relaxed")
         if tl.program_id(0) == 0:
@@ -247,7 +248,6 @@ def _kernel(
     biases: tuple[bool, bool, bool],
     has_mask: bool,
     has_statistics: bool,
-    watches: bool,
     aligned: bool,
     chunk: int,
     long: int,
@@ -258,7 +258,7 @@ def _kernel(
     pointers = (*[dtype] * 7, *integers, dtype, dtype, torch.float32, *[torch.int32] * 3)
     return Kernel(
         _heavy_kernel,
-        (*pointers, ANY, MULTIPLE, MULTIPLE if aligned else ANY, ANY, MULTIPLE, ANY),
+        (*pointers, ANY, MULTIPLE, MULTIPLE if aligned else ANY, ANY, MULTIPLE, ANY, ANY),
         {
             "GATED": gated,
             "SQUARED": squared,
@@ -267,7 +267,6 @@ def _kernel(
             "HAS_DOWN_BIAS": biases[2],
             "HAS_MASK": has_mask,
             "HAS_STATISTICS": has_statistics,
-            "WATCHES": watches,
             "LONG": long,
             "CHUNK": chunk,
             "BM": tile.BM,
@@ -316,19 +315,8 @@ def write_heavy_(
     has_bias = biases[0] is not None, biases[1] is not None, biases[2] is not None
     token_mask = None if statistics is None else token_mask
     has_statistics, has_mask = statistics is not None, token_mask is not None
-    kernel = _kernel(
-        x.dtype,
-        tile,
-        w.up is not None,
-        squared,
-        has_bias,
-        has_mask,
-        has_statistics,
-        watch is not None,
-        C % 16 == 0,
-        CHUNK,
-        LONG,
-    )
+    flags = w.up is not None, squared, has_bias, has_mask, has_statistics, C % 16 == 0
+    kernel = _kernel(x.dtype, tile, *flags, CHUNK, LONG)
     h = (x.new_empty if space is None else space.take)(min(M, CHUNK), C)
     up, b_gate, b_up, b_down, mask = (0 if t is None else t for t in (w.up, *biases, token_mask))
     l1, counts = statistics or (0, 0)
@@ -337,4 +325,19 @@ def write_heavy_(
     weights = w.gate, up, b_gate, b_up, w.down, b_down
     of_turns = turns.counters, turns.heavy
     outputs = h, y, l1, counts, turns.entries, counted
-    kernel(programs, x, *weights, order, *of_turns, mask, *outputs, M, D, C, n_hot, x.stride(0), cap)
+    kernel(
+        programs,
+        x,
+        *weights,
+        order,
+        *of_turns,
+        mask,
+        *outputs,
+        M,
+        D,
+        C,
+        n_hot,
+        x.stride(0),
+        cap,
+        int(watch is not None),
+    )

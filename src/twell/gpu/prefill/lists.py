@@ -9,7 +9,7 @@ By its number n of active cold neurons a token is
 
 What a token is changes time, never a result: every token is in exactly one of them.
 
-A tile's entries start at the sum of the counts before it; all tiles of a program's tokens write their first _SLOTS
+A tile's entries start at the sum of the counts before it; all tiles of a program's tokens write their first two
 entries at once, which is nearly always all of them, then the next.
 Bytes, M 16384, C 5632: the counts (44 a token), a sector of 32 for a tile with entries, 4 written for each.
 
@@ -33,7 +33,7 @@ from twell.gpu.shared.tiles import start_after
 from twell.saved import LONG, Turns, index_dtype, list_size, n_early, n_long
 
 _TILES = 128  # of TwELL that a warp takes: two tokens' of 5632 neurons
-_SLOTS = 2  # of a tile, read at once
+_AT_ONCE = 2  # entries of a tile that are read at once
 OVERFULL = tl.constexpr(1 << 30)  # n of a token with a tile that is too full
 N_HEAVY, N_OVER, N_EARLY, N_WAITING = (tl.constexpr(i) for i in range(4))  # of Turns.counters
 
@@ -75,6 +75,12 @@ def token_of_program(program, i_counters, i_entries, i_heavy, i_early, M, cap, L
             n = -1 - tl.load(i_entries + token)
             start = token.to(tl.int64) * cap
     return token, n, start
+
+
+@triton.jit
+def active_of(entries):
+    """n of ``Turns.entries``, whosever turn it is."""
+    return tl.where(entries < 0, -1 - entries, entries)
 
 
 @triton.jit
@@ -194,7 +200,7 @@ def tokens_of_program(BT: int) -> int:
 @functools.cache
 def _kernel(dtype: torch.dtype, narrow: torch.dtype, BT: int, marks: bool, overlaps: bool) -> Kernel:
     pointers = (word_dtype(dtype), torch.uint8, torch.int32, narrow, dtype, *[torch.int32] * 5)
-    sizes = {"TOKENS": tokens_of_program(BT), "BT": BT, "TILE": TILE, "SLOTS": SLOTS, "AT_ONCE": _SLOTS, "LONG": LONG}
+    sizes = {"TOKENS": tokens_of_program(BT), "BT": BT, "TILE": TILE, "SLOTS": SLOTS, "AT_ONCE": _AT_ONCE, "LONG": LONG}
     flags = {"MARKS": marks, "OVERLAPS": overlaps}
     return Kernel(_list_kernel, (*pointers, *[ANY] * 5), sizes | flags, warps=max(1, BT // _TILES))
 
@@ -211,7 +217,7 @@ def list_active(
 ) -> Lists:
     """Lists of a gate [M, C]. ``turns``: room for it, its counters 0; ``order``: int32 [F], hot first; ``out``: room
     for rows and values; ``bits``: of ``transpose.Columns``, zeros."""
-    assert gate.words is not None
+    assert gate.words is not None and (gate.tile, gate.slots, gate.counts.dtype) == (TILE, SLOTS, torch.uint8)
     (M, C), F = gate.shape, order.shape[0]
     if out is None:
         size = list_size(M, cap)

@@ -4,8 +4,8 @@ What is kept, besides x and the weights, per token: z and u of the H hot neurons
 16-bit neurons, r and u (``lists.py``), and bits by neurons (C / 8 bytes). At H 512 and lists of 96 this is
 3.5 kB, where a dense FFN keeps r, u and h of all neurons: 34 kB.
 
-A heavy token keeps nothing: its cold neurons are computed again from x. How many there are the device alone knows, and
-needs to."""
+A heavy token keeps nothing: its cold neurons are computed again from x. Only the device knows how many there are; the
+host never asks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.formats import TILE
-from twell.gpu.prefill.lists import LONG, Lists, is_listed
+from twell.gpu.prefill.lists import LONG, Lists, active_of, is_listed
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import popcount, start_after
@@ -71,7 +71,7 @@ def _count_kernel(
     chunk = tl.program_id(0) // (keys // KEYS)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     n = tl.load(i_entries + token, mask=token < M, other=0)
-    listed = is_listed(tl.where(n < 0, -1 - n, n), i_counters, M, cap, LONG)
+    listed = is_listed(active_of(n), i_counters, M, cap, LONG)
     block = chunk * (CHUNK // 32) + tl.arange(0, CHUNK // 32)
     at = m_bits + block[:, None].to(tl.int64) * keys + key[None, :]
     there = (block < tl.cdiv(M, 32))[:, None] & (key < keys)[None, :]
