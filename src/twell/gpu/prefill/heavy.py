@@ -305,9 +305,8 @@ def write_heavy_(
 
     ``w``: all rows [F, D], Wd too, and the gate's bias of the cold neurons [C]; ``order``: int32 [F], ``n_hot`` hot
     neurons first. ``statistics``: room for sums of abs(h) by tokens [M], and counts of the cold neurons, int32 [C], to
-    which those of the tokens in ``token_mask`` are added. ``watch``: int32 [2] to which the
-    numbers of all entries and of heavy tokens are added, and the lists' cap. ``programs``: at most the
-    multiprocessors."""
+    which those of the tokens in ``token_mask`` are added. ``watch``: int32 [2], to which the numbers of all entries and
+    of heavy tokens are added, and the lists' cap. ``programs``: at most the multiprocessors."""
     (M, D), C = x.shape, len(order) - n_hot
     if M == 0:
         return
@@ -323,21 +322,6 @@ def write_heavy_(
     counted, cap = watch or (0, 0)
     programs = 1 if INTERPRETED else programs  # the interpreter runs one after the other
     weights = w.gate, up, b_gate, b_up, w.down, b_down
-    of_turns = turns.counters, turns.heavy
-    outputs = h, y, l1, counts, turns.entries, counted
-    kernel(
-        programs,
-        x,
-        *weights,
-        order,
-        *of_turns,
-        mask,
-        *outputs,
-        M,
-        D,
-        C,
-        n_hot,
-        x.stride(0),
-        cap,
-        int(watch is not None),
-    )
+    of_turns, outputs = (turns.counters, turns.heavy), (h, y, l1, counts, turns.entries, counted)
+    numbers = M, D, C, n_hot, x.stride(0), cap, int(watch is not None)
+    kernel(programs, x, *weights, order, *of_turns, mask, *outputs, *numbers)
