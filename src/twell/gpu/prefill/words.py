@@ -17,7 +17,8 @@ thread's 64 pairs took 1.08x to 1.12x of cuBLAS's gate (H200), the loop 0.96x to
 Entries are in the order of threads and bits.
 
 The assembly relies on where Triton puts a pair; ``is_laid_out`` looks that up in what was compiled. Everywhere else
-(other GPUs, other layouts, fp32, Triton's interpreter) tensor operations write the same words, in the order of columns.
+(other GPUs, other layouts, fp32) each value that is not 0 stores itself, in the order of columns; Triton's interpreter,
+which knows no assembly, does the same by tensor operations.
 """
 
 from __future__ import annotations
@@ -200,7 +201,6 @@ def store_columns(r, place, o_words, o_counts, BM: tl.constexpr, BN: tl.constexp
 
     As a masked store the words and their addresses would be moved to another layout, for which there is no room.
     """
-    column = tl.arange(0, BN) % _TILE
     active = tl.reshape((r != 0).to(tl.uint32), (BM, BN // 32, 32))
     bits = tl.sum(active << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)  # a word for 32 columns
     n = tl.reshape(popcount(bits), (BM, BN // _TILE, _TILE // 32))
@@ -210,6 +210,7 @@ def store_columns(r, place, o_words, o_counts, BM: tl.constexpr, BN: tl.constexp
         below = (tl.full((32,), 1, tl.uint32) << tl.arange(0, 32).to(tl.uint32)) - 1
         slot = tl.reshape(before, (BM, BN // 32))[:, :, None] + popcount(bits[:, :, None] & below[None, None, :])
         slot = tl.reshape(slot, (BM, BN))
+        column = tl.arange(0, BN) % _TILE
         if r.dtype.primitive_bitwidth == 16:
             word = (r.to(tl.uint16, bitcast=True).to(tl.uint32) << 16) | column[None, :].to(tl.uint32)
         else:
