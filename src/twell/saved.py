@@ -60,13 +60,13 @@ class Parts(NamedTuple):
         sums = take(tokens, width, dtype=kept.dtype)
         zeros = take(_ALIGNED + sizes.bits, dtype=torch.int32)
         offsets = take(sizes.chunks, sizes.keys + 16, dtype=torch.int32)
-        entries, heavy, early = (take(n, dtype=torch.int32) for n in (tokens, tokens, n_early(tokens)))
+        of_tokens = [take(n, dtype=torch.int32) for n in turn_sizes(tokens)]
         return cls(
             sums,
             zeros,
             zeros[_ALIGNED:].view(-1, sizes.keys),
             offsets,
-            Turns(zeros[:COUNTERS], entries, heavy, early),
+            Turns(zeros[:COUNTERS], *of_tokens),
             take(sizes.entries, dtype=narrow),
             take(sizes.entries, dtype=kept.dtype),
             take(sizes.entries, dtype=kept.dtype) if gated else None,
@@ -100,6 +100,11 @@ def n_long(tokens: Any) -> Any:
 def n_early(tokens: Any) -> Any:
     """Room for early tokens."""
     return tokens // 8
+
+
+def turn_sizes(tokens: Any) -> tuple[Any, Any, Any]:
+    """Of ``Turns`` after its counters."""
+    return tokens, tokens, n_early(tokens)
 
 
 def list_size(tokens: Any, cap: Any) -> Any:
@@ -139,7 +144,7 @@ def saved_length(
     in_parts = runs_in_parts(tokens, n_neurons, n_hot, cap, min_tokens)
     n_hot = n_neurons - in_parts * (n_neurons - n_hot)
     sizes = Sizes.of(tokens, n_neurons - n_hot, cap)
-    numbers = (_ALIGNED + sizes.bits, sizes.chunks * (sizes.keys + 16), tokens, tokens, n_early(tokens))
+    numbers = (_ALIGNED + sizes.bits, sizes.chunks * (sizes.keys + 16), *turn_sizes(tokens))
     lists = _padded(sizes.entries * narrow) + each * _padded(sizes.entries * item)
     cold = in_parts * (sum(_padded(4 * n) for n in numbers) + lists)
     return torch.sym_max(LEAST, (_padded(each * tokens * n_hot * item) + cold) // item)

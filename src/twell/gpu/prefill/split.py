@@ -21,7 +21,7 @@ from twell.gpu.shared.rows import gathered, transposed
 from twell.gpu.shared.tiles import RowTile, Tiles
 from twell.plan import PlanTensors, sizes_of
 from twell.reference import Weights, is_neuron_major
-from twell.saved import COUNTERS, Turns, index_dtype, list_size, n_early
+from twell.saved import COUNTERS, Turns, index_dtype, list_size, turn_sizes
 
 _LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
@@ -237,4 +237,4 @@ def _launch(
 
 
 def room_for_turns(tokens: int, space: Space) -> Turns:
-    return Turns(*(space.take(n, dtype=torch.int32) for n in (COUNTERS, tokens, tokens, n_early(tokens))))
+    return Turns(*(space.take(n, dtype=torch.int32) for n in (COUNTERS, *turn_sizes(tokens))))
