@@ -73,6 +73,6 @@ def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, l
             # In weight_gradients.py LONG declares a number of 64 bits.
             if hasattr(module, name) and (module, name) != (weight_gradients, "LONG"):
                 set_attribute(module, name, value)
-        for name in ("_kernel", "_kernels"):  # those that are kept have the old lengths
+        for name in ("_kernel", "_kernels", "_pairs"):  # those that are kept have the old lengths
             if hasattr(module, name):
                 set_attribute(module, name, functools.cache(getattr(module, name).__wrapped__))

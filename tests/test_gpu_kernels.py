@@ -121,7 +121,7 @@ def test_words_as_other_gpus_write_them(dtype: torch.dtype, monkeypatch: pytest.
 def test_gate_in_twell(workload: str, M: int, F: int, dtype: torch.dtype) -> None:
     """Words and counts are those of the reference; of tiles that overflow, the counts. Half tiles, parts of tiles."""
     inputs = cases.make(workload, M, 1024, F, dtype=dtype, device="cuda")
-    x, w, zeros = inputs.x[:M], inputs.w_gate, torch.full((5000,), 7, dtype=torch.int32, device="cuda")
+    x, w, bits = inputs.x[:M], inputs.w_gate, torch.full((5000,), 7, dtype=torch.int32, device="cuda")
     x[3], x[5, 7] = 0, torch.nan
     capability, processors = device_facts(0)
     tiles = tiles_for(capability, dtype)
@@ -130,8 +130,8 @@ def test_gate_in_twell(workload: str, M: int, F: int, dtype: torch.dtype) -> Non
         options = {"saves": False, "gated": False, "squared": False, "has_bias": False, "whole": True, "aligned": True}
         kernel = gate._kernel(dtype, tiles.gate, True, False, *options.values(), overlaps=True, by_registers=True)
         assert kernel.constants["BY_REGISTERS"]
-    got = gate.gate_in_twell(x, w, None, zeros=zeros, **facts)
-    assert got.words is not None and not zeros.any()
+    got = gate.gate_in_twell(x, w, None, bits=bits, **facts)
+    assert got.words is not None and not bits.any()
     checked = TwELL.from_words(got.words, got.counts, shape=(M, F), dtype=dtype)
     assert checked.counts[3].sum() == 0 and checked.counts[5].sum() == F
     x[5, 7] = 0

@@ -112,9 +112,10 @@ def assert_is_gate(got: TwELL, x: Tensor, w: Weights) -> None:
 @pytest.mark.parametrize(("M", "D", "F", "dtype"), [(40, 64, 256, f16), (33, 48, 400, f32), (1, 16, 16, f16)])
 def test_gate_in_twell(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, use_tma: bool) -> None:
     w, x = make_weights(D, F, dtype, bias=bias), torch.randn(M, D, dtype=dtype)
-    zeros = torch.full((3000,), 9, dtype=torch.int32)
-    assert_is_gate(gate.gate_in_twell(x, w.gate, w.gate_bias, zeros=zeros, **LAUNCH | {"use_tma": use_tma}), x, w)
-    assert not zeros.any()
+    bits, counters = torch.full((100, 30), 9, dtype=torch.int32), torch.full((4,), 9, dtype=torch.int32)
+    launch = LAUNCH | {"use_tma": use_tma, "bits": bits, "counters": counters}
+    assert_is_gate(gate.gate_in_twell(x, w.gate, w.gate_bias, **launch), x, w)
+    assert not bits.any() and not counters.any()
 
 
 @pytest.mark.parametrize("programs", [1, 2, 5, 64])

@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from twell.gpu.shared import replay
 from twell.gpu.shared.launch import ANY, LONG, Descriptor
-from twell.gpu.shared.replay import Matrix, Recorded, Space, beside
+from twell.gpu.shared.replay import Matrix, Recorded, Space, beside, signals, waits
 
 # Every launch becomes a line: function, programs, threads, shared memory, flags, stream and parameters, of which those
 # of 128 bytes show what stands for an address in a tensor map here: its first eight bytes. So does an event that is
@@ -168,8 +168,12 @@ def parallel(kernel: Any) -> Recorded:
     @Recorded
     def function(space: Space, x: Tensor) -> tuple[Tensor, ...]:
         for programs in range(1, 7):
+            if programs in (4, 6):
+                waits(for_all=programs == 6)
             with beside() if programs in (2, 3, 5) else contextlib.nullcontext():
                 launch(kernel, programs, x, x, 1, 1)
+            if programs == 2:
+                signals()
         return ()
 
     return function
@@ -188,10 +192,11 @@ def test_launches_beside_others_are_joined(
             function("key", (torch.zeros(8),))
             said = launches()
         short = [line if len(line) == 3 else [line[1], line[6]] for line in said]
-        second, forked, joined = short[2][2], short[1][1], short[-1][1]
-        fork, join = [[1, forked, stream], [2, forked, second]], [[1, joined, second], [2, joined, stream]]
+        second, forked, joined = short[2][2], short[1][1], short[4][1]
+        fork, signal, wait = [[1, forked, stream], [2, forked, second]], [1, joined, second], [2, joined, stream]
         assert short == [
-            [1, stream], *fork, [2, second], [3, second], [4, stream], *fork, [5, second], [6, stream], *join
+            [1, stream], *fork, [2, second], signal, [3, second], wait, [4, stream], *fork, [5, second], signal, wait,
+            [6, stream],
         ]  # fmt: skip
         assert streams.setdefault(stream, (second, forked, joined)) == (second, forked, joined)
     assert len({name for each in streams.values() for name in each}) == 6

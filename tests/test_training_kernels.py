@@ -212,7 +212,7 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
     plan, rows = inputs.plan.on(inputs.x.device), split.by_rows(inputs.w)
     *_, kept = gpu.train(inputs.x, inputs.w, "relu", plan, None, want_stats=True, save=True)
     parts = Parts.of(kept, 70, 48, 0, 32, gated=True)
-    columns = transpose.Columns(parts.bits, parts.offsets)
+    columns = transpose.Columns(parts.offsets, parts.pair_of)
     found = lists.Lists(parts.rows, parts.values, parts.turns, 32)
     tile = gpu._INTERPRETED.tail_backward
     pairs = tail_backward.write_tail_gradients(
@@ -220,7 +220,7 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
         squared=False, tile=tile,
     )  # fmt: skip
     assert pairs is not None
-    keys = columns.bits.shape[1]
+    keys = columns.keys
     n = int(columns.offsets[0, keys])
     r = torch.relu(inputs.x @ inputs.w.gate.T)
     expected = r.t().nonzero()[:, 1].tolist()

@@ -22,7 +22,6 @@ CHUNK = 256  # tokens, see gpu/training/transpose.py
 COUNTERS = 4  # see Turns
 LEAST = 2  # elements: a compiler treats 0 and 1 apart, and would compile for either
 _MOST_BITS = 1 << 34
-_ALIGNED = 64  # integers: parts start at multiples of 256 bytes
 
 
 class Turns(NamedTuple):
@@ -38,9 +37,8 @@ class Parts(NamedTuple):
     """Of what is kept in three parts. H hot neurons; K keys and P chunks: see Columns in gpu/training/transpose.py."""
 
     sums: Tensor  # [M, 2 H]: z and u of the hot neurons, interleaved; plain FFN: [M, H], z
-    zeros: Tensor  # int32: what must be 0 before the lists are made: the counters and bits
-    bits: Tensor  # int32 [ceil(M / 32), K], and offsets, int32 [P, K + 16]: Columns
-    offsets: Tensor
+    offsets: Tensor  # int32 [P, K + 16], and pair_of, int32 [entries]: Columns
+    pair_of: Tensor
     turns: Turns
     rows: Tensor  # int16 or int32 [entries]: see Lists
     values: Tensor  # [entries]: r of every entry, and u; plain FFN: none
@@ -57,16 +55,11 @@ class Parts(NamedTuple):
             start, at = at, at + _padded(n)
             return kept[start // item : (start + n) // item].view(dtype).view(shape)
 
-        sums = take(tokens, width, dtype=kept.dtype)
-        zeros = take(_ALIGNED + sizes.bits, dtype=torch.int32)
-        offsets = take(sizes.chunks, sizes.keys + 16, dtype=torch.int32)
-        of_tokens = [take(n, dtype=torch.int32) for n in turn_sizes(tokens)]
         return cls(
-            sums,
-            zeros,
-            zeros[_ALIGNED:].view(-1, sizes.keys),
-            offsets,
-            Turns(zeros[:COUNTERS], *of_tokens),
+            take(tokens, width, dtype=kept.dtype),
+            take(sizes.chunks, sizes.keys + 16, dtype=torch.int32),
+            take(sizes.entries, dtype=torch.int32),
+            Turns(*(take(n, dtype=torch.int32) for n in turn_sizes(tokens))),
             take(sizes.entries, dtype=narrow),
             take(sizes.entries, dtype=kept.dtype),
             take(sizes.entries, dtype=kept.dtype) if gated else None,
@@ -77,14 +70,13 @@ class Sizes(NamedTuple):
     """Of what is kept of the cold tail."""
 
     keys: Any  # cold neurons, and as many more as fill the last tile
-    bits: Any  # words, of 32 tokens each
     chunks: Any
     entries: Any  # of all lists
 
     @classmethod
     def of(cls, tokens: Any, n_cold: Any, cap: Any) -> Sizes:
         keys, chunks = TILE * n_tiles(n_cold), (tokens + CHUNK - 1) // CHUNK
-        return cls(keys, (tokens + 31) // 32 * keys, chunks, (list_size(tokens, cap) + 15) // 16 * 16)
+        return cls(keys, chunks, (list_size(tokens, cap) + 15) // 16 * 16)
 
 
 def _padded(size: Any) -> Any:
@@ -102,9 +94,9 @@ def n_early(tokens: Any) -> Any:
     return tokens // 8
 
 
-def turn_sizes(tokens: Any) -> tuple[Any, Any, Any]:
-    """Of ``Turns`` after its counters."""
-    return tokens, tokens, n_early(tokens)
+def turn_sizes(tokens: Any) -> tuple[Any, Any, Any, Any]:
+    """Of ``Turns``."""
+    return COUNTERS, tokens, tokens, n_early(tokens)
 
 
 def list_size(tokens: Any, cap: Any) -> Any:
@@ -144,7 +136,7 @@ def saved_length(
     in_parts = runs_in_parts(tokens, n_neurons, n_hot, cap, min_tokens)
     n_hot = n_neurons - in_parts * (n_neurons - n_hot)
     sizes = Sizes.of(tokens, n_neurons - n_hot, cap)
-    numbers = (_ALIGNED + sizes.bits, sizes.chunks * (sizes.keys + 16), *turn_sizes(tokens))
+    numbers = (sizes.chunks * (sizes.keys + 16), sizes.entries, *turn_sizes(tokens))
     lists = _padded(sizes.entries * narrow) + each * _padded(sizes.entries * item)
     cold = in_parts * (sum(_padded(4 * n) for n in numbers) + lists)
     return torch.sym_max(LEAST, (_padded(each * tokens * n_hot * item) + cold) // item)

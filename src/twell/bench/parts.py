@@ -87,7 +87,7 @@ class Parts:
     def gate_into_nothing(self) -> None:
         """The cold gate, but for its counters in vain: ``after_gate`` may follow, without ``restore``."""
         common: dict[str, Any] = {"tile": self.tiles.gate, "programs": self.programs, "use_tma": self.tiles.use_tma}
-        gate.gate_in_twell(self.x, self.layout.cold, None, zeros=self._turns.counters, **common)
+        gate.gate_in_twell(self.x, self.layout.cold, None, counters=self._turns.counters, **common)
 
     def list_active(self) -> lists.Lists:
         """Needs ``restore`` before: its counters start at 0."""

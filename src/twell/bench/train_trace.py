@@ -70,9 +70,9 @@ class _Replay:
     def rest(self) -> dict[str, Tensor]:
         """As ``gpu.train`` and ``gpu.backward``, which lay the weights out in every call."""
         parts, p, x = self.parts, self.p, self.x
-        given = parts.split, "relu", None, parts.tiles, parts.programs
-        y, l1, _, kept = hybrid.forward(x, self.w, parts.order, *given, want_stats=True, cold_gate=parts.in_twell)
-        gradients = hybrid.backward(p.dy, p.dl1, x, self.w, kept, parts.order, self.places, *given, train.NEEDS)
+        given = parts.order, self.places, parts.split, "relu", None, parts.tiles, parts.programs
+        y, l1, _, kept = hybrid.forward(x, self.w, *given, want_stats=True, cold_gate=parts.in_twell)
+        gradients = hybrid.backward(p.dy, p.dl1, x, self.w, kept, *given, train.NEEDS)
         dw = gradients.weights
         assert dw.up is not None
         return {"y": y, "l1": l1, "dx": gradients.x, "dw_gate": dw.gate, "dw_up": dw.up, "dw_down": dw.down}

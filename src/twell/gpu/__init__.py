@@ -151,7 +151,8 @@ def train(
     given: Sequence[Tensor]
     if plan is not None and _runs_in_parts(len(x), len(w.gate), plan):
         parts, facts = Split.of(plan), launch_facts(x)
-        *given, kept = hybrid.forward(x, w, plan.order, parts, activation, token_mask, *facts, want_stats=want_stats)
+        of_plan = plan.order, plan.places, parts
+        *given, kept = hybrid.forward(x, w, *of_plan, activation, token_mask, *facts, want_stats=want_stats)
     else:
         *given, kept = dense.forward(x, w, activation, token_mask, want_stats=want_stats)
     return *given, kept if save else x.new_empty(0)  # type: ignore[return-value]

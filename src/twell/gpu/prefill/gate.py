@@ -29,9 +29,10 @@ from twell.gpu.prefill.words import is_laid_out, store_columns, store_pairs
 from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Descriptor, Kernel, can_overlap, capability, ceil_div
 from twell.gpu.shared.replay import Matrix, Space
 from twell.gpu.shared.tiles import GateTile, relu, relu_pairs, start_after, tile_of
+from twell.saved import COUNTERS
 
 GROUP_M = 8
-_TILE = tl.constexpr(TILE)
+_TILE, _COUNTERS = tl.constexpr(TILE), tl.constexpr(COUNTERS)
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -124,13 +125,14 @@ def _gate_kernel(
     i_bias,  # [N] or unused
     o_values,  # HOT: h [M, width], else words [M, width, SLOTS]
     o_counts,  # uint8 [M, width], unused if HOT
-    o_zeros,  # int32 [n_zeros] that become 0, unused if HOT
+    o_counters,  # int32 [COUNTERS] that become 0, unused if HOT
+    o_bits,  # int32 [n_bits], likewise
     o_sums,  # SAVES: x rows^T + bias [M, N], else unused
     M,
     D,
     N,
     width,  # H, or T
-    n_zeros,
+    n_bits,
     x_stride,
     DTYPE: tl.constexpr,
     HOT: tl.constexpr,
@@ -151,9 +153,11 @@ def _gate_kernel(
 ):
     start_after(OVERLAPS)
     if not HOT:
-        for first in range(tl.program_id(0) * 1024, n_zeros, tl.num_programs(0) * 1024):
+        if tl.program_id(0) == 0:
+            tl.store(o_counters + tl.arange(0, _COUNTERS), tl.zeros((_COUNTERS,), tl.int32))
+        for first in range(tl.program_id(0) * 1024, n_bits, tl.num_programs(0) * 1024):
             at = first + tl.arange(0, 1024)
-            tl.store(o_zeros + at, tl.zeros((1024,), tl.int32), mask=at < n_zeros)
+            tl.store(o_bits + at, tl.zeros((1024,), tl.int32), mask=at < n_bits)
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     n_halved = (tiles_m * tiles_n) % tl.num_programs(0)
@@ -195,7 +199,7 @@ def _kernel(
         shapes = (tile.BM, tile.BK), (tile.BN, tile.BK), half
         blocks = tuple(Descriptor(dtype, shape) for shape in shapes)
     n = MULTIPLE if aligned else ANY
-    outputs = (dtype if hot else word_dtype(dtype), torch.uint8, torch.int32, dtype)
+    outputs = (dtype if hot else word_dtype(dtype), torch.uint8, torch.int32, torch.int32, dtype)
     kernel = Kernel(
         _gate_kernel,
         (*blocks, dtype, *outputs, ANY, MULTIPLE, n, n if hot else ANY, ANY, MULTIPLE),
@@ -236,17 +240,20 @@ def gate_in_twell(
     programs: int,
     use_tma: bool,
     space: Space | None = None,
-    zeros: Tensor | None = None,
+    counters: Tensor | None = None,
+    bits: Tensor | None = None,
 ) -> TwELL:
     """relu(x rows^T + bias) in TwELL, for x [M, D] (unit stride along D) and gate rows [C, D].
 
-    ``zeros``: int32 [n] that this launch sets to 0, for kernels that come after it."""
+    ``counters`` (of ``Turns``) and ``bits`` (int32, see transpose.py) become 0, for kernels that come after it."""
     M, C = x.shape[0], rows.shape[0]
     new = x.new_empty if space is None else space.take
     T = n_tiles(C)
     words, counts = new(M, T, SLOTS, dtype=word_dtype(x.dtype)), new(M, T, dtype=torch.uint8)
-    outputs = words, counts, 0 if zeros is None else zeros, 0
-    _launch(x, rows, bias, outputs, T, 0 if zeros is None else len(zeros), tile, programs, use_tma, (False,) * 4)
+    counters = new(COUNTERS, dtype=torch.int32) if counters is None else counters
+    outputs = words, counts, counters, 0 if bits is None else bits, 0
+    n_bits = 0 if bits is None else bits.numel()
+    _launch(x, rows, bias, outputs, T, n_bits, tile, programs, use_tma, (False,) * 4)
     return TwELL.from_words(words, counts, shape=(M, C), dtype=x.dtype, check=False)
 
 
@@ -267,7 +274,7 @@ def hot_activations(
 
     What h is made of, x rows^T + bias, goes into ``sums`` [M, 2 H] for a backward that wants it.
     """
-    outputs = h, 0, 0, 0 if sums is None else sums
+    outputs = h, 0, 0, 0, 0 if sums is None else sums
     options = True, sums is not None, gated, squared
     _launch(x, rows, bias, outputs, h.shape[1], 0, tile, programs, use_tma, options)
 
@@ -278,13 +285,13 @@ def _launch(
     bias: Tensor | None,
     outputs: tuple[Any, ...],
     width: int,
-    n_zeros: int,
+    n_bits: int,
     tile: GateTile,
     programs: int,
     use_tma: bool,
     options: tuple[bool, ...],
 ) -> None:
-    """``outputs``: values, counts, zeros, sums; ``options``: HOT, SAVES, GATED, SQUARED."""
+    """``outputs``: values, counts, counters, bits, sums; ``options``: HOT, SAVES, GATED, SQUARED."""
     (M, D), N, hot = x.shape, rows.shape[0], options[0]
     if M == 0 or N == 0:
         return
@@ -299,4 +306,4 @@ def _launch(
     else:
         matrices = (x, rows, rows)
     tiles = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * (2 if tile.BN >= 2 * TILE else 1)
-    kernel(min(programs, tiles), *matrices, 0 if bias is None else bias, *outputs, M, D, N, width, n_zeros, x.stride(0))
+    kernel(min(programs, tiles), *matrices, 0 if bias is None else bias, *outputs, M, D, N, width, n_bits, x.stride(0))

@@ -16,12 +16,12 @@ from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy import write_heavy_
 from twell.gpu.prefill.lists import list_active
 from twell.gpu.prefill.up_down import write_tail
-from twell.gpu.shared.replay import Recorded, Space, beside
+from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
 from twell.gpu.shared.rows import gathered, transposed
 from twell.gpu.shared.tiles import RowTile, Tiles
 from twell.plan import PlanTensors, sizes_of
 from twell.reference import Weights, is_neuron_major
-from twell.saved import COUNTERS, Turns, index_dtype, list_size, turn_sizes
+from twell.saved import Turns, index_dtype, list_size, turn_sizes
 
 _LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
@@ -220,16 +220,18 @@ def _launch(
     out = space.take(size, dtype=index_dtype(len(order))), space.take(size, dtype=x.dtype)
     turns = room_for_turns(M, space)
     h = space.take(M, n_hot) if n_hot else None
-    with space.passing():
-        in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, zeros=turns.counters, space=space, **common)
-        lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
-    # The heavy tokens before the others: their programs must all run at once, and would wait for the hot neurons' GEMM.
     of_heavy: dict[str, Any] = {"tile": tiles.heavy, "programs": programs, "space": space}
     watching = None if watch is None else (watch, cap)
-    write_heavy_(y, x, turns, rows, order, n_hot, squared=squared, watch=watching, **of_heavy)
+    with space.passing():
+        in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, counters=turns.counters, space=space, **common)
+        with beside(h is not None):  # short, while the hot neurons' GEMM runs
+            lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
+            signals()
+    with beside():
+        write_heavy_(y, x, turns, rows, order, n_hot, squared=squared, watch=watching, **of_heavy)
     if h is not None:
-        with beside():  # bound by FLOPs, the tail by bytes
-            hot_activations(x, layout.hot, layout.hot_bias, h, gated=gated, squared=squared, **common)
+        hot_activations(x, layout.hot, layout.hot_bias, h, gated=gated, squared=squared, **common)
+    waits()
     write_tail(y, x, lists, rows, squared=squared, has_hot=n_hot > 0, tile=tail_tile(tiles, x, first))
     if h is None:
         return ()
@@ -237,4 +239,4 @@ def _launch(
 
 
 def room_for_turns(tokens: int, space: Space) -> Turns:
-    return Turns(*(space.take(n, dtype=torch.int32) for n in (COUNTERS, *turn_sizes(tokens))))
+    return Turns(*(space.take(n, dtype=torch.int32) for n in turn_sizes(tokens)))

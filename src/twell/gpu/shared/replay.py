@@ -12,7 +12,7 @@ function that launches kernels, and does nothing else, is run once a key; what i
 
 The key must tell apart all that the function decides by: with TWELL_CHECK_LAUNCHES=1 every other call is recorded anew
 and compared. Where the C module cannot be built or a kernel's parameters are not as expected, functions simply run.
-Launches ``with beside():`` may run at the same time as those that come after them."""
+Launches ``with beside():`` may run at the same time as those that come after them, up to one that ``waits()``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHECKED = os.environ.get("TWELL_CHECK_LAUNCHES") == "1"  # also compares every a
 _MOST_PROGRAMS = 512  # of one function: numbers of tokens differ from call to call
 _ALIGNMENT = 256  # of what a call takes from its space
 _HEAD, _LAUNCH, _PARAM = struct.Struct("<II"), struct.Struct("<QIIIII4x"), struct.Struct("<QiI")  # as in replay.c
-_COOPERATIVE, _OVERLAPS, _BESIDE = 1, 2, 4  # likewise
+_COOPERATIVE, _OVERLAPS, _BESIDE, _SIGNALS, _WAITS, _JOINS = 1, 2, 4, 8, 16, 32  # likewise
 _DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -58,7 +58,7 @@ class Launch(NamedTuple):
     compiled: Any
     programs: int
     arguments: tuple[Any, ...]
-    is_beside: bool
+    how: int  # of _BESIDE, _SIGNALS, _WAITS and _JOINS
 
 
 class _Log:
@@ -66,10 +66,11 @@ class _Log:
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
-        self.is_beside = False
+        self.how = 0  # of the next
 
     def add(self, compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
-        self.launches.append(Launch(compiled, programs, arguments, self.is_beside))
+        self.launches.append(Launch(compiled, programs, arguments, self.how))
+        self.how &= _BESIDE
 
 
 class Space:
@@ -88,7 +89,8 @@ class Space:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """What is taken in here gives its place to what is taken after. Not for launches ``beside`` others."""
+        """What is taken in here gives its place to what is taken after, and must be read no more when that is
+        written."""
         before = self._used
         yield
         self._used = before
@@ -112,18 +114,32 @@ recording = _Recording()
 
 
 @contextlib.contextmanager
-def beside() -> Iterator[None]:
-    """Launches in here come after those before, and run at the same time as those that follow, to the end of the call.
-    Only where they are repeated: a call that is recorded runs in order."""
+def beside(pays: bool = True) -> Iterator[None]:
+    """Launches in here come after those before, and run at the same time as those that follow, to one that waits or the
+    end of the call. Only where they are repeated: a call that is recorded runs in order. Nothing unless it ``pays``."""
     log = recording.log
-    if log is None:
+    if log is None or not pays:
         yield
         return
-    log.is_beside = True
+    log.how |= _BESIDE
     try:
         yield
     finally:
-        log.is_beside = False
+        log.how &= ~_BESIDE
+
+
+def signals() -> None:
+    """What was launched last is what a launch that ``waits`` waits for, if it is beside."""
+    log = recording.log
+    if log is not None and log.launches[-1].how & _BESIDE:
+        log.launches[-1] = log.launches[-1]._replace(how=_BESIDE | _SIGNALS)
+
+
+def waits(*, for_all: bool = False) -> None:
+    """The next launch waits for the one beside that ``signals``, if there is one, or for all of them."""
+    log = recording.log
+    if log is not None and (for_all or any(launch.how & _SIGNALS for launch in log.launches)):
+        log.how |= _JOINS if for_all else _WAITS
 
 
 class Recorded:
@@ -218,10 +234,9 @@ def _program_of(
             params.append(_PARAM.pack(offset, tensor, map_at))
         facts = launch.compiled.metadata
         flags = _COOPERATIVE * facts.launch_cooperative_grid | _OVERLAPS * facts.launch_pdl
-        flags |= _BESIDE * launch.is_beside
-        numbers = launch.programs, 32 * facts.num_warps, facts.shared, len(params), flags
+        numbers = launch.programs, 32 * facts.num_warps, facts.shared, len(params), flags | launch.how
         parts += [_LAUNCH.pack(launch.compiled.function, *numbers), *params]
-    code = _HEAD.pack(len(launches), any(launch.is_beside for launch in launches)) + b"".join(parts) + maps
+    code = _HEAD.pack(len(launches), any(launch.how & _BESIDE for launch in launches)) + b"".join(parts) + maps
     item = tensors[0].element_size()  # type: ignore[union-attr]
     places = [next(at + t.data_ptr() - a for a, b, i, at in spans if i == 0 and a <= t.data_ptr() < b) for t in results]
     views = tuple((tuple(t.shape), t.stride(), at // item) for t, at in zip(results, places, strict=True))

@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
     use_tma: bool
     tail: RowTile = RowTile(2, 4, 1)
     long_tail: RowTile = RowTile(2, 4, 1)  # from about 20 neurons a token on
-    tail_backward: RowTile = RowTile(1, 2, 1)
+    tail_backward: RowTile = RowTile(1, 4, 1)
 
 
 # Chosen by measurement where a GPU was at hand (sm_90: H200), by shared memory elsewhere: 99 KiB on 86, 89 and 120,
@@ -58,7 +58,6 @@ _BY_CAPABILITY: dict[int, Tiles] = {
         GateTile(64, 128, 64, 8, 3),
         use_tma=True,
         long_tail=RowTile(1, 2, 4),
-        tail_backward=RowTile(1, 4, 1),
     ),
     120: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 8, 3), use_tma=False),
 }

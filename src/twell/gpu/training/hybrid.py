@@ -1,8 +1,8 @@
 """Training in three parts: the forward of ``split.py`` that keeps what a backward needs, and that backward.
 
 What is kept, besides x and the weights, per token: z and u of the H hot neurons; for the cold tail a narrow list of
-16-bit neurons, r and u (``lists.py``), and bits by neurons (C / 8 bytes). At H 512 and lists of 96 this is
-3.5 kB, where a dense FFN keeps r, u and h of all neurons: 34 kB.
+16-bit neurons, r and u (``lists.py``), and their pairs by neurons (``transpose.py``). At H 512 and lists of 48 this is
+2.6 kB, where a dense FFN keeps r, u and h of all neurons: 34 kB.
 
 A heavy token keeps nothing: its cold neurons are computed again from x. Only the device knows how many there are; the
 host never asks."""
@@ -21,7 +21,7 @@ from twell.gpu.prefill.heavy import write_heavy_
 from twell.gpu.prefill.lists import Lists, list_active
 from twell.gpu.prefill.split import Split, aligned, biases_of, lay_out, ready, tail_tile
 from twell.gpu.prefill.up_down import write_tail
-from twell.gpu.shared.replay import Recorded, Space
+from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
 from twell.gpu.shared.rows import put_rows_, transposed
 from twell.gpu.shared.tiles import Tiles
 from twell.gpu.training.activation import activate
@@ -29,7 +29,7 @@ from twell.gpu.training.heavy_backward import add_heavy_gradients_
 from twell.gpu.training.hot import add_product_, hot_gradients
 from twell.gpu.training.statistics import write_statistics
 from twell.gpu.training.tail_backward import write_tail_gradients
-from twell.gpu.training.transpose import Columns, count
+from twell.gpu.training.transpose import Columns, bits_shape, write_columns
 from twell.gpu.training.weight_gradients import NeuronGradients, write_weight_gradients
 from twell.reference import Gradients, Weights, is_neuron_major
 from twell.saved import Parts, Sizes, saved_length
@@ -47,6 +47,7 @@ def forward(
     x: Tensor,
     w: Weights,
     order: Tensor,
+    places: Tensor,
     split: Split,
     activation: str,
     token_mask: Tensor | None,
@@ -69,14 +70,15 @@ def forward(
         l1_sum, counts = reference.no_statistics(x)
     transposes, has_bias = not is_neuron_major(down), b_gate is not None or b_up is not None
     biases = biases_of(w, order, n_hot) if has_bias else (None, None)
-    of_gate = (None, None) if cold_gate is None else (cold_gate.words, cold_gate.counts)
-    if cold_gate is not None:  # which else sets these to 0
-        Parts.of(kept, M, F, n_hot, cap, gated=up is not None).zeros.zero_()
+    of_gate: tuple[Tensor | None, ...] = None, None, None
+    if cold_gate is not None:  # which else sets counters and bits to 0
+        Parts.of(kept, M, F, n_hot, cap, gated=up is not None).turns.counters.zero_()
+        of_gate = cold_gate.words, cold_gate.counts, order.new_zeros(*bits_shape(M, F - n_hot))
     key = (
         x.shape, x.stride(0), x.dtype, F, split, activation, transposes, up is None, b_up is None, b_down is None,
         biases[0] is None, biases[1] is None, token_mask is None, want_stats, cold_gate is None,
     )  # fmt: skip
-    tensors = (x, y, kept, l1_sum, counts, gate, up, down, b_up, b_down, order, *biases, token_mask, *of_gate)
+    tensors = (x, y, kept, l1_sum, counts, gate, up, down, b_up, b_down, order, places, *biases, token_mask, *of_gate)
     hot = _launch_forward(key, tensors, split, activation == "relu2", transposes, want_stats, tiles, programs)
     if hot:
         y.addmm_(*hot)
@@ -97,11 +99,13 @@ def _launch_forward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     order: Tensor,
+    places: Tensor,
     hot_bias: Tensor | None,
     cold_bias: Tensor | None,
     token_mask: Tensor | None,
     words: Tensor | None,
     counts_in_tiles: Tensor | None,
+    bits: Tensor | None,
     split: Split,
     squared: bool,
     transposes: bool,
@@ -116,32 +120,40 @@ def _launch_forward(
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     l1, tile = space.take(M, dtype=torch.float32), tail_tile(tiles, x, first)
     seen = space.take(Sizes.of(M, F - n_hot, cap).chunks, F - n_hot, dtype=torch.int32) if want_stats else None
+    if bits is None:
+        bits = space.take(*bits_shape(M, F - n_hot), dtype=torch.int32)
+    h = space.take(M, n_hot) if n_hot else None
     with space.passing():
         if words is None or counts_in_tiles is None:
-            in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, zeros=parts.zeros, space=space, **common)
+            of_gate: dict[str, Any] = {"counters": parts.turns.counters, "bits": bits, "space": space}
+            in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, **of_gate, **common)
         else:
             in_twell = TwELL.from_words(words, counts_in_tiles, shape=(M, F - n_hot), dtype=x.dtype, check=False)
-        out = parts.rows, parts.values
-        lists = list_active(in_twell, parts.turns, order, cap=cap, first=first, out=out, bits=parts.bits)
-    write_tail(y, x, lists, rows, squared=squared, has_hot=n_hot > 0, tile=tile, saved_up=parts.up, l1=l1)
-    count(Columns(parts.bits, parts.offsets), lists, F - n_hot, token_mask, seen, space)
-    with space.passing():
+        with beside(h is not None):  # short launches, while the hot neurons' GEMM runs
+            out = parts.rows, parts.values
+            lists = list_active(in_twell, parts.turns, order, cap=cap, first=first, out=out, bits=bits)
+            signals()
+    with beside():
+        columns = Columns(parts.offsets, parts.pair_of)
+        write_columns(columns, bits, lists, places, F - n_hot, token_mask, seen, space)
         write_heavy_(
             y, x, parts.turns, rows, order, n_hot, squared=squared, tile=tiles.heavy, programs=programs, space=space,
             statistics=None if seen is None else (l1, seen[0]), token_mask=token_mask,
         )  # fmt: skip
-    h = None
-    if n_hot:
-        h = space.take(M, n_hot)
+    hot = None
+    if h is not None:
         given: dict[str, Any] = {"gated": gated, "squared": squared, "sums": parts.sums}
         hot_activations(x, layout.hot, layout.hot_bias, h, **given, **common)
-        if M < _BY_CUBLAS:
-            add_product_(y, h, layout.hot_down, **common)
-    if seen is not None:
-        hot = None
-        if n_hot:
+        if seen is not None:
             given = {"squared": squared, "interleaved": gated, "wants_h": False, "space": space}
-            _, *hot = activate(parts.sums, None, token_mask, **given)
+            with beside():
+                _, *hot = activate(parts.sums, None, token_mask, **given)
+    waits()
+    write_tail(y, x, lists, rows, squared=squared, has_hot=n_hot > 0, tile=tile, saved_up=parts.up, l1=l1)
+    waits(for_all=True)
+    if h is not None and M < _BY_CUBLAS:
+        add_product_(y, h, layout.hot_down, **common)
+    if seen is not None:
         write_statistics(l1_sum, counts, hot, (l1, seen), order, token_mask)
     return (h, layout.hot_down) if h is not None and M >= _BY_CUBLAS else ()
 
@@ -238,7 +250,7 @@ def _launch_backward(
     M, (F, D), gated, (n_hot, cap, _) = len(x), gate.shape, up is not None, split
     parts, down = Parts.of(kept, M, F, n_hot, cap, gated=gated), transposed(down, space) if transposes else down
     out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
-    columns = Columns(parts.bits, parts.offsets) if any(g is not None for g in out) else None
+    columns = Columns(parts.offsets, parts.pair_of) if any(g is not None for g in out) else None
     lists = Lists(parts.rows, parts.values, parts.turns, cap)
     with space.passing():
         pairs = write_tail_gradients(

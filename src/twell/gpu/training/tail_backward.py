@@ -22,7 +22,7 @@ from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.launch import LONG as LONG_NUMBER
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import RowTile, start_after
-from twell.gpu.training.transpose import CHUNK, Columns, place_of
+from twell.gpu.training.transpose import Columns
 
 SPLIT = 512  # pairs of a share, at least: see ``weight_gradients.py``
 _MOST_SHARES = 4096  # there may be: room for their sums is 100 MB at D 2048
@@ -57,8 +57,7 @@ def _tail_backward_kernel(
     i_up,  # [F, D] or unused
     i_down,  # [F, D], neuron-major
     i_places,  # int32 [F]: of cold neurons among the cold ones
-    i_bits,  # see Columns
-    i_offsets,
+    i_pair_of,  # see Columns
     o_dx,  # [M, D]
     o_tokens,  # see Pairs
     o_factors,
@@ -67,7 +66,6 @@ def _tail_backward_kernel(
     D,
     cap,
     size,
-    keys,
     BD: tl.constexpr,
     WHOLE: tl.constexpr,  # BD == D
     NEURONS: tl.constexpr,
@@ -78,7 +76,6 @@ def _tail_backward_kernel(
     WANTS_DX: tl.constexpr,
     WANTS_PAIRS: tl.constexpr,
     LONG: tl.constexpr,
-    CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -100,6 +97,8 @@ def _tail_backward_kernel(
             there = e < n
             row = tl.load(i_rows + start + e, mask=there, other=0)
             a = tl.load(i_values + start + e, mask=there, other=0.0).to(tl.float32)
+            if WANTS_PAIRS:
+                pair = tl.load(i_pair_of + start + e, mask=there, other=0).to(tl.int64)
             inside = there[:, None] & in_d[None, :]
             down = tl.load(i_down + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
             if WANTS_DX:  # asked for before the sum below, which is a barrier to the loads after it
@@ -126,14 +125,13 @@ def _tail_backward_kernel(
                     part += du[:, None] * up.to(tl.float32)
                 acc += tl.sum(part, axis=0)
             if WANTS_PAIRS:
-                neuron = tl.load(i_places + row, mask=there, other=0)
-                place = place_of(i_bits, i_offsets, token, neuron, there, keys, CHUNK).to(tl.int64)
-                tl.store(o_tokens + place, token + tl.zeros_like(e), mask=there)
-                tl.store(o_factors + place, dz.to(dtype), mask=there)
+                tl.store(o_tokens + pair, token + tl.zeros_like(e), mask=there)
+                tl.store(o_factors + pair, dz.to(dtype), mask=there)
                 if GATED:
-                    tl.store(o_factors + size + place, du.to(dtype), mask=there)
-                tl.store(o_factors + 2 * size + place, h.to(dtype), mask=there)
-                tl.store(o_owners + place // SPLIT, neuron, mask=there & (place % SPLIT == 0))
+                    tl.store(o_factors + size + pair, du.to(dtype), mask=there)
+                tl.store(o_factors + 2 * size + pair, h.to(dtype), mask=there)
+                is_first = there & (pair % SPLIT == 0)  # of a share
+                tl.store(o_owners + pair // SPLIT, tl.load(i_places + row, mask=is_first, other=0), mask=is_first)
         if WANTS_DX:
             tl.store(o_dx + token.to(tl.int64) * D + d, acc.to(o_dx.dtype.element_ty), mask=in_d)
     elif WANTS_DX:
@@ -162,12 +160,12 @@ def _kernel(
 ) -> Kernel:
     wide = power_of_2(D)
     of_lists = (narrow, dtype, dtype, *[torch.int32] * 4)
-    of_columns = (torch.int32, torch.int32, torch.int32)
+    of_columns = (torch.int32, torch.int32)
     pointers = (dtype, *of_lists, torch.float32, torch.bool, dtype, dtype, dtype, *of_columns)
     outputs = (dtype, torch.int32, dtype, torch.int32)
     return Kernel(
         _tail_backward_kernel,
-        (*pointers, *outputs, ANY, MULTIPLE, ANY, LONG_NUMBER, ANY),
+        (*pointers, *outputs, ANY, MULTIPLE, ANY, LONG_NUMBER),
         {
             "BD": wide,
             "WHOLE": wide == D,
@@ -179,7 +177,6 @@ def _kernel(
             "WANTS_DX": wants_dx,
             "WANTS_PAIRS": wants_pairs,
             "LONG": LONG,
-            "CHUNK": CHUNK,
             "SPLIT": split,
             "STAGES": tile.stages,
             "OVERLAPS": overlaps,
@@ -225,8 +222,7 @@ def write_tail_gradients(
         dx is not None, pairs is not None, split, can_overlap(),
     )  # fmt: skip
     given = (0 if t is None else t for t in (saved_up, *turns, dl1, token_mask, gate, up, down, places))
-    bits, offsets, keys = (0, 0, 0) if columns is None else (*columns, columns.bits.shape[1])
+    pair_of = 0 if columns is None else columns.pair_of
     outputs = (0, 0, 0) if pairs is None else pairs
-    numbers = M, D, cap, size, keys
-    kernel(n_programs(M), dy, rows, values, *given, bits, offsets, 0 if dx is None else dx, *outputs, *numbers)
+    kernel(n_programs(M), dy, rows, values, *given, pair_of, 0 if dx is None else dx, *outputs, M, D, cap, size)
     return pairs

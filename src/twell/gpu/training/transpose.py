@@ -1,16 +1,19 @@
 """Lists by neurons: which tokens each cold neuron fired for, in the tokens' order.
 
-Both steps are deterministic; what a place is follows from counts alone.
+All steps are deterministic; which pair an entry is follows from counts alone.
 
-1. ``lists.py`` has set a bit for every entry in a table by neurons, a word for 32 tokens of one neuron. ``count``: how
-   often each neuron fired in every chunk of CHUNK tokens. Summed up, neuron by neuron and chunk by chunk, these counts
-   are offsets. (The first pass also counts for the statistics, without tokens that do not count there.)
-2. ``place_of`` (called by the kernel that has something to put there): the place of the pair (token, neuron) is its
-   chunk's offset plus the bits below the token in at most CHUNK / 32 words.
+1. ``lists.py`` has set a bit for every entry in a table by neurons, a word for 32 tokens of one neuron: int32
+   [ceil(M / 32), K], bit t of row b is token 32 b + t. The first kernel counts how often each neuron fired in every
+   chunk of CHUNK tokens (and for the statistics, without tokens that do not count there).
+2. Summed up, neuron by neuron and chunk by chunk, these counts are offsets.
+3. The pair that an entry (token, neuron) is: its chunk's offset plus the bits below the token in at most CHUNK / 32
+   words. A chain of four loads, so it has a launch of its own, in which all entries wait at once: inside the tail's
+   backward each token waited for it once an entry.
 
 Heavy tokens have no lists. Tokens over cap have set their bits before it was known that they are too many for lists of
 their own: these are taken out.
-Bytes, M 16384, C 5632: the bits, 12 MB, and a word of offsets a chunk and neuron (1.4 MB).
+Bytes, M 16384, C 5632: the bits, 12 MB, needed no longer than this; 4 an entry, and a word of offsets a chunk and
+neuron (1.4 MB).
 """
 
 from __future__ import annotations
@@ -23,21 +26,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.formats import TILE
-from twell.gpu.prefill.lists import LONG, Lists, active_of, is_listed
+from twell.formats import TILE, n_tiles
+from twell.gpu.prefill.lists import LONG, N_OVER, Lists, active_of, is_listed, rooms
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import popcount, start_after
-from twell.saved import CHUNK
+from twell.saved import CHUNK, n_long
 
 _CHUNKS_AT_ONCE = 64
+_TOKENS = 8  # of a program that looks pairs up
 
 
 class Columns(NamedTuple):
     """K keys: the cold neurons, and as many more as fill the last tile; P = ceil(M / CHUNK) chunks."""
 
-    bits: Tensor  # int32 [ceil(M / 32), K]: bit t of row b: token 32 b + t
     offsets: Tensor  # int32 [P, K + 16]: the pairs before those of a chunk and key; [0, K]: all
+    pair_of: Tensor  # int32 [entries]: the pair that each entry of the lists is
+
+    @property
+    def keys(self) -> int:
+        return self.offsets.shape[1] - 16
+
+
+def bits_shape(tokens: int, n_neurons: int) -> tuple[int, int]:
+    """Of the bits of C neurons."""
+    return ceil_div(tokens, 32), TILE * n_tiles(n_neurons)
 
 
 @triton.jit
@@ -120,18 +133,55 @@ def _add_up_kernel(i_totals, m_counts, keys, P, KEYS: tl.constexpr, CHUNKS: tl.c
 
 
 @triton.jit
-def place_of(i_bits, i_offsets, token, neuron, there, keys, CHUNK: tl.constexpr):
-    """Places of the pairs (token, neuron[:]) in the lists by neurons."""
+def _pair_kernel(
+    i_bits,  # [ceil(M / 32), keys]
+    i_offsets,  # [P, keys + 16]
+    i_rows,  # see Lists
+    i_places,  # int32 [F]: of cold neurons among the cold ones
+    i_counters,  # see Turns; likewise the two after it
+    i_entries,
+    i_heavy,
+    o_pair_of,  # int32 [entries]
+    M,
+    keys,
+    cap,
+    LONG: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ENTRIES: tl.constexpr,  # of a token, at once
+    OVERLAPS: tl.constexpr,
+):
+    """TOKENS tokens a program: first the long ones, then all in turn."""
+    start_after(OVERLAPS)
+    n_long, _ = rooms(M)
+    of_long = tl.cdiv(n_long, TOKENS)
+    if tl.program_id(0) < of_long:
+        long = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+        n_over = tl.load(i_counters + N_OVER)
+        there = (long < n_over) & (n_over <= n_long)
+        token = tl.load(i_heavy + M - 1 - long, mask=there, other=0)
+        n = active_of(tl.load(i_entries + token, mask=there, other=0))
+        start = long.to(tl.int64) * LONG + (tl.zeros((), tl.int64) + M) * cap
+    else:
+        token = (tl.program_id(0) - of_long) * TOKENS + tl.arange(0, TOKENS)
+        n = active_of(tl.load(i_entries + token, mask=token < M, other=0))
+        n = tl.where(n <= cap, n, 0)
+        start = token.to(tl.int64) * cap
     chunk = token // CHUNK
-    block = token // 32
-    b = chunk * (CHUNK // 32) + tl.arange(0, CHUNK // 32)
-    before = there[:, None] & (b <= block)[None, :]
-    bits = tl.load(i_bits + b[None, :].to(tl.int64) * keys + neuron[:, None], mask=before, other=0)
-    bits = bits.to(tl.uint32, bitcast=True)
-    below = (tl.full((), 1, tl.uint32) << (token % 32).to(tl.uint32)) - 1
-    bits = tl.where((b == block)[None, :], bits & below, bits)
-    offset = tl.load(i_offsets + chunk * (keys + 16) + neuron, mask=there, other=0)
-    return offset + tl.sum(popcount(bits), axis=1)
+    below = (tl.full((TOKENS,), 1, tl.uint32) << (token % 32).to(tl.uint32)) - 1
+    for first in range(0, tl.max(n, axis=0), ENTRIES):
+        e = first + tl.arange(0, ENTRIES)
+        there = e[None, :] < n[:, None]
+        at = start[:, None] + e[None, :]
+        neuron = tl.load(i_places + tl.load(i_rows + at, mask=there, other=0).to(tl.int32), mask=there, other=0)
+        pair = tl.load(i_offsets + chunk[:, None] * (keys + 16) + neuron, mask=there, other=0)
+        for b in tl.static_range(CHUNK // 32):
+            block = chunk * (CHUNK // 32) + b
+            before = there & (block <= token // 32)[:, None]
+            bits = tl.load(i_bits + block[:, None].to(tl.int64) * keys + neuron, mask=before, other=0)
+            bits = bits.to(tl.uint32, bitcast=True)
+            pair += popcount(tl.where((block == token // 32)[:, None], bits & below[:, None], bits))
+        tl.store(o_pair_of + at, pair, mask=there)
 
 
 @functools.cache
@@ -150,20 +200,30 @@ def _adders(overlaps: bool) -> tuple[Kernel, Kernel]:
     return total, Kernel(_add_up_kernel, arguments, {"KEYS": 1024} | constants, warps=4)
 
 
-def count(
+@functools.cache
+def _pairs(narrow: torch.dtype, chunk: int, overlaps: bool) -> Kernel:
+    pointers = (torch.int32, torch.int32, narrow, *[torch.int32] * 5)
+    constants = {"LONG": LONG, "CHUNK": chunk, "TOKENS": _TOKENS, "ENTRIES": 16, "OVERLAPS": overlaps}
+    return Kernel(_pair_kernel, (*pointers, ANY, MULTIPLE, ANY), constants, warps=4)
+
+
+def write_columns(
     columns: Columns,
+    bits: Tensor,
     lists: Lists,
+    places: Tensor,
     n_neurons: int,
     token_mask: Tensor | None,
     statistics: Tensor | None = None,
     space: Space | None = None,
 ) -> None:
-    """Write the offsets of ``columns``, whose bits ``list_active`` has set for C neurons, and take out heavy tokens.
+    """Write ``columns`` of C neurons, for whose entries ``list_active`` has set ``bits``. ``places``: of
+    ``PlanTensors``.
 
     And into ``statistics`` int32 [P, C] for how many of the tokens in ``token_mask`` that have lists each neuron was
     active, chunk by chunk."""
-    (bits, offsets), M = columns, lists.turns.entries.shape[0]
-    keys, P = bits.shape[1], ceil_div(M, CHUNK)
+    (offsets, pair_of), keys, M = columns, columns.keys, lists.turns.entries.shape[0]
+    P = ceil_div(M, CHUNK)
     if M == 0 or keys == 0:
         return
     mask, seen = 0 if token_mask is None else token_mask, 0 if statistics is None else statistics
@@ -174,3 +234,6 @@ def count(
     total, add_up = _adders(can_overlap())
     total(keys // 32, offsets, totals, keys, P)
     add_up(keys // 32, totals, offsets, keys, P)
+    programs = ceil_div(n_long(M), _TOKENS) + ceil_div(M, _TOKENS)
+    of_lists = lists.rows, places, turns.counters, turns.entries, turns.heavy
+    _pairs(lists.rows.dtype, CHUNK, can_overlap())(programs, bits, offsets, *of_lists, pair_of, M, keys, lists.cap)

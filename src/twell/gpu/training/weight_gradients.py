@@ -34,6 +34,7 @@ from twell.gpu.training.transpose import Columns
 _BLOCK_D = 256  # of x and dy: 16384 rows of both are 17 MB in bf16
 _TOKENS = 2  # rows gathered at once
 _SHARE_TOKENS = 8  # all wait for the longest share, so it must not take long
+_SHARES = 512  # at once: there is room for several times as many, and as a rule none is needed
 _WARPS = 1  # as many as leave every thread 8 elements of a row: then a sum over rows needs no other thread
 
 
@@ -50,8 +51,8 @@ class NeuronGradients(NamedTuple):
 @triton.jit
 def _sum_pairs(
     begin, end, d, i_x, i_dy, i_tokens, i_factors, D, size, x_stride,
-    BD: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WANTS_GATE: tl.constexpr, WANTS_UP: tl.constexpr,
-    WANTS_DOWN: tl.constexpr, WANTS_GATE_BIAS: tl.constexpr, WANTS_UP_BIAS: tl.constexpr,
+    BD: tl.constexpr, TOKENS: tl.constexpr, WANTS_GATE: tl.constexpr, WANTS_UP: tl.constexpr, WANTS_DOWN: tl.constexpr,
+    WANTS_GATE_BIAS: tl.constexpr, WANTS_UP_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Columns ``d`` of the sums over pairs begin to end, for gate, up and down, and of both biases."""
     gate = tl.zeros((BD,), tl.float32)
@@ -59,7 +60,7 @@ def _sum_pairs(
     down = tl.zeros((BD,), tl.float32)
     gate_bias = tl.zeros((TOKENS,), tl.float32)
     up_bias = tl.zeros((TOKENS,), tl.float32)
-    for first in tl.range(begin, end, TOKENS, num_stages=STAGES):
+    for first in range(begin, end, TOKENS):
         e = (first + tl.arange(0, TOKENS)).to(tl.int64)
         there = e < end
         token = tl.load(i_tokens + e, mask=there, other=0).to(tl.int64)
@@ -96,11 +97,10 @@ def _share_kernel(
     size,
     keys,
     x_stride,
-    shares,  # that there is room for
+    programs,  # for each block of D
     BD: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
     WANTS_GATE: tl.constexpr,
     WANTS_UP: tl.constexpr,
     WANTS_DOWN: tl.constexpr,
@@ -109,19 +109,19 @@ def _share_kernel(
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    share = tl.program_id(0) % shares
-    block = tl.program_id(0) // shares
-    begin = share * SPLIT
-    if begin < tl.load(i_offsets + keys):
+    block = tl.program_id(0) // programs
+    d = block * BD + tl.arange(0, BD)
+    n_shares = tl.cdiv(tl.load(i_offsets + keys), SPLIT)
+    for share in range(tl.program_id(0) % programs, n_shares, programs):
+        begin = share * SPLIT
         key = tl.load(i_owners + share)
         end = tl.load(i_offsets + key + 1)
         if end - tl.load(i_offsets + key) > SPLIT:
-            d = block * BD + tl.arange(0, BD)
             gate, up, down, gate_bias, up_bias = _sum_pairs(
                 begin, min(end, begin + SPLIT), d, i_x, i_dy, i_tokens, i_factors, D, size, x_stride, BD, TOKENS,
-                STAGES, WANTS_GATE, WANTS_UP, WANTS_DOWN, WANTS_GATE_BIAS, WANTS_UP_BIAS,
+                WANTS_GATE, WANTS_UP, WANTS_DOWN, WANTS_GATE_BIAS, WANTS_UP_BIAS,
             )  # fmt: skip
-            sums = o_shares + share.to(tl.int64) * (3 * D + 16)
+            sums = o_shares + (share + tl.zeros((), tl.int64)) * (3 * D + 16)
             tl.store(sums + d, gate, mask=d < D)
             tl.store(sums + D + d, up, mask=d < D)
             tl.store(sums + 2 * D + d, down, mask=d < D)
@@ -153,7 +153,6 @@ def _neuron_kernel(
     BD: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
     WANTS_GATE: tl.constexpr,
     WANTS_UP: tl.constexpr,
     WANTS_DOWN: tl.constexpr,
@@ -167,11 +166,12 @@ def _neuron_kernel(
     if key < C:
         begin = tl.load(i_offsets + key)
         end = tl.load(i_offsets + key + 1)
+        row = tl.load(i_order + H + key)
         is_split = end - begin > SPLIT
         d = block * BD + tl.arange(0, BD)
         gate, up, down, gate_bias, up_bias = _sum_pairs(
             begin, tl.where(is_split, tl.cdiv(begin, SPLIT) * SPLIT, end), d, i_x, i_dy, i_tokens, i_factors, D, size,
-            x_stride, BD, TOKENS, STAGES, WANTS_GATE, WANTS_UP, WANTS_DOWN, WANTS_GATE_BIAS, WANTS_UP_BIAS,
+            x_stride, BD, TOKENS, WANTS_GATE, WANTS_UP, WANTS_DOWN, WANTS_GATE_BIAS, WANTS_UP_BIAS,
         )  # fmt: skip
         if is_split:
             for share in range(tl.cdiv(begin, SPLIT), tl.cdiv(end, SPLIT)):
@@ -181,7 +181,6 @@ def _neuron_kernel(
                 down += tl.load(sums + 2 * D + d, mask=d < D, other=0.0)
                 gate_bias += tl.load(sums + 3 * D)
                 up_bias += tl.load(sums + 3 * D + 1)
-        row = tl.load(i_order + H + key)
         at = row.to(tl.int64) * D + d
         if WANTS_GATE:
             tl.store(o_gate + at, gate.to(o_gate.dtype.element_ty), mask=d < D)
@@ -203,7 +202,6 @@ def _kernels(dtype: torch.dtype, D: int, split: int, wants: tuple[bool, ...], ov
         "BD": min(_BLOCK_D, power_of_2(D)),
         "TOKENS": _SHARE_TOKENS,
         "SPLIT": split,
-        "STAGES": 1,
         "WANTS_GATE": wants[0],
         "WANTS_UP": wants[1],
         "WANTS_DOWN": wants[2],
@@ -251,7 +249,7 @@ def write_weight_gradients(
 ) -> None:
     """Write the cold neurons' rows of ``out``; those without tokens become 0. ``order``: int32 [F], hot neurons
     first."""
-    D, keys = x.shape[1], columns.bits.shape[1]
+    D, keys = x.shape[1], columns.keys
     if keys == 0:
         return
     size, n_shares = pairs.tokens.shape[0], pairs.owners.shape[0]
@@ -259,7 +257,8 @@ def write_weight_gradients(
     share_kernel, neuron_kernel = _kernels(x.dtype, D, split_at(size), tuple(o is not None for o in out), can_overlap())
     blocks, offsets = ceil_div(D, _BLOCK_D), columns.offsets
     if n_shares:
-        share_kernel(n_shares * blocks, x, dy, *pairs, offsets, shares, D, size, keys, x.stride(0), n_shares)
+        programs = min(n_shares, _SHARES)
+        share_kernel(programs * blocks, x, dy, *pairs, offsets, shares, D, size, keys, x.stride(0), programs)
     inputs = x, dy, pairs.tokens, pairs.factors, offsets, shares, order
     outputs = (0 if o is None else o for o in out)
     neuron_kernel(keys * blocks, *inputs, *outputs, D, n_cold, len(order) - n_cold, size, keys, x.stride(0))
