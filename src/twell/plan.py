@@ -66,7 +66,6 @@ _MIN_GAIN = 1.05  # the split must promise this much over dense
 # More in training: counts do not tell of heavy tokens. Where later text had twice the cold activations, 1.17x promised
 # were 0.89x (H200).
 _MIN_GAIN_TRAINING = 1.25
-_MIN_UNION_GAIN = 1.02  # tiles of tokens less: neighbours in a text are alike, and fire fewer neurons than is counted
 _STEP = 16  # of cap and first: kernels are compiled anew where a number stops being a multiple of it
 _LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the one counted, since text changes
 _MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
@@ -422,7 +421,7 @@ def union_tokens_for(frequency: Tensor, tokens: int, width: int, *, gated: bool,
     union = union_of(frequency, TILE_TOKENS)
     for M, (start, gather) in _UNION_COSTS.items():
         cost = factor * (start * max(1, 2048 / width) + F + others * gather * union)
-        if cost > (1 + others) * F / _MIN_UNION_GAIN:
+        if cost > (1 + others) * F / _MIN_GAIN:
             break
         union_tokens = M
     return union_tokens

@@ -361,5 +361,5 @@ class _TracedFFN(nn.Module):
         if self.parts is None or x.shape[:-1].numel() != len(self.parts.x):
             return gpu.forward(x.flatten(0, 1), Weights(*self.weights), "relu", None).view(x.shape)
         self.parts.lay_out()  # in vain: as a layer does that is not frozen
-        self.parts.gate_into_nothing()
+        self.parts.cold_gate(self.parts.tiles.gate, self.parts.tiles.use_tma)
         return self.parts.after_gate().view(x.shape)

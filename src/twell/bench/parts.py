@@ -25,7 +25,7 @@ class Parts:
         self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
         self.tail_tile = split.tail_tile(self.tiles, x, plan.first)
-        self.rows = split.by_rows(w)
+        self.weights, self.rows = w, split.by_rows(w)
         self.layout = self.lay_out()
         self.cold = self.order[self.split.n_hot :].long()  # [C]: rows of the weights
         self.y = torch.zeros_like(self.x)
@@ -84,11 +84,6 @@ class Parts:
     def cold_gate(self, tile: GateTile, use_tma: bool) -> TwELL:
         return gate.gate_in_twell(self.x, self.layout.cold, None, tile=tile, programs=self.programs, use_tma=use_tma)
 
-    def gate_into_nothing(self) -> None:
-        """The cold gate, but for its counters in vain: ``after_gate`` may follow, without ``restore``."""
-        common: dict[str, Any] = {"tile": self.tiles.gate, "programs": self.programs, "use_tma": self.tiles.use_tma}
-        gate.gate_in_twell(self.x, self.layout.cold, None, counters=self._turns.counters, **common)
-
     def list_active(self) -> lists.Lists:
         """Needs ``restore`` before: its counters start at 0."""
         cap, first = self.split.cap, self.split.first
@@ -113,12 +108,6 @@ class Parts:
         return self.y
 
     def after_gate(self) -> Tensor:
-        """Everything but the cold gate. Needs ``restore`` before."""
-        kept, self.lists = self.lists, self.list_active()
-        self.tail(self.tail_tile)
-        self.heavy(self.tiles.heavy)
-        self.lists = kept
-        if self.has_hot:
-            self.hot(self.tiles.gate, self.tiles.use_tma)
-            self.hot_down()
-        return self.y
+        """Everything but the cold gate, as a frozen layer runs it."""
+        given = self.order, self.split, "relu", self.tiles, self.programs, self.rows.down, self.layout
+        return split.forward(self.x, self.weights, *given, cold_gate=self.in_twell)

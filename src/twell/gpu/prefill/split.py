@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from twell.formats import TwELL
 from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy import write_heavy_
 from twell.gpu.prefill.lists import list_active
@@ -21,7 +22,7 @@ from twell.gpu.shared.rows import gathered, transposed
 from twell.gpu.shared.tiles import RowTile, Tiles
 from twell.plan import PlanTensors, sizes_of
 from twell.reference import Weights, is_neuron_major
-from twell.saved import Turns, index_dtype, list_size, turn_sizes
+from twell.saved import COUNTERS, Turns, index_dtype, list_size, turn_sizes
 
 _LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
 
@@ -157,9 +158,11 @@ def forward(
     down: Tensor | None = None,
     layout: Layout | None = None,
     watch: Tensor | None = None,
+    cold_gate: TwELL | None = None,
 ) -> Tensor:
     """y [..., D] for x [..., D]. ``down``, ``layout``: Wd neuron by neuron and a layout, where a frozen layer has
-    them. ``watch``: int32 [2] to which the numbers of entries and of heavy tokens are added."""
+    them. ``watch``: int32 [2] to which the numbers of entries and of heavy tokens are added. ``cold_gate``: what
+    ``gate_in_twell`` gives, where it is there already."""
     x, w = aligned(x), ready(w)
     gate, up, own_down, b_gate, b_up, b_down = w
     n_hot, y = split.n_hot, x.new_empty(x.shape)
@@ -173,9 +176,12 @@ def forward(
         kept, hot_bias, cold_bias = (layout.hot, layout.hot_down, layout.cold), layout.hot_bias, layout.cold_bias
     key = (
         x.shape, x.stride(-2), x.dtype, gate.shape[0], split, activation, transposes, layout is None, up is None,
-        b_up is None, b_down is None, hot_bias is None, cold_bias is None, watch is None,
+        b_up is None, b_down is None, hot_bias is None, cold_bias is None, watch is None, cold_gate is None,
     )  # fmt: skip
-    tensors = (x, y, gate, up, down, b_up, b_down, order, *kept, hot_bias, cold_bias, watch)
+    of_gate: tuple[Tensor | None, ...] = None, None, None
+    if cold_gate is not None:  # which else sets the counters to 0
+        of_gate = cold_gate.words, cold_gate.counts, order.new_zeros(COUNTERS)
+    tensors = (x, y, gate, up, down, b_up, b_down, order, *kept, hot_bias, cold_bias, watch, *of_gate)
     hot = _launch(key, tensors, split, activation == "relu2", transposes, tiles, programs)
     if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
         h, hot_down = hot if layout is None else (*hot, layout.hot_down)
@@ -200,6 +206,9 @@ def _launch(
     hot_bias: Tensor | None,
     cold_bias: Tensor | None,
     watch: Tensor | None,
+    words: Tensor | None,
+    counts: Tensor | None,
+    counters: Tensor | None,
     split: Split,
     squared: bool,
     transposes: bool,
@@ -223,7 +232,11 @@ def _launch(
     of_heavy: dict[str, Any] = {"tile": tiles.heavy, "programs": programs, "space": space}
     watching = None if watch is None else (watch, cap)
     with space.passing():
-        in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, counters=turns.counters, space=space, **common)
+        if words is None or counts is None or counters is None:
+            in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, counters=turns.counters, space=space, **common)
+        else:
+            turns = turns._replace(counters=counters)
+            in_twell = TwELL.from_words(words, counts, shape=(M, len(order) - n_hot), dtype=x.dtype, check=False)
         with beside(h is not None):  # short, while the hot neurons' GEMM runs
             lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
             signals()
