@@ -33,18 +33,28 @@ def look_through_triton_once() -> None:
 def gather_in_torch(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """The kernel has a program a row, which the interpreter takes a second for; test_kernels.py tests it."""
     from twell.gpu.prefill import split
+    from twell.gpu.training import hybrid
 
     set_attribute(split, "gathered", gathered)
+    set_attribute(hybrid, "gathered", gathered)
 
 
 def gathered(
-    gate: Tensor, up: Tensor | None, down: Tensor, order: Tensor, n_hot: int, *, cold: bool, space: Any = None
+    gate: Tensor,
+    up: Tensor | None,
+    down: Tensor,
+    order: Tensor,
+    n_hot: int,
+    *,
+    hot: bool = True,
+    cold: bool = True,
+    space: Any = None,
 ) -> Tensor:
     """As gpu/shared/rows.py's, which goes by down's address."""
     down = down if down.is_contiguous() else down.t()
-    hot, others = order[:n_hot].long(), order[n_hot:].long()
-    both = gate[hot] if up is None else torch.stack([gate[hot], up[hot]], 1).flatten(0, 1)
-    return torch.cat([both, down[hot], gate[others if cold else others[:0]]])
+    first, others = order[:n_hot].long(), order[n_hot:].long()
+    both = gate[first] if up is None else torch.stack([gate[first], up[first]], 1).flatten(0, 1)
+    return torch.cat([*([both, down[first]] if hot else []), gate[others if cold else others[:0]]])
 
 
 def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, long: int = 24) -> None:

@@ -172,9 +172,9 @@ def test_with_lists_and_rows_as_they_are_elsewhere(monkeypatch: pytest.MonkeyPat
     for gated in (True, False):
         w = w if gated else w._replace(up=None, up_bias=None)
         order = make_plan(304, 32, 16).on(x.device).order
-        for cold in (True, False):
+        for which in ({}, {"cold": False}, {"hot": False}):
             arguments = (w.gate, w.up, w.down.T.contiguous(), order, 32)
-            assert torch.equal(rows.gathered(*arguments, cold=cold), interpreted.gathered(*arguments, cold=cold))
+            assert torch.equal(rows.gathered(*arguments, **which), interpreted.gathered(*arguments, **which))
 
 
 @pytest.mark.parametrize("plan", [None, dense_plan(256)])

@@ -168,8 +168,8 @@ def parallel(kernel: Any) -> Recorded:
     @Recorded
     def function(space: Space, x: Tensor) -> tuple[Tensor, ...]:
         for programs in range(1, 7):
-            if programs in (4, 6):
-                waits(for_all=programs == 6)
+            if programs == 4:
+                waits()
             with beside() if programs in (2, 3, 5) else contextlib.nullcontext():
                 launch(kernel, programs, x, x, 1, 1)
             if programs == 2:
@@ -195,8 +195,8 @@ def test_launches_beside_others_are_joined(
         second, forked, joined = short[2][2], short[1][1], short[4][1]
         fork, signal, wait = [[1, forked, stream], [2, forked, second]], [1, joined, second], [2, joined, stream]
         assert short == [
-            [1, stream], *fork, [2, second], signal, [3, second], wait, [4, stream], *fork, [5, second], signal, wait,
-            [6, stream],
+            [1, stream], *fork, [2, second], signal, [3, second], wait, [4, stream], *fork, [5, second], [6, stream],
+            signal, wait,
         ]  # fmt: skip
         assert streams.setdefault(stream, (second, forked, joined)) == (second, forked, joined)
     assert len({name for each in streams.values() for name in each}) == 6

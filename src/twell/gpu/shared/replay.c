@@ -5,9 +5,8 @@
 // was made once; only its address is new.
 //
 // Launches that are BESIDE go to a second stream, after all that was launched before them. A launch that WAITS waits for
-// the last one there that SIGNALS, one that JOINS for all of them, and so does what comes after the program. Every stream
-// has a second one of its own, so that a CUDA graph that is captured from one takes in the other, and that no thread's
-// work waits for another's.
+// the last one there that SIGNALS, and what comes after the program for all of them. Every stream has a second one of its
+// own, so that a CUDA graph that is captured from one takes in the other, and that no thread's work waits for another's.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -21,7 +20,7 @@
 #define MOST_MAPS 4
 #define MOST_LANES 64
 
-enum { COOPERATIVE = 1, OVERLAPS = 2, BESIDE = 4, SIGNALS = 8, WAITS = 16, JOINS = 32 };
+enum { COOPERATIVE = 1, OVERLAPS = 2, BESIDE = 4, SIGNALS = 8, WAITS = 16 };
 
 typedef struct {
   uint64_t function;
@@ -140,9 +139,8 @@ static CUresult fork_to(const Lane *lane) {
   return code ? code : wait_for_event(lane->beside, lane->forked, 0);
 }
 
-// Has what comes next on the first stream wait for the second one: for all of it, or up to what was signalled.
-static CUresult join(const Lane *lane, int is_signalled) {
-  CUresult code = is_signalled ? CUDA_SUCCESS : record_event(lane->joined, lane->beside);
+static CUresult join(const Lane *lane) {
+  CUresult code = record_event(lane->joined, lane->beside);
   return code ? code : wait_for_event(lane->stream, lane->joined, 0);
 }
 
@@ -213,18 +211,18 @@ static PyObject *replay(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     const Launch *launch = (const Launch *)at;
     const Param *params = (const Param *)(at + sizeof(Launch));
     int is_beside = lane && launch->flags & BESIDE;
-    int is_joined = is_apart && launch->flags & (WAITS | JOINS);
-    if (is_joined) code = join(lane, launch->flags & WAITS);
+    int waits = is_apart && launch->flags & WAITS;
+    if (waits) code = wait_for_event(stream, lane->joined, 0);
     else if (is_beside && is_behind) code = fork_to(lane);
     if (code == CUDA_SUCCESS)
       code = launch_one(program, launch, params, is_beside ? lane->beside : stream, addresses,
-                        launch->flags & OVERLAPS && !is_joined);
+                        launch->flags & OVERLAPS && !waits);
     if (code == CUDA_SUCCESS && is_beside && launch->flags & SIGNALS) code = record_event(lane->joined, lane->beside);
-    is_apart = is_beside || (is_apart && !(launch->flags & JOINS));
+    is_apart |= is_beside;
     is_behind = !is_beside;
     at = (const char *)(params + launch->n_params);
   }
-  if (is_apart && code == CUDA_SUCCESS) code = join(lane, 0);
+  if (is_apart && code == CUDA_SUCCESS) code = join(lane);
   Py_END_ALLOW_THREADS;
   if (code) return failed("launching recorded kernels", code);
   Py_RETURN_TRUE;

@@ -36,7 +36,7 @@ CHECKED = os.environ.get("TWELL_CHECK_LAUNCHES") == "1"  # also compares every a
 _MOST_PROGRAMS = 512  # of one function: numbers of tokens differ from call to call
 _ALIGNMENT = 256  # of what a call takes from its space
 _HEAD, _LAUNCH, _PARAM = struct.Struct("<II"), struct.Struct("<QIIIII4x"), struct.Struct("<QiI")  # as in replay.c
-_COOPERATIVE, _OVERLAPS, _BESIDE, _SIGNALS, _WAITS, _JOINS = 1, 2, 4, 8, 16, 32  # likewise
+_COOPERATIVE, _OVERLAPS, _BESIDE, _SIGNALS, _WAITS = 1, 2, 4, 8, 16  # likewise
 _DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -58,7 +58,7 @@ class Launch(NamedTuple):
     compiled: Any
     programs: int
     arguments: tuple[Any, ...]
-    how: int  # of _BESIDE, _SIGNALS, _WAITS and _JOINS
+    how: int  # of _BESIDE, _SIGNALS and _WAITS
 
 
 class _Log:
@@ -131,15 +131,15 @@ def beside(pays: bool = True) -> Iterator[None]:
 def signals() -> None:
     """What was launched last is what a launch that ``waits`` waits for, if it is beside."""
     log = recording.log
-    if log is not None and log.launches[-1].how & _BESIDE:
+    if log is not None and log.launches and log.launches[-1].how & _BESIDE:
         log.launches[-1] = log.launches[-1]._replace(how=_BESIDE | _SIGNALS)
 
 
-def waits(*, for_all: bool = False) -> None:
-    """The next launch waits for the one beside that ``signals``, if there is one, or for all of them."""
+def waits() -> None:
+    """The next launch waits for the one beside that ``signals``, if there is one."""
     log = recording.log
-    if log is not None and (for_all or any(launch.how & _SIGNALS for launch in log.launches)):
-        log.how |= _JOINS if for_all else _WAITS
+    if log is not None and any(launch.how & _SIGNALS for launch in log.launches):
+        log.how |= _WAITS
 
 
 class Recorded:

@@ -105,13 +105,15 @@ def _gather_kernel(
     o_rows,  # [n, D]
     D,
     H,
+    first,
     GATED: tl.constexpr,
     BD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Rows of the output: the hot neurons' of gate and up, interleaved; of down; then the cold ones' of gate."""
+    """From the ``first`` on of these rows: the hot neurons' of gate and up, interleaved; of down; the cold ones' of
+    gate."""
     start_after(OVERLAPS)
-    row = tl.program_id(0) // tl.cdiv(D, BD)
+    row = first + tl.program_id(0) // tl.cdiv(D, BD)
     d = tl.program_id(0) % tl.cdiv(D, BD) * BD + tl.arange(0, BD)
     EACH: tl.constexpr = 2 if GATED else 1
     source = i_gate
@@ -127,13 +129,13 @@ def _gather_kernel(
         n = row - EACH * H
     neuron = tl.load(i_order + n).to(tl.int64)
     t = tl.load(source + neuron * D + d, mask=d < D, other=0.0)
-    tl.store(o_rows + row.to(tl.int64) * D + d, t, mask=d < D)
+    tl.store(o_rows + (row - first).to(tl.int64) * D + d, t, mask=d < D)
 
 
 @functools.cache
 def _gather(dtype: torch.dtype, gated: bool, overlaps: bool) -> Kernel:
     constants = {"GATED": gated, "BD": _WIDE, "OVERLAPS": overlaps}
-    return Kernel(_gather_kernel, (dtype, dtype, dtype, torch.int32, dtype, MULTIPLE, ANY), constants, warps=4)
+    return Kernel(_gather_kernel, (dtype, dtype, dtype, torch.int32, dtype, MULTIPLE, ANY, ANY), constants, warps=4)
 
 
 def gathered(
@@ -143,16 +145,18 @@ def gathered(
     order: Tensor,
     n_hot: int,
     *,
-    cold: bool,
+    hot: bool = True,
+    cold: bool = True,
     space: Space | None = None,
 ) -> Tensor:
     """[2 H + H + C, D] (plain FFN: [H + H + C, D]): gate and up rows of the hot neurons, interleaved; their rows of
-    down; with ``cold`` the gate rows of the cold ones. One launch: 20 us for F 5632, D 2048, bf16 on an H200."""
+    down; the gate rows of the cold ones. Or only those of hot or cold ones. One launch: 20 us for F 5632, D 2048, bf16
+    on an H200."""
     F, D = gate.shape
-    each = 1 if up is None else 2
-    n = (each + 1) * n_hot + (F - n_hot if cold else 0)
-    out = (gate.new_empty if space is None else space.take)(n, D)
-    if n:
-        kernel = _gather(gate.dtype, up is not None, can_overlap())
-        kernel(n * ceil_div(D, _WIDE), gate, 0 if up is None else up, down, order, out, D, n_hot)
+    n_first = (1 if up is None else 2) * n_hot + n_hot
+    first, end = 0 if hot else n_first, n_first + F - n_hot if cold else n_first
+    out = (gate.new_empty if space is None else space.take)(end - first, D)
+    if end > first:
+        kernel, programs = _gather(gate.dtype, up is not None, can_overlap()), (end - first) * ceil_div(D, _WIDE)
+        kernel(programs, gate, 0 if up is None else up, down, order, out, D, n_hot, first)
     return out

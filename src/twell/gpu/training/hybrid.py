@@ -22,7 +22,7 @@ from twell.gpu.prefill.lists import Lists, list_active
 from twell.gpu.prefill.split import Split, aligned, biases_of, lay_out, ready, tail_tile
 from twell.gpu.prefill.up_down import write_tail
 from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
-from twell.gpu.shared.rows import put_rows_, transposed
+from twell.gpu.shared.rows import gathered, put_rows_, transposed
 from twell.gpu.shared.tiles import Tiles
 from twell.gpu.training.activation import activate
 from twell.gpu.training.heavy_backward import add_heavy_gradients_
@@ -115,8 +115,11 @@ def _launch_forward(
 ) -> tuple[Tensor, ...]:
     M, F, gated, (n_hot, cap, first) = len(x), len(gate), up is not None, split
     parts = Parts.of(kept, M, F, n_hot, cap, gated=gated)
-    rows = Weights(gate, up, transposed(down, space) if transposes else down, cold_bias, up_bias, down_bias)
-    layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), space=space)
+    cold = gathered(gate, up, down, order, n_hot, hot=False, space=space) if n_hot else gate
+    with beside():  # while the cold gate's GEMM runs
+        rows = Weights(gate, up, transposed(down, space) if transposes else down, cold_bias, up_bias, down_bias)
+        layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), cold=False, space=space)._replace(cold=cold)
+        signals()
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     l1, tile = space.take(M, dtype=torch.float32), tail_tile(tiles, x, first)
     seen = space.take(Sizes.of(M, F - n_hot, cap).chunks, F - n_hot, dtype=torch.int32) if want_stats else None
@@ -129,28 +132,22 @@ def _launch_forward(
             in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, **of_gate, **common)
         else:
             in_twell = TwELL.from_words(words, counts_in_tiles, shape=(M, F - n_hot), dtype=x.dtype, check=False)
-        with beside(h is not None):  # short launches, while the hot neurons' GEMM runs
-            out = parts.rows, parts.values
-            lists = list_active(in_twell, parts.turns, order, cap=cap, first=first, out=out, bits=bits)
-            signals()
-    with beside():
-        columns = Columns(parts.offsets, parts.pair_of)
-        write_columns(columns, bits, lists, places, F - n_hot, token_mask, seen, space)
-        write_heavy_(
-            y, x, parts.turns, rows, order, n_hot, squared=squared, tile=tiles.heavy, programs=programs, space=space,
-            statistics=None if seen is None else (l1, seen[0]), token_mask=token_mask,
-        )  # fmt: skip
+        out = parts.rows, parts.values
+        lists = list_active(in_twell, parts.turns, order, cap=cap, first=first, out=out, bits=bits)
+    write_columns(Columns(parts.offsets, parts.pair_of), bits, lists, places, F - n_hot, token_mask, seen, space)
+    waits()
     hot = None
     if h is not None:
         given: dict[str, Any] = {"gated": gated, "squared": squared, "sums": parts.sums}
         hot_activations(x, layout.hot, layout.hot_bias, h, **given, **common)
         if seen is not None:
             given = {"squared": squared, "interleaved": gated, "wants_h": False, "space": space}
-            with beside():
-                _, *hot = activate(parts.sums, None, token_mask, **given)
-    waits()
+            _, *hot = activate(parts.sums, None, token_mask, **given)
+    write_heavy_(
+        y, x, parts.turns, rows, order, n_hot, squared=squared, tile=tiles.heavy, programs=programs, space=space,
+        statistics=None if seen is None else (l1, seen[0]), token_mask=token_mask,
+    )  # fmt: skip
     write_tail(y, x, lists, rows, squared=squared, has_hot=n_hot > 0, tile=tile, saved_up=parts.up, l1=l1)
-    waits(for_all=True)
     if h is not None and M < _BY_CUBLAS:
         add_product_(y, h, layout.hot_down, **common)
     if seen is not None:

@@ -34,7 +34,8 @@ from twell.gpu.shared.tiles import popcount, start_after
 from twell.saved import CHUNK, n_long
 
 _CHUNKS_AT_ONCE = 64
-_TOKENS = 8  # of a program that looks pairs up
+_KEYS = 256  # of a program that counts
+_TOKENS = 16  # of one that looks pairs up
 
 
 class Columns(NamedTuple):
@@ -80,8 +81,9 @@ def _count_kernel(
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    key = tl.program_id(0) % (keys // KEYS) * KEYS + tl.arange(0, KEYS)
-    chunk = tl.program_id(0) // (keys // KEYS)
+    across = tl.cdiv(keys, KEYS)
+    key = tl.program_id(0) % across * KEYS + tl.arange(0, KEYS)
+    chunk = tl.program_id(0) // across
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     n = tl.load(i_entries + token, mask=token < M, other=0)
     listed = is_listed(active_of(n), i_counters, M, cap, LONG)
@@ -91,7 +93,7 @@ def _count_kernel(
     bits = tl.load(at, mask=there, other=0).to(tl.uint32, bitcast=True) & _bits_of(listed, CHUNK)[:, None]
     if tl.min(listed.to(tl.int32), axis=0) == 0:
         tl.store(at, bits.to(tl.int32, bitcast=True), mask=there)
-    tl.store(o_counts + chunk * (keys + 16) + key, tl.sum(popcount(bits), axis=0))
+    tl.store(o_counts + chunk * (keys + 16) + key, tl.sum(popcount(bits), axis=0), mask=key < keys)
     if HAS_STATISTICS:
         if HAS_MASK:
             counted = tl.load(i_counted + token, mask=token < M, other=0) != 0
@@ -187,7 +189,7 @@ def _pair_kernel(
 @functools.cache
 def _kernel(has_statistics: bool, has_mask: bool, overlaps: bool) -> Kernel:
     pointers = (*[torch.int32] * 4, torch.bool, torch.int32)
-    constants = {"LONG": LONG, "CHUNK": CHUNK, "KEYS": TILE, "HAS_STATISTICS": has_statistics, "HAS_MASK": has_mask}
+    constants = {"LONG": LONG, "CHUNK": CHUNK, "KEYS": _KEYS, "HAS_STATISTICS": has_statistics, "HAS_MASK": has_mask}
     numbers = (ANY, ANY, MULTIPLE, ANY)
     return Kernel(_count_kernel, (*pointers, *numbers), constants | {"OVERLAPS": overlaps}, warps=4)
 
@@ -229,7 +231,7 @@ def write_columns(
     mask, seen = 0 if token_mask is None else token_mask, 0 if statistics is None else statistics
     kernel, turns = _kernel(statistics is not None, token_mask is not None, can_overlap()), lists.turns
     numbers = M, n_neurons, keys, lists.cap
-    kernel(keys // TILE * P, bits, turns.counters, turns.entries, offsets, mask, seen, *numbers)
+    kernel(ceil_div(keys, _KEYS) * P, bits, turns.counters, turns.entries, offsets, mask, seen, *numbers)
     totals = (bits.new_empty if space is None else space.take)(keys, dtype=torch.int32)
     total, add_up = _adders(can_overlap())
     total(keys // 32, offsets, totals, keys, P)

@@ -3,12 +3,10 @@
     dWg_n = sum over tokens of dz x    dWu_n = sum of du x    dWd_n = sum of h dy
 
 A neuron's pairs (``tail_backward.py``) are gathered: two rows each, since dWg and dWu share x. Chunks of D are the
-outermost loop, so that what is gathered from fits in L2. A neuron is one warp's work, 16 pairs at once: a product of
-[BD, 16] by [16, 8] on tensor cores, whose first three columns are dz, du and h, the others 0. (They are idle anyway; by
-fp32 products and sums it took 110 instructions a pair and block of D, and was bound by them: 249 us.)
+outermost loop, so that what is gathered from fits in L2. A neuron is one warp's work, 0.35 us a pair.
 
 A plan leaves the neurons that fire often among the hot ones; but one made from other text leaves some among the cold
-ones, and a neuron that fires for half of 16384 tokens would keep its warp busy for long. So neurons of more than SPLIT
+ones, and a neuron that fires for half of 16384 tokens would keep its warp busy for 3 ms. So neurons of more than SPLIT
 pairs are divided, where the list of all pairs reaches a multiple of SPLIT: a first launch sums every such share of
 them into a buffer, the second one what comes before the first share, and adds the shares. Which neuron has the pair at
 a multiple of SPLIT is known from ``tail_backward.py``, so nothing has to be counted or sorted.
@@ -33,10 +31,11 @@ from twell.gpu.shared.tiles import start_after
 from twell.gpu.training.tail_backward import Pairs, split_at
 from twell.gpu.training.transpose import Columns
 
-_BLOCK_D = 128  # of x and dy: 16384 rows of both are 8 MB in bf16
-_TOKENS = 16  # rows gathered at once: the depth of a product
-_STAGES = 2
+_BLOCK_D = 256  # of x and dy: 16384 rows of both are 17 MB in bf16
+_TOKENS = 2  # rows gathered at once
+_SHARE_TOKENS = 8  # all wait for the longest share, so it must not take long
 _SHARES = 512  # at once: there is room for several times as many, and as a rule none is needed
+_WARPS = 1  # as many as leave every thread 8 elements of a row: then a sum over rows needs no other thread
 
 
 class NeuronGradients(NamedTuple):
@@ -52,36 +51,37 @@ class NeuronGradients(NamedTuple):
 @triton.jit
 def _sum_pairs(
     begin, end, d, i_x, i_dy, i_tokens, i_factors, D, size, x_stride,
-    BD: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr, WANTS_INPUTS: tl.constexpr, WANTS_DOWN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BD: tl.constexpr, TOKENS: tl.constexpr, WANTS_GATE: tl.constexpr, WANTS_UP: tl.constexpr, WANTS_DOWN: tl.constexpr,
+    WANTS_GATE_BIAS: tl.constexpr, WANTS_UP_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """[16, BD]: columns ``d`` of the sums over pairs begin to end, for gate, up and down, then zeros."""
-    acc = tl.zeros((16, BD), tl.float32)
-    kind = tl.arange(0, 16)[:, None]
-    for first in tl.range(begin, end, TOKENS, num_stages=STAGES):
+    """Columns ``d`` of the sums over pairs begin to end, for gate, up and down, and of both biases."""
+    gate = tl.zeros((BD,), tl.float32)
+    up = tl.zeros((BD,), tl.float32)
+    down = tl.zeros((BD,), tl.float32)
+    gate_bias = tl.zeros((TOKENS,), tl.float32)
+    up_bias = tl.zeros((TOKENS,), tl.float32)
+    for first in range(begin, end, TOKENS):
         e = (first + tl.arange(0, TOKENS)).to(tl.int64)
         there = e < end
         token = tl.load(i_tokens + e, mask=there, other=0).to(tl.int64)
-        factors = i_factors + kind * size + e[None, :]
         inside = there[:, None] & (d < D)[None, :]
-        if WANTS_INPUTS:
-            x = tl.load(i_x + token[:, None] * x_stride + d[None, :], mask=inside, other=0.0)
-            f = tl.load(factors, mask=there[None, :] & (kind < 2), other=0.0)
-            acc = tl.dot(f, x, acc, input_precision=PRECISION)
+        if WANTS_GATE | WANTS_UP:
+            x = tl.load(i_x + token[:, None] * x_stride + d[None, :], mask=inside, other=0.0).to(tl.float32)
         if WANTS_DOWN:
-            dy = tl.load(i_dy + token[:, None] * D + d[None, :], mask=inside, other=0.0)
-            f = tl.load(factors, mask=there[None, :] & (kind == 2), other=0.0)
-            acc = tl.dot(f, dy, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def _sum_factors(begin, end, i_factors, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(begin, end, BLOCK):
-        e = first + tl.arange(0, BLOCK)
-        total += tl.load(i_factors + e, mask=e < end, other=0.0).to(tl.float32)
-    return tl.sum(total, axis=0)
+            dy = tl.load(i_dy + token[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            h = tl.load(i_factors + 2 * size + e, mask=there, other=0.0).to(tl.float32)
+            down += tl.sum(h[:, None] * dy, axis=0)
+        if WANTS_GATE | WANTS_GATE_BIAS:
+            dz = tl.load(i_factors + e, mask=there, other=0.0).to(tl.float32)
+            gate_bias += dz
+            if WANTS_GATE:
+                gate += tl.sum(dz[:, None] * x, axis=0)
+        if WANTS_UP | WANTS_UP_BIAS:
+            du = tl.load(i_factors + size + e, mask=there, other=0.0).to(tl.float32)
+            up_bias += du
+            if WANTS_UP:
+                up += tl.sum(du[:, None] * x, axis=0)
+    return gate, up, down, tl.sum(gate_bias, axis=0), tl.sum(up_bias, axis=0)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _share_kernel(
     i_factors,
     i_owners,
     i_offsets,  # see Columns
-    o_shares,  # fp32 [shares, 3, D]: sums for gate, up and down
+    o_shares,  # fp32 [shares, 3 D + 16]: sums for gate, up, down, and the two biases
     D,
     size,
     keys,
@@ -100,26 +100,34 @@ def _share_kernel(
     programs,  # for each block of D
     BD: tl.constexpr,
     TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
-    WANTS_INPUTS: tl.constexpr,
+    WANTS_GATE: tl.constexpr,
+    WANTS_UP: tl.constexpr,
     WANTS_DOWN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    WANTS_GATE_BIAS: tl.constexpr,
+    WANTS_UP_BIAS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
-    d = tl.program_id(0) // programs * BD + tl.arange(0, BD)
-    kind = tl.arange(0, 16)[:, None]
+    block = tl.program_id(0) // programs
+    d = block * BD + tl.arange(0, BD)
     n_shares = tl.cdiv(tl.load(i_offsets + keys), SPLIT)
     for share in range(tl.program_id(0) % programs, n_shares, programs):
         begin = share * SPLIT
         key = tl.load(i_owners + share)
         end = tl.load(i_offsets + key + 1)
         if end - tl.load(i_offsets + key) > SPLIT:
-            acc = _sum_pairs(begin, min(end, begin + SPLIT), d, i_x, i_dy, i_tokens, i_factors, D, size, x_stride, BD,
-                             TOKENS, STAGES, WANTS_INPUTS, WANTS_DOWN, PRECISION)  # fmt: skip
-            sums = o_shares + (share + tl.zeros((), tl.int64)) * (3 * D)
-            tl.store(sums + kind * D + d[None, :], acc, mask=(kind < 3) & (d < D)[None, :])
+            gate, up, down, gate_bias, up_bias = _sum_pairs(
+                begin, min(end, begin + SPLIT), d, i_x, i_dy, i_tokens, i_factors, D, size, x_stride, BD, TOKENS,
+                WANTS_GATE, WANTS_UP, WANTS_DOWN, WANTS_GATE_BIAS, WANTS_UP_BIAS,
+            )  # fmt: skip
+            sums = o_shares + (share + tl.zeros((), tl.int64)) * (3 * D + 16)
+            tl.store(sums + d, gate, mask=d < D)
+            tl.store(sums + D + d, up, mask=d < D)
+            tl.store(sums + 2 * D + d, down, mask=d < D)
+            if block == 0:
+                tl.store(sums + 3 * D, gate_bias)
+                tl.store(sums + 3 * D + 1, up_bias)
 
 
 @triton.jit
@@ -144,14 +152,12 @@ def _neuron_kernel(
     x_stride,
     BD: tl.constexpr,
     TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
     WANTS_GATE: tl.constexpr,
     WANTS_UP: tl.constexpr,
     WANTS_DOWN: tl.constexpr,
     WANTS_GATE_BIAS: tl.constexpr,
     WANTS_UP_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
@@ -163,51 +169,72 @@ def _neuron_kernel(
         row = tl.load(i_order + H + key)
         is_split = end - begin > SPLIT
         d = block * BD + tl.arange(0, BD)
-        kind = tl.arange(0, 16)[:, None]
-        acc = _sum_pairs(begin, tl.where(is_split, tl.cdiv(begin, SPLIT) * SPLIT, end), d, i_x, i_dy, i_tokens,
-                         i_factors, D, size, x_stride, BD, TOKENS, STAGES, WANTS_GATE | WANTS_UP, WANTS_DOWN,
-                         PRECISION)  # fmt: skip
+        gate, up, down, gate_bias, up_bias = _sum_pairs(
+            begin, tl.where(is_split, tl.cdiv(begin, SPLIT) * SPLIT, end), d, i_x, i_dy, i_tokens, i_factors, D, size,
+            x_stride, BD, TOKENS, WANTS_GATE, WANTS_UP, WANTS_DOWN, WANTS_GATE_BIAS, WANTS_UP_BIAS,
+        )  # fmt: skip
         if is_split:
             for share in range(tl.cdiv(begin, SPLIT), tl.cdiv(end, SPLIT)):
-                sums = i_shares + (share + tl.zeros((), tl.int64)) * (3 * D)
-                acc += tl.load(sums + kind * D + d[None, :], mask=(kind < 3) & (d < D)[None, :], other=0.0)
+                sums = i_shares + (share + tl.zeros((), tl.int64)) * (3 * D + 16)
+                gate += tl.load(sums + d, mask=d < D, other=0.0)
+                up += tl.load(sums + D + d, mask=d < D, other=0.0)
+                down += tl.load(sums + 2 * D + d, mask=d < D, other=0.0)
+                gate_bias += tl.load(sums + 3 * D)
+                up_bias += tl.load(sums + 3 * D + 1)
         at = row.to(tl.int64) * D + d
         if WANTS_GATE:
-            gate = tl.sum(tl.where(kind == 0, acc, 0.0), axis=0)
             tl.store(o_gate + at, gate.to(o_gate.dtype.element_ty), mask=d < D)
         if WANTS_UP:
-            up = tl.sum(tl.where(kind == 1, acc, 0.0), axis=0)
             tl.store(o_up + at, up.to(o_up.dtype.element_ty), mask=d < D)
         if WANTS_DOWN:
-            down = tl.sum(tl.where(kind == 2, acc, 0.0), axis=0)
             tl.store(o_down + at, down.to(o_down.dtype.element_ty), mask=d < D)
         if block == 0:
             if WANTS_GATE_BIAS:
-                gate_bias = _sum_factors(begin, end, i_factors, 128)
                 tl.store(o_gate_bias + row, gate_bias.to(o_gate_bias.dtype.element_ty))
             if WANTS_UP_BIAS:
-                up_bias = _sum_factors(begin, end, i_factors + size, 128)
                 tl.store(o_up_bias + row, up_bias.to(o_up_bias.dtype.element_ty))
 
 
 @functools.cache
 def _kernels(dtype: torch.dtype, D: int, split: int, wants: tuple[bool, ...], overlaps: bool) -> tuple[Kernel, Kernel]:
     """For shares and for neurons. ``wants``: which of ``NeuronGradients``."""
-    of_pairs: tuple[Any, ...] = (dtype, dtype, torch.int32, dtype)
-    sizes = {"BD": block_of(D, dtype), "TOKENS": _TOKENS, "STAGES": _STAGES, "SPLIT": split}
-    names = ("WANTS_GATE", "WANTS_UP", "WANTS_DOWN", "WANTS_GATE_BIAS", "WANTS_UP_BIAS")
-    ends = {"PRECISION": "ieee" if dtype == torch.float32 else "tf32", "OVERLAPS": overlaps}
-    of_shares = (torch.int32, torch.int32, torch.float32, MULTIPLE, LONG, ANY, MULTIPLE, ANY)
-    shared_wants = {"WANTS_INPUTS": wants[0] or wants[1], "WANTS_DOWN": wants[2]}
-    shares = Kernel(_share_kernel, (*of_pairs, *of_shares), {**sizes, **shared_wants, **ends}, warps=1, stages=_STAGES)
-    of_neurons: tuple[Any, ...] = (torch.int32, torch.float32, torch.int32, *[dtype] * 5, MULTIPLE, ANY, ANY, LONG, ANY, MULTIPLE)
-    constants = {**sizes, **dict(zip(names, wants, strict=True)), **ends}
-    return shares, Kernel(_neuron_kernel, (*of_pairs, *of_neurons), constants, warps=1, stages=_STAGES)
-
-
-def block_of(D: int, dtype: torch.dtype) -> int:
-    """Columns of x and dy that a program takes."""
-    return min(_BLOCK_D * 2 // dtype.itemsize, power_of_2(D))
+    constants: dict[str, Any] = {
+        "BD": min(_BLOCK_D, power_of_2(D)),
+        "TOKENS": _SHARE_TOKENS,
+        "SPLIT": split,
+        "WANTS_GATE": wants[0],
+        "WANTS_UP": wants[1],
+        "WANTS_DOWN": wants[2],
+        "WANTS_GATE_BIAS": wants[3],
+        "WANTS_UP_BIAS": wants[4],
+        "OVERLAPS": overlaps,
+    }
+    of_pairs = (dtype, dtype, torch.int32, dtype)
+    shares = Kernel(
+        _share_kernel,
+        (*of_pairs, torch.int32, torch.int32, torch.float32, MULTIPLE, LONG, ANY, MULTIPLE, ANY),
+        constants,
+        warps=_WARPS,
+    )
+    neurons = Kernel(
+        _neuron_kernel,
+        (
+            *of_pairs,
+            torch.int32,
+            torch.float32,
+            torch.int32,
+            *[dtype] * 5,
+            MULTIPLE,
+            ANY,
+            ANY,
+            LONG,
+            ANY,
+            MULTIPLE,
+        ),
+        constants | {"TOKENS": _TOKENS},
+        warps=_WARPS,
+    )
+    return shares, neurons
 
 
 def write_weight_gradients(
@@ -226,9 +253,9 @@ def write_weight_gradients(
     if keys == 0:
         return
     size, n_shares = pairs.tokens.shape[0], pairs.owners.shape[0]
-    shares = (x.new_empty if space is None else space.take)(n_shares, 3, D, dtype=torch.float32)
+    shares = (x.new_empty if space is None else space.take)(n_shares, 3 * D + 16, dtype=torch.float32)
     share_kernel, neuron_kernel = _kernels(x.dtype, D, split_at(size), tuple(o is not None for o in out), can_overlap())
-    blocks, offsets = ceil_div(D, block_of(D, x.dtype)), columns.offsets
+    blocks, offsets = ceil_div(D, _BLOCK_D), columns.offsets
     if n_shares:
         programs = min(n_shares, _SHARES)
         share_kernel(programs * blocks, x, dy, *pairs, offsets, shares, D, size, keys, x.stride(0), programs)
