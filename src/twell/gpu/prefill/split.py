@@ -150,6 +150,7 @@ def forward(
     x: Tensor,
     w: Weights,
     order: Tensor,
+    places: Tensor,
     split: Split,
     activation: str,
     tiles: Tiles,
@@ -175,7 +176,7 @@ def forward(
         x.shape, x.stride(-2), x.dtype, gate.shape[0], split, activation, transposes, layout is None, up is None,
         b_up is None, b_down is None, hot_bias is None, cold_bias is None, watch is None,
     )  # fmt: skip
-    tensors = (x, y, gate, up, down, b_up, b_down, order, *kept, hot_bias, cold_bias, watch)
+    tensors = (x, y, gate, up, down, b_up, b_down, order, places, *kept, hot_bias, cold_bias, watch)
     hot = _launch(key, tensors, split, activation == "relu2", transposes, tiles, programs)
     if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
         h, hot_down = hot if layout is None else (*hot, layout.hot_down)
@@ -194,6 +195,7 @@ def _launch(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     order: Tensor,
+    places: Tensor,
     hot: Tensor | None,
     hot_down: Tensor | None,
     cold: Tensor | None,
@@ -224,9 +226,9 @@ def _launch(
         in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, zeros=turns.counters, space=space, **common)
         lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
     # The heavy tokens before the others: their programs must all run at once, and would wait for the hot neurons' GEMM.
-    of_heavy: dict[str, Any] = {"tile": tiles.heavy, "programs": programs, "space": space}
+    of_heavy: dict[str, Any] = {"tile": tiles.heavy, "programs": programs, "use_tma": tiles.heavy_tma, "space": space}
     watching = None if watch is None else (watch, cap)
-    write_heavy_(y, x, turns, rows, order, n_hot, squared=squared, watch=watching, **of_heavy)
+    write_heavy_(y, x, turns, rows, places, squared=squared, watch=watching, **of_heavy)
     if h is not None:
         with beside():  # bound by FLOPs, the tail by bytes
             hot_activations(x, layout.hot, layout.hot_bias, h, gated=gated, squared=squared, **common)

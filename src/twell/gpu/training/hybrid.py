@@ -47,6 +47,7 @@ def forward(
     x: Tensor,
     w: Weights,
     order: Tensor,
+    places: Tensor,
     split: Split,
     activation: str,
     token_mask: Tensor | None,
@@ -76,7 +77,7 @@ def forward(
         x.shape, x.stride(0), x.dtype, F, split, activation, transposes, up is None, b_up is None, b_down is None,
         biases[0] is None, biases[1] is None, token_mask is None, want_stats, cold_gate is None,
     )  # fmt: skip
-    tensors = (x, y, kept, l1_sum, counts, gate, up, down, b_up, b_down, order, *biases, token_mask, *of_gate)
+    tensors = (x, y, kept, l1_sum, counts, gate, up, down, b_up, b_down, order, places, *biases, token_mask, *of_gate)
     hot = _launch_forward(key, tensors, split, activation == "relu2", transposes, want_stats, tiles, programs)
     if hot:
         y.addmm_(*hot)
@@ -97,6 +98,7 @@ def _launch_forward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     order: Tensor,
+    places: Tensor,
     hot_bias: Tensor | None,
     cold_bias: Tensor | None,
     token_mask: Tensor | None,
@@ -127,8 +129,9 @@ def _launch_forward(
     count(Columns(parts.bits, parts.offsets), lists, F - n_hot, token_mask, seen, space)
     with space.passing():
         write_heavy_(
-            y, x, parts.turns, rows, order, n_hot, squared=squared, tile=tiles.heavy, programs=programs, space=space,
-            statistics=None if seen is None else (l1, seen[0]), token_mask=token_mask,
+            y, x, parts.turns, rows, places, squared=squared, tile=tiles.heavy, programs=programs,
+            use_tma=tiles.heavy_tma, statistics=None if seen is None else (l1, seen[0]), token_mask=token_mask,
+            space=space,
         )  # fmt: skip
     h = None
     if n_hot:
