@@ -66,8 +66,8 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
     for tile, saves in ((tiles.tail, no), (long_tail, yes)):
         yield up_down._kernel(dtype, narrow, D, tile, yes, no, yes, saves, yes, yes, overlaps)
     for gated in (yes, no):
-        flags = (gated, gated, yes)  # a mask, statistics, C a multiple of 16
-        yield heavy._kernel(dtype, tiles.heavy, gated, not gated, (yes,) * 3, *flags, heavy.CHUNK, heavy.LONG)
+        flags = (gated, not gated, (yes,) * 3, gated, gated)  # biases, a mask, statistics
+        yield heavy._kernel(dtype, tiles.heavy, tiles.heavy_tma, *flags, heavy.CHUNK, heavy.LONG)
     yield transpose._kernel(yes, yes, overlaps)
     yield from transpose._adders(overlaps)
     yield transpose._pairs(narrow, CHUNK, overlaps)
@@ -124,7 +124,7 @@ def spills(ptx: str, capability: int) -> dict[str, int]:
     found = re.search(r"(\d+) bytes spill stores", said)
     registers = re.search(r"Used (\d+) registers", said)
     assert found and registers, said
-    return {"spilled": int(found[1]), "registers": int(registers[1])}
+    return {"spilled": int(found[1]), "registers": int(registers[1]), "serialized": "are serialized" in said}
 
 
 def row_of(kernel: Kernel, capability: int) -> dict[str, Any]:

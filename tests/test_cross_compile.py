@@ -48,6 +48,7 @@ def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tm
         assert row["shared"] <= SHARED_KIB[capability] * 1024, row
         assert row["scratch"] == 0, row  # which launch.py does not give
         assert row["spilled"] <= SPILLED.get(row["kernel"], 0), row
+        assert not row["serialized"], row  # wgmmas that wait for each other
         assert row["launched_early"] == row["waits"] == row["overlaps"], row
         assert capability >= 90 or not row["overlaps"], row
 

@@ -23,10 +23,11 @@ from twell.bench import timing, traced
 from twell.bench import tune as tuning
 from twell.bench.parts import Parts
 from twell.formats import Hybrid, TwELL
-from twell.gpu.prefill import gate, lists, split, up_down
+from twell.gpu.prefill import gate, heavy, lists, split, up_down
 from twell.gpu.shared import rows, tiles
 from twell.plan import Plan, costs_for, dense_plan
 from twell.reference import Weights
+from twell.saved import COUNTERS, Turns
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -628,6 +629,42 @@ def test_any_counts_caps_and_firsts(data: st.DataObject) -> None:
     parts.tail(parts.tiles.tail)
     parts.heavy(parts.tiles.heavy)
     assert (parts.y.double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize(("use_tma", "programs"), [(True, 40), (True, 2), (False, 40)])
+@pytest.mark.parametrize("n_heavy", [0, 5, 16, 20, 67])
+@pytest.mark.parametrize("gated", [True, False])
+def test_heavy_tokens_alone(n_heavy: int, gated: bool, use_tma: bool, programs: int) -> None:
+    """Few tokens, shares of sums or not, three chunks; of hot neurons, here and there, gate and up are not read."""
+    torch.manual_seed(n_heavy)
+    M, D, F = 70, 48, 304  # no whole tiles
+    w, x = make_weights(D, F, f16, gated=gated, bias=True), torch.randn(M, D, dtype=f16)
+    plan = make_plan(F, 62, 8).on(x.device)
+    hot, cold = plan.order[:62].long(), plan.order[62:].long()
+    rows = split.by_rows(w)._replace(gate_bias=split.biases_of(w, plan.order, 62)[1])
+    rows.gate[hot] = torch.nan
+    tokens, mask = torch.randperm(M)[:n_heavy], torch.rand(M) < 0.5
+    if n_heavy > 2:
+        x[tokens[0], 3], x[tokens[1], 5] = torch.nan, torch.inf
+    turns, half = Turns(*(torch.zeros(n, dtype=torch.int32) for n in (COUNTERS, M, M, 1))), n_heavy // 2
+    turns.counters[:2] = torch.tensor([half, n_heavy - half])
+    turns.heavy[:half], turns.heavy[M - n_heavy + half :] = tokens[:half], tokens[half:].flip(0)
+    y, l1, counts = torch.full_like(x, 7), torch.full((M,), 7.0), torch.full((len(cold),), 5, dtype=torch.int32)
+    heavy.write_heavy_(
+        y, x, turns, rows, plan.places, squared=not gated, tile=gpu._INTERPRETED.heavy, programs=programs,
+        use_tma=use_tma, statistics=(l1, counts), token_mask=mask,
+    )  # fmt: skip
+    others = torch.ones(M, dtype=torch.bool)
+    others[tokens] = False
+    assert (y[others] == 7).all() and (l1[others] == 7).all() and int(turns.counters[3]) == 0
+    of_cold = Weights(*(None if t is None else t[cold] for t in (w.gate, w.up, w.down.T, w.gate_bias, w.up_bias)))  # type: ignore[arg-type]
+    of_cold = of_cold._replace(down=of_cold.down.T, down_bias=w.down_bias)
+    z = x[tokens].double() @ of_cold.gate.double().T + of_cold.gate_bias.double()  # type: ignore[union-attr]
+    assert torch.equal(counts - 5, (torch.relu(z).to(f16)[mask[tokens]] != 0).sum(0))
+    assert_right(y[tokens], x[tokens], of_cold, "relu" if gated else "relu2")
+    finite = [i for i in range(n_heavy) if i > 1 or n_heavy <= 2]
+    out = reference.forward(x[tokens][finite].double(), of_cold.to(torch.float64), "relu" if gated else "relu2")
+    assert torch.allclose(l1[tokens][finite].sum().double(), out.l1_sum, rtol=1e-3)
 
 
 @pytest.mark.usefixtures("little_room")

@@ -333,7 +333,7 @@ def test_tensors_order_the_neurons_and_tell_places(n_hot: int) -> None:
     assert order[:n_hot].tolist() == plan.hot.tolist()
     cold = sorted(set(range(16)) - set(plan.hot.tolist()))
     assert order[n_hot:].tolist() == cold
-    assert [int(places[n]) for n in cold] == list(range(16 - n_hot))
+    assert [int(places[n]) for n in cold] == list(range(16 - n_hot)) and (places[plan.hot] == -1).all()
 
 
 def test_numbers_travel_as_shapes_without_memory() -> None:

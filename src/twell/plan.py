@@ -175,7 +175,7 @@ class PlanTensors(NamedTuple):
     are packed into one. Large offsets keep them from being equal to other sizes, which would become one symbol."""
 
     order: Tensor  # int32 [F]: the neurons, hot ones first
-    places: Tensor  # int32 [F]: of a cold neuron among the cold ones; 0 for hot ones
+    places: Tensor  # int32 [F]: of a cold neuron among the cold ones; -1 for hot ones
     sizes: Tensor  # H, cap, first, of 18 bits each
     tokens: Tensor  # see ``Plan.tokens``: of 7, 14 and 22 bits
 
@@ -302,7 +302,7 @@ class Plan:
             if other is not None:
                 return PlanTensors(other.order, other.places, sizes, tokens)
             order = self.order()
-            places = torch.zeros_like(order)
+            places = torch.full_like(order, -1)
             places[order[len(self.hot) :]] = torch.arange(self.n_neurons - len(self.hot), device="cpu")
             return PlanTensors(order.int().to(device), places.int().to(device), sizes, tokens)
 

@@ -21,7 +21,8 @@ class Parts:
     """relu, no biases. ``restore`` undoes what the parts leave in their buffers."""
 
     def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
-        self.x, self.split, self.order = split.aligned(x), Split.of(plan.on(x.device)), plan.on(x.device).order
+        self.order, self.places, *_ = tensors = plan.on(x.device)
+        self.x, self.split = split.aligned(x), Split.of(tensors)
         self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
         self.tail_tile = split.tail_tile(self.tiles, x, plan.first)
@@ -102,12 +103,11 @@ class Parts:
         return self.y
 
     def heavy(self, tile: GateTile) -> Tensor:
-        turns, n_hot = self.lists.turns, self.split.n_hot
-        common: dict[str, Any] = {"squared": False, "tile": tile, "programs": self.programs}
-        heavy.write_heavy_(self.y, self.x, turns, self.rows, self.order, n_hot, **common)
+        common: dict[str, Any] = {"tile": tile, "programs": self.programs, "use_tma": self.tiles.heavy_tma}
+        heavy.write_heavy_(self.y, self.x, self.lists.turns, self.rows, self.places, squared=False, **common)
         return self.y
 
     def after_gate(self) -> Tensor:
         """Everything but the cold gate, as a frozen layer runs it."""
-        given = self.order, self.split, "relu", self.tiles, self.programs, self.rows.down, self.layout
+        given = self.order, self.places, self.split, "relu", self.tiles, self.programs, self.rows.down, self.layout
         return split.forward(self.x, self.weights, *given, cold_gate=self.in_twell)

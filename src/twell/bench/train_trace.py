@@ -61,7 +61,6 @@ class _Replay:
         self.w = Weights._make(None if t is None else t.detach() for t in p.w)
         self.parts = Parts(self.x, self.w, plan)
         self.r = self.parts.replay(active)
-        self.places = plan.on(self.x.device).places
 
     def cold_gate(self) -> TwELL:
         return self.parts.cold_gate(self.parts.tiles.gate, self.parts.tiles.use_tma)
@@ -70,7 +69,7 @@ class _Replay:
     def rest(self) -> dict[str, Tensor]:
         """As ``gpu.train`` and ``gpu.backward``, which lay the weights out in every call."""
         parts, p, x = self.parts, self.p, self.x
-        given = parts.order, self.places, parts.split, "relu", None, parts.tiles, parts.programs
+        given = parts.order, parts.places, parts.split, "relu", None, parts.tiles, parts.programs
         y, l1, _, kept = hybrid.forward(x, self.w, *given, want_stats=True, cold_gate=parts.in_twell)
         gradients = hybrid.backward(p.dy, p.dl1, x, self.w, kept, *given, train.NEEDS)
         dw = gradients.weights

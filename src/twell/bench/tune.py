@@ -90,7 +90,7 @@ def tune(
         ("tail", lambda tile, _: parts.tail(tile), parts.tail_tile, [(t, False) for t in tail_candidates()]),
         ("gate", lambda tile, tma: parts.cold_gate(tile, tma), tiles.gate, list(gate_candidates())),
         ("hot", parts.hot, tiles.gate, list(gate_candidates())),
-        ("heavy", lambda tile, _: parts.heavy(tile), tiles.heavy, [(t, False) for t in heavy_candidates()]),
+        ("heavy", lambda tile, _: parts.heavy(tile), tiles.heavy, [(t, tiles.heavy_tma) for t in heavy_candidates()]),
     ]
     chosen = [k for k in kernels if k[0] in only and (k[0] != "hot" or len(plan.hot))]
     tried, total = 0, sum(len(candidates) for *_, candidates in chosen)

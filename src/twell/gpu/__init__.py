@@ -107,7 +107,7 @@ def forward_here(
     layout = None
     if kept is not None and kept.cold.numel():
         layout = split.Layout(*(t if t.numel() else None for t in kept[1:6]))  # type: ignore[arg-type]
-    return split.forward(x, w, plan.order, parts, activation, *launch_facts(x), down, layout, watch)
+    return split.forward(x, w, plan.order, plan.places, parts, activation, *launch_facts(x), down, layout, watch)
 
 
 def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
@@ -150,9 +150,8 @@ def train(
     token_mask = split.plain(token_mask)
     given: Sequence[Tensor]
     if plan is not None and _runs_in_parts(len(x), len(w.gate), plan):
-        parts, facts = Split.of(plan), launch_facts(x)
-        of_plan = plan.order, plan.places, parts
-        *given, kept = hybrid.forward(x, w, *of_plan, activation, token_mask, *facts, want_stats=want_stats)
+        facts = plan.order, plan.places, Split.of(plan), activation, token_mask, *launch_facts(x)
+        *given, kept = hybrid.forward(x, w, *facts, want_stats=want_stats)
     else:
         *given, kept = dense.forward(x, w, activation, token_mask, want_stats=want_stats)
     return *given, kept if save else x.new_empty(0)  # type: ignore[return-value]

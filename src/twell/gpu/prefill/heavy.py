@@ -1,5 +1,5 @@
-"""The heavy tokens, densely on tensor cores: h = a(relu(x Wg^T + bg)) * (x Wu^T + bu) over all cold neurons, then
-y = h Wd + bd. (Plain FFN: h = a(relu(x Wg^T + bg)).)
+"""The heavy tokens, densely on tensor cores: h = a(relu(x Wg^T + bg)) * (x Wu^T + bu) over all neurons, 0 for hot ones,
+then y = h Wd + bd. (Plain FFN: h = a(relu(x Wg^T + bg)).)
 
 TwELL does not hold all of a heavy token's gate, so it is computed again from x. (A value next to 0 may round the other
 way than in TwELL; either is right, and nothing of such a token is taken from there.) One launch, whose programs all run
@@ -7,168 +7,303 @@ at the same time (a cooperative launch) and wait for each other between the prod
 by chunk, h in a workspace of one chunk, and loop over a count that lives on the device: no host sync, and no capacity.
 The list's order may vary between runs; a row's sums do not depend on its place.
 
-Few heavy tokens are the rule. To read the weights once would take 15 us (63 MB at C 5120, D 2048, bf16); 64 tokens take
-86 us on an H200, waiting for one depth of the products after the other, though small tiles spread them over the whole
-GPU. Many are a GEMM over listed rows: 355 us for 2048. Workspace: [CHUNK, C], 21 MB.
+Hot neurons run along, so that the copy engine reads the weights as they lie; on Hopper x of a chunk is packed for it,
+too. Every product is a pair, 128 x 128 twice: gate and up, or neighbouring columns of y. ptxas gives the sums of every
+wgmma loop registers of their own, for the whole kernel, unless one loop's come from the other's: so they are handed on.
+
+Up to FEW tokens, tiles of 64 x 64 twice read x by pointers: 88 of them for 5632 neurons. For at most half a wave of
+tiles of y, narrow ones share the depth (SHARES at most), and their sums are added in order.
+Bytes, F 5632, D 2048, bf16: the weights once, 69 MB or 16 us, of which 1.1 ms are spent on 16384 tokens' FLOPs.
+Predicted for an H200: 64 tokens 30 to 40 us (launch 5, 46 MB by 88 processors 12, 23 MB by 128 and 4 MB of sums 9,
+waits 6), 512 tokens 100 us, 2048 240 us, 16384 1600 us (of C 5120: 640 TFLOP/s). In tiles of 128 x 256, 4096 tokens are
+10.7 waves of h and 1.9 of y on 132 processors, 2048 tokens 5.3 and 1.0.
+Workspace: h [CHUNK, F] 46 MB, and x [CHUNK, D] or shares of sums 17 MB.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from twell.gpu.prefill.gate import GROUP_M, load_tile
 from twell.gpu.prefill.lists import LONG, N_WAITING, active_of, count_heavy, heavy_tokens, is_listed
-from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Kernel
-from twell.gpu.shared.replay import Space
-from twell.gpu.shared.tiles import GateTile, few, relu, tile_of
+from twell.gpu.shared.launch import ANY, MULTIPLE, Descriptor, Kernel
+from twell.gpu.shared.replay import Matrix, Space
+from twell.gpu.shared.tiles import INTERPRETED, GateTile, few, quarters, relu, tile_of
 from twell.reference import Weights
 from twell.saved import Turns
 
 FEW = 128  # heavy tokens
-CHUNK = 2048  # at once
+CHUNK = 4096  # at once
+SHARES = 16  # of a sum, at most
 
 
 @triton.jit
-def _product(
-    i_x, i_rows, token, neuron, has_row, has_column, D, x_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """[BM, BN]: x of the tokens times rows of a weight."""
-    acc = tl.zeros((BM, BN), tl.float32)
-    rows = i_x + token * x_stride
-    columns = i_rows + neuron.to(tl.int64) * D
-    for k in range(tl.cdiv(D, BK)):
-        d = k * BK + tl.arange(0, BK)
-        x = tl.load(rows[:, None] + d[None, :], mask=has_row[:, None] & (d[None, :] < D), other=0.0)
-        w = tl.load(columns[None, :] + d[:, None], mask=has_column[None, :] & (d[:, None] < D), other=0.0)
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
-    return acc
+def _fence(KIND: tl.constexpr):
+    """Of PTX, by every thread."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(KIND + "; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], tl.int32, False, 1)
 
 
 @triton.jit
-def _h_tiles(
-    i_x, i_gate, i_up, i_gate_bias, i_up_bias, i_order, i_heavy, i_counted, n_first, n_heavy, begin, end, o_h, o_counts,
-    M, D, C, H, x_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, GATED: tl.constexpr,
-    SQUARED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    COUNTS: tl.constexpr, PRECISION: tl.constexpr,
+def _pack_rows(i_x, i_heavy, n_first, begin, end, o_packed, M, D, x_stride, BM: tl.constexpr, BD: tl.constexpr):
+    """x of the heavy tokens from ``begin`` on, one after the other: the copy engine cannot go by a list."""
+    tiles_d = tl.cdiv(D, BD)
+    for tile in range(tl.program_id(0), tl.cdiv(end - begin, BM) * tiles_d, tl.num_programs(0)):
+        row = tile // tiles_d * BM + tl.arange(0, BM)
+        token = heavy_tokens(i_heavy, begin + row, n_first, end, M).to(tl.int64)
+        d = tile % tiles_d * BD + tl.arange(0, BD)
+        inside = (begin + row < end)[:, None] & (d[None, :] < D)
+        x = tl.load(i_x + token[:, None] * x_stride + d[None, :], mask=inside, other=0.0)
+        tl.store(o_packed + row[:, None] * D + d[None, :], x, mask=inside)
+
+
+@triton.jit
+def _add_products(
+    z, u, i_left, i_first, i_second, row, has_row, m, n, k, D, F, x_stride,
+    DOWN: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PACKED: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """h [end - begin, C] of the heavy tokens from ``begin`` on. r waits where h will be: no registers for r and u."""
+    """A depth of BK from k * BK on: of x times rows of Wg and of Wu (plain FFN: of Wg, and the rows after them), or
+    DOWN: of h times columns of Wd and those after them. PACKED: rows of x or h from m * BM on, else ``row``."""
+    if PACKED:
+        left = i_left.load([m * BM, k * BK])
+    else:
+        col = k * BK + tl.arange(0, BK)
+        inside = has_row[:, None] & (col[None, :] < (F if DOWN else D))
+        at = row[:, None] * (F if DOWN else x_stride) + col[None, :]
+        left = tl.load(i_left + at, mask=inside, other=0.0)
+    if DOWN:
+        first = load_tile(i_first, k * BK, n * 2 * BN, F, D, D, BK, BN, USE_TMA)
+        second = load_tile(i_second, k * BK, n * 2 * BN + BN, F, D, D, BK, BN, USE_TMA)
+    else:
+        neuron = n * BN if GATED else n * 2 * BN
+        first = load_tile(i_first, neuron, k * BK, F, D, D, BN, BK, USE_TMA)
+        second = load_tile(i_second, neuron if GATED else neuron + BN, k * BK, F, D, D, BN, BK, USE_TMA)
+        first = first.T
+        second = second.T
+    z = tl.dot(left, first, z, input_precision=PRECISION)
+    return z, tl.dot(left, second, u, input_precision=PRECISION)
+
+
+@triton.jit
+def _parts(z, u, BM: tl.constexpr, BN: tl.constexpr):
+    """Eight parts of both sums, for the sake of registers."""
+    a, b, c, d = quarters(z, BM, BN)
+    _fence("fence.acq_rel.cta")  # without it ptxas has wgmmas wait one by one: it sees no end of the first sum
+    e, f, g, h = quarters(u, BM, BN)
+    return a, b, c, d, e, f, g, h
+
+
+@triton.jit
+def _store_h(
+    z, u, m, n, i_gate_bias, i_up_bias, i_places, i_heavy, i_counted, n_first, begin, end, o_h, o_counts, M, F,
+    GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr, COUNTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A tile of h, 0 for hot neurons and beyond F."""
     dtype = o_h.dtype.element_ty
-    tiles_m = tl.cdiv(end - begin, BM)
-    tiles_n = tl.cdiv(C, BN)
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        row = m * BM + tl.arange(0, BM)
-        has_row = begin + row < end
-        token = tl.where(has_row, heavy_tokens(i_heavy, begin + row, n_first, n_heavy, M), 0).to(tl.int64)
-        cold = n * BN + tl.arange(0, BN)
-        neuron = tl.load(i_order + H + cold, mask=cold < C, other=0)
-        inside = has_row[:, None] & (cold[None, :] < C)
-        place = o_h + row[:, None] * C + cold[None, :]
-        z = _product(i_x, i_gate, token, neuron, has_row, cold < C, D, x_stride, BM, BN, BK, PRECISION)
+    row = m * BM + tl.arange(0, BM)
+    has_row = begin + row < end
+    counts = has_row
+    if HAS_MASK:
+        token = heavy_tokens(i_heavy, begin + row, n_first, end, M)
+        counts = tl.load(i_counted + token, mask=has_row, other=0) != 0
+    parts = _parts(z, u, BM, BN)
+    N: tl.constexpr = 4 if GATED else 8
+    for q in tl.static_range(N):
+        neuron = (n * N + q) * (BN // 4) + tl.arange(0, BN // 4)
+        place = tl.load(i_places + neuron, mask=neuron < F, other=-1)
+        is_cold = place >= 0
+        z = parts[q]
         if HAS_GATE_BIAS:
-            z += tl.load(i_gate_bias + cold, mask=cold < C, other=0.0).to(tl.float32)[None, :]
+            z += tl.load(i_gate_bias + place, mask=is_cold, other=0.0).to(tl.float32)[None, :]
         r = relu(z).to(dtype)
         if COUNTS:
-            counts = inside
-            if HAS_MASK:
-                counts = inside & (tl.load(i_counted + token, mask=has_row, other=0) != 0)[:, None]
-            fired = tl.sum(((r != 0) & counts).to(tl.int32), axis=0)
-            tl.atomic_add(o_counts + cold, fired, mask=(cold < C) & (fired > 0), sem="relaxed")
-        if GATED:
-            tl.store(place, r, mask=inside)
-            u = _product(i_x, i_up, token, neuron, has_row, cold < C, D, x_stride, BM, BN, BK, PRECISION)
-            if HAS_UP_BIAS:
-                u += tl.load(i_up_bias + neuron, mask=cold < C, other=0.0).to(tl.float32)[None, :]
-            tl.debug_barrier()  # r may have been written by other threads
-            r = tl.load(place, mask=inside, other=0.0)
+            fired = tl.sum(((r != 0) & counts[:, None]).to(tl.int32), axis=0)
+            tl.atomic_add(o_counts + place, fired, mask=is_cold & (fired > 0), sem="relaxed")
         h = r.to(tl.float32)
         if SQUARED:
             h = h * h
         if GATED:
+            u = parts[4 + q]
+            if HAS_UP_BIAS:
+                u += tl.load(i_up_bias + neuron, mask=is_cold, other=0.0).to(tl.float32)[None, :]
             h = h * u
-        tl.store(place, h.to(dtype), mask=inside)
+        h = tl.where(is_cold[None, :], h, 0.0)
+        inside = has_row[:, None] & (neuron[None, :] < F)
+        tl.store(o_h + row[:, None] * F + neuron[None, :], h.to(dtype), mask=inside)
 
 
 @triton.jit
-def _down_tiles(
-    i_h, i_down, i_down_bias, i_order, i_heavy, n_first, n_heavy, begin, end, o_y, M, D, C, H,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, HAS_DOWN_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _store_y(
+    left, right, m, n, share, i_down_bias, i_heavy, n_first, begin, end, o_y, o_sums, M, D,
+    HAS_DOWN_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
+    """A tile of y, or SHARED: of a share of its sums [shares, end - begin, D]."""
+    row = m * BM + tl.arange(0, BM)
+    rows = o_sums + (share * (end - begin) + row) * D
+    if not SHARED:
+        rows = o_y + heavy_tokens(i_heavy, begin + row, n_first, end, M).to(tl.int64) * D
+    parts = _parts(left, right, BM, BN)
+    for q in tl.static_range(8):
+        part = parts[q]
+        d = (n * 8 + q) * (BN // 4) + tl.arange(0, BN // 4)
+        if HAS_DOWN_BIAS and not SHARED:
+            part += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        inside = (begin + row < end)[:, None] & (d[None, :] < D)
+        tl.store(rows[:, None] + d[None, :], part.to(rows.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tiles(
+    z, u, i_left, i_first, i_second, i_gate_bias, i_up_bias, i_down_bias, i_places, i_heavy, i_counted, n_first, begin,
+    end, shares, o_h, o_counts, o_y, o_sums, M, D, F, x_stride,
+    GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr,
+    HAS_DOWN_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, COUNTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr, DOWN: tl.constexpr,
+    SHARED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """This program's tiles of h, or DOWN: of y. ``z``, ``u``, and what it returns: zeros [BM, BN].
+
+    PACKED: one loop over all tiles, so that one's first loads come before the epilogue of the one before it. Its sums
+    go from product to product, as zeros: else each product has registers of its own for them, which are not there."""
     tiles_m = tl.cdiv(end - begin, BM)
-    tiles_n = tl.cdiv(D, BN)
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        row = m * BM + tl.arange(0, BM)
-        has_row = begin + row < end
-        d = n * BN + tl.arange(0, BN)
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(tl.cdiv(C, BK)):
-            cold = k * BK + tl.arange(0, BK)
-            inside = has_row[:, None] & (cold[None, :] < C)
-            h = tl.load(i_h + row[:, None] * C + cold[None, :], mask=inside, other=0.0)
-            neuron = tl.load(i_order + H + cold, mask=cold < C, other=0)
-            w = tl.load(
-                i_down + neuron[:, None].to(tl.int64) * D + d[None, :],
-                mask=(cold[:, None] < C) & (d[None, :] < D),
-                other=0.0,
-            )
-            acc = tl.dot(h, w, acc, input_precision=PRECISION)
+    tiles_n = tl.cdiv(D, 2 * BN) if DOWN else tl.cdiv(F, BN if GATED else 2 * BN)
+    tiles = tiles_m * tiles_n
+    steps = tl.cdiv(tl.cdiv(F if DOWN else D, BK), shares)
+    if PACKED:
+        tile = tl.program_id(0) - tl.num_programs(0)
+        m = 0
+        n = 0
+        share = 0
+        k = steps - 1
+        row = 0
+        for _ in range(tl.cdiv(tl.maximum(tiles * shares - tl.program_id(0), 0), tl.num_programs(0)) * steps):
+            k = tl.where(k == steps - 1, 0, k + 1)
+            if k == 0:
+                tile += tl.num_programs(0)
+                share = tile // tiles
+                m, n = tile_of(tile % tiles, tiles_m, tiles_n, GROUP_M)
+            z, u = _add_products(z, u, i_left, i_first, i_second, row, row, m, n, share * steps + k, D, F, x_stride,
+                                 DOWN, GATED, BM, BN, BK, PACKED, USE_TMA, PRECISION)  # fmt: skip
+            if k == steps - 1:
+                if DOWN:
+                    _store_y(z, u, m, n, share, i_down_bias, i_heavy, n_first, begin, end, o_y, o_sums, M, D,
+                             HAS_DOWN_BIAS, BM, BN, SHARED)  # fmt: skip
+                else:
+                    _store_h(z, u, m, n, i_gate_bias, i_up_bias, i_places, i_heavy, i_counted, n_first, begin, end,
+                             o_h, o_counts, M, F, GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_MASK, COUNTS,
+                             BM, BN)  # fmt: skip
+                z = tl.zeros((BM, BN), tl.float32)
+                u = tl.zeros((BM, BN), tl.float32)
+    else:
+        for tile in range(tl.program_id(0), tiles * shares, tl.num_programs(0)):
+            share = tile // tiles
+            m, n = tile_of(tile % tiles, tiles_m, tiles_n, GROUP_M)
+            row = m * BM + tl.arange(0, BM)
+            has_row = begin + row < end
+            if not DOWN:
+                row = tl.where(has_row, heavy_tokens(i_heavy, begin + row, n_first, end, M), 0).to(tl.int64)
+            z = tl.zeros((BM, BN), tl.float32)
+            u = tl.zeros((BM, BN), tl.float32)
+            for k in range(steps):
+                z, u = _add_products(z, u, i_left, i_first, i_second, row, has_row, m, n, share * steps + k, D, F,
+                                     x_stride, DOWN, GATED, BM, BN, BK, PACKED, USE_TMA, PRECISION)  # fmt: skip
+            if DOWN:
+                _store_y(z, u, m, n, share, i_down_bias, i_heavy, n_first, begin, end, o_y, o_sums, M, D,
+                         HAS_DOWN_BIAS, BM, BN, SHARED)  # fmt: skip
+            else:
+                _store_h(z, u, m, n, i_gate_bias, i_up_bias, i_places, i_heavy, i_counted, n_first, begin, end,
+                         o_h, o_counts, M, F, GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_MASK, COUNTS,
+                         BM, BN)  # fmt: skip
+    return z, u
+
+
+@triton.jit
+def _sum_shares(
+    i_sums, i_down_bias, i_heavy, n_first, begin, end, shares, o_y, M, D,
+    HAS_DOWN_BIAS: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of y from ``shares`` parts of their sums [shares, end - begin, D], always in the same order."""
+    size = (end - begin) * D
+    for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        share = tl.arange(0, SHARES)
+        inside = (share < shares)[:, None] & (at < size)[None, :]
+        total = tl.sum(tl.load(i_sums + share[:, None] * size + at[None, :], mask=inside, other=0.0), axis=0)
         if HAS_DOWN_BIAS:
-            acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        token = tl.where(has_row, heavy_tokens(i_heavy, begin + row, n_first, n_heavy, M), 0).to(tl.int64)
-        inside = has_row[:, None] & (d[None, :] < D)
-        tl.store(o_y + token[:, None] * D + d[None, :], acc.to(o_y.dtype.element_ty), mask=inside)
+            total += tl.load(i_down_bias + at % D, mask=at < size, other=0.0).to(tl.float32)
+        token = heavy_tokens(i_heavy, begin + at // D, n_first, end, M).to(tl.int64)
+        tl.store(o_y + token * D + at % D, total.to(o_y.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
-def _l1_rows(i_h, i_heavy, n_first, n_heavy, begin, end, o_l1, M, C, BC: tl.constexpr):
-    for r in range(begin + tl.program_id(0), end, tl.num_programs(0)):
-        total = tl.zeros((BC,), tl.float32)
-        for first in range(0, C, BC):
-            cold = first + tl.arange(0, BC)
-            h = tl.load(i_h + (r - begin) * C + cold, mask=cold < C, other=0.0)
+def _l1_rows(i_h, i_heavy, n_first, begin, end, o_l1, M, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    for first in range(begin + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
+        r = first + tl.arange(0, ROWS)
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        for n in range(0, F, BLOCK):
+            neuron = n + tl.arange(0, BLOCK)
+            inside = (r < end)[:, None] & (neuron < F)[None, :]
+            h = tl.load(i_h + (r - begin)[:, None] * F + neuron[None, :], mask=inside, other=0.0)
             total += tl.abs(h.to(tl.float32))
-        tl.store(o_l1 + heavy_tokens(i_heavy, r, n_first, n_heavy, M), tl.sum(total, axis=0))
+        tl.store(o_l1 + heavy_tokens(i_heavy, r, n_first, end, M), tl.sum(total, axis=1), mask=r < end)
 
 
 @triton.jit
-def wait_for_all(counter, arrived):
-    """Until the programs have arrived that often, all together. What they wrote before, all can read afterwards."""
+def wait_for_all(counter):
+    """Until all programs have come here as often as this one. What they wrote before, all can read afterwards."""
     tl.debug_barrier()  # one thread speaks for the program
-    tl.atomic_add(counter, 1, sem="release", scope="gpu")
-    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < arrived:
+    before = tl.atomic_add(counter, 1, sem="release", scope="gpu")
+    all_here = (before // tl.num_programs(0) + 1) * tl.num_programs(0)
+    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < all_here:
         pass
     tl.debug_barrier()
 
 
 @triton.jit
-def leave_for_all(counter, arrived):
-    """The last program to come here, of those that arrived so often, sets the counter to 0: nobody waits any more."""
-    if tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") == arrived + tl.num_programs(0) - 1:
+def leave_for_all(counter):
+    """The last program to come here sets the counter to 0: nobody waits any more."""
+    if tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") % tl.num_programs(0) == tl.num_programs(0) - 1:
         tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _wait_for_all(counter, USE_TMA: tl.constexpr):
+    """``wait_for_all``, after which the copy engine, too, can read what was written by pointers."""
+    if USE_TMA:
+        _fence("fence.proxy.async.global")
+    wait_for_all(counter)
+    if USE_TMA:
+        _fence("fence.proxy.async.global")
 
 
 @triton.jit
 def _heavy_kernel(
     i_x,  # [M, D]
-    i_gate,  # [F, D]
-    i_up,  # [F, D]; plain FFN: unused
+    i_few_gate,  # [F, D]; for few tokens' tiles: descriptor or pointer
+    i_few_up,  # likewise; plain FFN: again Wg
+    i_few_down,  # [F, D] likewise
+    i_packed,  # USE_TMA: descriptor of m_packed, else i_x
+    i_gate,  # [F, D] descriptor or pointer
+    i_up,  # likewise; plain FFN: again Wg
+    i_down,  # [F, D] likewise
+    i_h,  # descriptor of m_h, or m_h
     i_gate_bias,  # [C] or unused
     i_up_bias,  # [F] or unused
-    i_down,  # [F, D]
     i_down_bias,  # [D] or unused
-    i_order,  # int32 [F]: rows of the weights, hot neurons first
+    i_places,  # int32 [F]: of cold neurons among the cold ones; -1: hot
     m_counters,  # int32, see Turns
     i_heavy,  # likewise
     i_counted,  # [M] bool or unused: tokens for ``m_counts``
-    m_h,  # [CHUNK, C], for what is computed on the way
+    m_packed,  # x of a chunk [CHUNK, D], or parts of sums in float32: see _size_of_packed
+    m_h,  # [CHUNK, F]
     o_y,  # [M, D], heavy rows
     o_l1,  # [M] or unused
     m_counts,  # int32 [C] or unused: of how many tokens each neuron is active; added to
@@ -176,9 +311,9 @@ def _heavy_kernel(
     m_watch,  # int32 [2] or unused: entries of all lists, and heavy tokens; added to
     M,
     D,
-    C,
-    H,
+    F,
     x_stride,
+    wanted,  # tiles that fill the GPU
     cap,
     watches,  # 0 or 1: not a constant, which would be another kernel to compile for one of several calls
     GATED: tl.constexpr,
@@ -190,6 +325,7 @@ def _heavy_kernel(
     HAS_STATISTICS: tl.constexpr,
     LONG: tl.constexpr,
     CHUNK: tl.constexpr,
+    SHARES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -198,6 +334,7 @@ def _heavy_kernel(
     FEW_BN: tl.constexpr,
     FEW_BK: tl.constexpr,
     GROUP_M: tl.constexpr,
+    USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     n_first, n_heavy = count_heavy(m_counters, M)
@@ -212,54 +349,74 @@ def _heavy_kernel(
         if tl.program_id(0) == 0:
             tl.atomic_add(m_watch + 1, n_heavy, sem="relaxed")
     if n_heavy > 0:
-        arrived = 0
-        for begin in range(0, n_heavy, CHUNK):
-            end = min(begin + CHUNK, n_heavy)
-            if begin > 0:  # the last chunk's h is read no more
-                arrived += tl.num_programs(0)
-                wait_for_all(m_counters + N_WAITING, arrived)
-            few = end - begin <= FEW
-            if few:
-                _h_tiles(i_x, i_gate, i_up, i_gate_bias, i_up_bias, i_order, i_heavy, i_counted, n_first, n_heavy,
-                         begin, end, m_h, m_counts, M, D, C, H, x_stride, FEW_BM, FEW_BN, FEW_BK, GROUP_M, GATED,
-                         SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_MASK, HAS_STATISTICS, PRECISION)  # fmt: skip
+        waiting = m_counters + N_WAITING
+        sums = m_packed.to(tl.pointer_type(tl.float32))
+        chunk = tl.cdiv(tl.cdiv(n_heavy, tl.cdiv(n_heavy, CHUNK)), BM) * BM  # all but the last of one size
+        narrow = (n_heavy <= FEW) | ((n_heavy <= chunk) & (2 * tl.cdiv(n_heavy, BM) * tl.cdiv(D, 2 * BN) <= wanted))
+        for begin in tl.range(0, n_heavy, chunk, disable_licm=True):  # what it would keep has no registers
+            end = min(begin + chunk, n_heavy)
+            packs = USE_TMA & (n_heavy > FEW)
+            if packs:
+                _pack_rows(i_x, i_heavy, n_first, begin, end, m_packed, M, D, x_stride, BM, 2 * BN)
+            if packs | (begin > 0):  # and the last chunk's h is read no more
+                _wait_for_all(waiting, USE_TMA)
+            if n_heavy <= FEW:
+                few_z = tl.zeros((FEW_BM, FEW_BN), tl.float32)
+                _tiles(few_z, few_z, i_x, i_few_gate, i_few_up, i_gate_bias, i_up_bias, i_down_bias, i_places,
+                       i_heavy, i_counted, n_first, begin, end, 1, m_h, m_counts, o_y, sums, M, D, F, x_stride,
+                       GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_DOWN_BIAS, HAS_MASK, HAS_STATISTICS,
+                       FEW_BM, FEW_BN, FEW_BK, GROUP_M, PRECISION, USE_TMA, False, False, False)  # fmt: skip
+                wait_for_all(waiting)
             else:
-                _h_tiles(i_x, i_gate, i_up, i_gate_bias, i_up_bias, i_order, i_heavy, i_counted, n_first, n_heavy,
-                         begin, end, m_h, m_counts, M, D, C, H, x_stride, BM, BN, BK, GROUP_M, GATED,
-                         SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_MASK, HAS_STATISTICS, PRECISION)  # fmt: skip
-            arrived += tl.num_programs(0)
-            wait_for_all(m_counters + N_WAITING, arrived)
-            if few:
-                _down_tiles(m_h, i_down, i_down_bias, i_order, i_heavy, n_first, n_heavy, begin, end, o_y, M, D, C, H,
-                            FEW_BM, FEW_BN, FEW_BK, GROUP_M, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
-            else:
-                _down_tiles(m_h, i_down, i_down_bias, i_order, i_heavy, n_first, n_heavy, begin, end, o_y, M, D, C, H,
-                            BM, BN, BK, GROUP_M, HAS_DOWN_BIAS, PRECISION)  # fmt: skip
+                z = tl.zeros((BM, BN), tl.float32)
+                z, u = _tiles(z, z, i_packed, i_gate, i_up, i_gate_bias, i_up_bias, i_down_bias, i_places,
+                              i_heavy, i_counted, n_first, begin, end, 1, m_h, m_counts, o_y, sums, M, D, F, x_stride,
+                              GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_DOWN_BIAS, HAS_MASK, HAS_STATISTICS,
+                              BM, BN, BK, GROUP_M, PRECISION, USE_TMA, False, False, USE_TMA)  # fmt: skip
+                _wait_for_all(waiting, USE_TMA)
+                if narrow == 0:
+                    _tiles(z, u, i_h, i_down, i_down, i_gate_bias, i_up_bias, i_down_bias, i_places,
+                           i_heavy, i_counted, n_first, begin, end, 1, m_h, m_counts, o_y, sums, M, D, F, x_stride,
+                           GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_DOWN_BIAS, HAS_MASK, HAS_STATISTICS,
+                           BM, BN, BK, GROUP_M, PRECISION, USE_TMA, True, False, USE_TMA)  # fmt: skip
+            if narrow:
+                shares = wanted // (tl.cdiv(n_heavy, FEW_BM) * tl.cdiv(D, 2 * FEW_BN))
+                shares = tl.minimum(tl.maximum(shares, 1), SHARES)
+                few_y = tl.zeros((FEW_BM, FEW_BN), tl.float32)
+                _tiles(few_y, few_y, m_h, i_few_down, i_few_down, i_gate_bias, i_up_bias, i_down_bias, i_places,
+                       i_heavy, i_counted, n_first, begin, end, shares, m_h, m_counts, o_y, sums, M, D, F, x_stride,
+                       GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_DOWN_BIAS, HAS_MASK, HAS_STATISTICS,
+                       FEW_BM, FEW_BN, FEW_BK, GROUP_M, PRECISION, USE_TMA, True, True, False)  # fmt: skip
+                wait_for_all(waiting)
+                _sum_shares(sums, i_down_bias, i_heavy, n_first, begin, end, shares, o_y, M, D, HAS_DOWN_BIAS, SHARES,
+                            1024)  # fmt: skip
             if HAS_STATISTICS:
-                _l1_rows(m_h, i_heavy, n_first, n_heavy, begin, end, o_l1, M, C, 1024)
-        leave_for_all(m_counters + N_WAITING, arrived)
+                _l1_rows(m_h, i_heavy, n_first, begin, end, o_l1, M, F, 4, 2048)
+        leave_for_all(waiting)
 
 
 @functools.cache
 def _kernel(
     dtype: torch.dtype,
     tile: GateTile,
+    use_tma: bool,
     gated: bool,
     squared: bool,
     biases: tuple[bool, bool, bool],
     has_mask: bool,
     has_statistics: bool,
-    aligned: bool,
     chunk: int,
     long: int,
 ) -> Kernel:
-    """``aligned``: C is a multiple of 16."""
-    small = few(tile)
+    small, (BM, BN, BK, *_) = few(tile), tile
+    of_few = (small.BN, small.BK), (small.BN, small.BK), (small.BK, small.BN)
+    blocks = *of_few, (BM, BK), (BN, BK), (BN, BK), (BK, BN), (BM, BK)
+    tiles = (Descriptor(dtype, block) if use_tma else dtype for block in blocks)
     integers = (torch.int32, torch.int32, torch.int32, torch.bool)
-    pointers = (*[dtype] * 7, *integers, dtype, dtype, torch.float32, *[torch.int32] * 3)
+    outputs = (dtype, dtype, dtype, torch.float32, *[torch.int32] * 3)
     return Kernel(
         _heavy_kernel,
-        (*pointers, ANY, MULTIPLE, MULTIPLE if aligned else ANY, ANY, MULTIPLE, ANY, ANY),
+        (dtype, *tiles, *[dtype] * 3, *integers, *outputs, ANY, MULTIPLE, MULTIPLE, MULTIPLE, ANY, ANY, ANY),
         {
             "GATED": gated,
             "SQUARED": squared,
@@ -270,14 +427,16 @@ def _kernel(
             "HAS_STATISTICS": has_statistics,
             "LONG": long,
             "CHUNK": chunk,
-            "BM": tile.BM,
-            "BN": tile.BN,
-            "BK": tile.BK,
+            "SHARES": SHARES,
+            "BM": BM,
+            "BN": BN,
+            "BK": BK,
             "FEW": FEW,
             "FEW_BM": small.BM,
             "FEW_BN": small.BN,
             "FEW_BK": small.BK,
-            "GROUP_M": 8,
+            "GROUP_M": GROUP_M,
+            "USE_TMA": use_tma,
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         },
         warps=tile.warps,
@@ -286,17 +445,22 @@ def _kernel(
     )
 
 
+def _size_of_packed(rows: int, D: int, tile: GateTile, programs: int, dtype: torch.dtype) -> int:
+    """Elements, for x of a chunk or shares of sums: of as many tiles as there are programs, or of all few tokens."""
+    return max(rows * D, max(programs * tile.BM * 2 * tile.BN, min(rows, FEW) * D) * 4 // dtype.itemsize)
+
+
 def write_heavy_(
     y: Tensor,
     x: Tensor,
     turns: Turns,
     w: Weights,
-    order: Tensor,
-    n_hot: int,
+    places: Tensor,
     *,
     squared: bool,
     tile: GateTile,
     programs: int,
+    use_tma: bool,
     statistics: tuple[Tensor, Tensor] | None = None,
     token_mask: Tensor | None = None,
     watch: tuple[Tensor, int] | None = None,
@@ -304,25 +468,28 @@ def write_heavy_(
 ) -> None:
     """Write the rows of y [M, D] that belong to heavy tokens.
 
-    ``w``: all rows [F, D], Wd too, and the gate's bias of the cold neurons [C]; ``order``: int32 [F], ``n_hot`` hot
-    neurons first. ``statistics``: room for sums of abs(h) by tokens [M], and counts of the cold neurons, int32 [C], to
-    which those of the tokens in ``token_mask`` are added. ``watch``: int32 [2], to which the numbers of all entries and
-    of heavy tokens are added, and the lists' cap. ``programs``: at most the multiprocessors."""
-    (M, D), C = x.shape, len(order) - n_hot
+    ``w``: all rows [F, D], Wd too, and the gate's bias of the cold neurons [C]; ``places``: of ``PlanTensors``.
+    ``statistics``: room for sums of abs(h) by tokens [M], and counts of the cold neurons, int32 [C], to which those of
+    the tokens in ``token_mask`` are added. ``watch``: int32 [2], to which the numbers of all entries and of heavy
+    tokens are added, and the lists' cap. ``programs``: at most the multiprocessors."""
+    (M, D), F = x.shape, len(places)
     if M == 0:
         return
     biases = w.gate_bias, w.up_bias, w.down_bias
     has_bias = biases[0] is not None, biases[1] is not None, biases[2] is not None
     token_mask = None if statistics is None else token_mask
-    has_statistics, has_mask = statistics is not None, token_mask is not None
-    flags = w.up is not None, squared, has_bias, has_mask, has_statistics, C % 16 == 0
-    kernel = _kernel(x.dtype, tile, *flags, CHUNK, LONG)
-    h = (x.new_empty if space is None else space.take)(min(M, CHUNK), C)
-    up, b_gate, b_up, b_down, mask = (0 if t is None else t for t in (w.up, *biases, token_mask))
+    flags = w.up is not None, squared, has_bias, token_mask is not None, statistics is not None
+    kernel = _kernel(x.dtype, tile, use_tma, *flags, CHUNK, LONG)
+    new, rows = x.new_empty if space is None else space.take, min(M, CHUNK)
+    packed, h = new(_size_of_packed(rows, D, tile, programs, x.dtype)), new(rows, F)
+    b_gate, b_up, b_down, mask = (0 if t is None else t for t in (*biases, token_mask))
+    weights = w.gate, w.gate if w.up is None else w.up, w.down
+    matrices: tuple[Any, ...] = (*weights, x, *weights, h)
+    if use_tma:
+        matrices = tuple(Matrix(t) for t in (*weights, packed[: rows * D].view(rows, D), *weights, h))
     l1, counts = statistics or (0, 0)
     counted, cap = watch or (0, 0)
+    of_turns, outputs = (turns.counters, turns.heavy), (packed, h, y, l1, counts, turns.entries, counted)
+    numbers = M, D, F, x.stride(0), programs, cap, int(watch is not None)
     programs = 1 if INTERPRETED else programs  # the interpreter runs one after the other
-    weights = w.gate, up, b_gate, b_up, w.down, b_down
-    of_turns, outputs = (turns.counters, turns.heavy), (h, y, l1, counts, turns.entries, counted)
-    numbers = M, D, C, n_hot, x.stride(0), cap, int(watch is not None)
-    kernel(programs, x, *weights, order, *of_turns, mask, *outputs, *numbers)
+    kernel(programs, x, *matrices, b_gate, b_up, b_down, places, *of_turns, mask, *outputs, *numbers)

@@ -151,6 +151,7 @@ def forward(
     x: Tensor,
     w: Weights,
     order: Tensor,
+    places: Tensor,
     split: Split,
     activation: str,
     tiles: Tiles,
@@ -181,7 +182,7 @@ def forward(
     of_gate: tuple[Tensor | None, ...] = None, None, None
     if cold_gate is not None:  # which else sets the counters to 0
         of_gate = cold_gate.words, cold_gate.counts, order.new_zeros(COUNTERS)
-    tensors = (x, y, gate, up, down, b_up, b_down, order, *kept, hot_bias, cold_bias, watch, *of_gate)
+    tensors = (x, y, gate, up, down, b_up, b_down, order, places, *kept, hot_bias, cold_bias, watch, *of_gate)
     hot = _launch(key, tensors, split, activation == "relu2", transposes, tiles, programs)
     if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
         h, hot_down = hot if layout is None else (*hot, layout.hot_down)
@@ -200,6 +201,7 @@ def _launch(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     order: Tensor,
+    places: Tensor,
     hot: Tensor | None,
     hot_down: Tensor | None,
     cold: Tensor | None,
@@ -229,7 +231,7 @@ def _launch(
     out = space.take(size, dtype=index_dtype(len(order))), space.take(size, dtype=x.dtype)
     turns = room_for_turns(M, space)
     h = space.take(M, n_hot) if n_hot else None
-    of_heavy: dict[str, Any] = {"tile": tiles.heavy, "programs": programs, "space": space}
+    of_heavy: dict[str, Any] = {"tile": tiles.heavy, "programs": programs, "use_tma": tiles.heavy_tma, "space": space}
     watching = None if watch is None else (watch, cap)
     with space.passing():
         if words is None or counts is None or counters is None:
@@ -241,7 +243,7 @@ def _launch(
             lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
             signals()
     with beside():
-        write_heavy_(y, x, turns, rows, order, n_hot, squared=squared, watch=watching, **of_heavy)
+        write_heavy_(y, x, turns, rows, places, squared=squared, watch=watching, **of_heavy)
     if h is not None:
         hot_activations(x, layout.hot, layout.hot_bias, h, gated=gated, squared=squared, **common)
     waits()

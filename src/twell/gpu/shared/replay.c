@@ -16,8 +16,8 @@
 #include <string.h>
 
 #define MOST_TENSORS 32
-#define MOST_PARAMS 64
-#define MOST_MAPS 4
+#define MOST_PARAMS 96
+#define MOST_MAPS 8
 #define MOST_LANES 64
 
 enum { COOPERATIVE = 1, OVERLAPS = 2, BESIDE = 4, SIGNALS = 8, WAITS = 16 };

@@ -41,6 +41,7 @@ class Tiles(NamedTuple):
     gate: GateTile
     heavy: GateTile
     use_tma: bool
+    heavy_tma: bool = False  # heavy tokens' rows are packed for the copy engine
     tail: RowTile = RowTile(2, 4, 1)
     long_tail: RowTile = RowTile(2, 4, 1)  # from about 20 neurons a token on
     tail_backward: RowTile = RowTile(1, 4, 1)
@@ -52,7 +53,13 @@ _BY_CAPABILITY: dict[int, Tiles] = {
     80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 8, 3), use_tma=False),
     86: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 8, 3), use_tma=False),
     89: Tiles(GateTile(128, 128, 32, 8, 3), GateTile(64, 128, 32, 8, 3), use_tma=False),
-    90: Tiles(GateTile(128, 256, 64, 8, 3), GateTile(128, 128, 64, 8, 4), use_tma=True, long_tail=RowTile(1, 2, 4)),
+    90: Tiles(
+        GateTile(128, 256, 64, 8, 3),
+        GateTile(128, 128, 64, 8, 4),
+        use_tma=True,
+        heavy_tma=True,
+        long_tail=RowTile(1, 2, 4),
+    ),
     100: Tiles(
         GateTile(128, 128, 64, 8, 4),
         GateTile(64, 128, 64, 8, 3),
@@ -65,7 +72,7 @@ _BY_CAPABILITY: dict[int, Tiles] = {
 
 def few(tile: GateTile) -> GateTile:
     """The heavy kernels' tile while there are few tokens: narrow, so that every processor has one, and deep."""
-    return tile._replace(BM=max(16, tile.BM // 2), BN=max(16, tile.BN // 4), BK=tile.BK * 2)
+    return tile._replace(BM=max(16, tile.BM // 2), BN=max(16, tile.BN // 2), BK=tile.BK * 2)
 
 
 @functools.cache
@@ -78,7 +85,7 @@ def tiles_for(capability: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:  # twice the bytes: half the depth, more warps to hold the sums, and no TMA
         gate = tiles.gate._replace(BN=128, BK=tiles.gate.BK // 2, warps=8)
         heavy = tiles.heavy._replace(BM=64, BN=64, BK=tiles.heavy.BK // 2, warps=8)
-        tiles = tiles._replace(gate=gate, heavy=heavy, use_tma=False)
+        tiles = tiles._replace(gate=gate, heavy=heavy, use_tma=False, heavy_tma=False)
     return tiles
 
 
@@ -234,6 +241,15 @@ def relu_pairs(acc, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
                 "cvt.rn.relu.f16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], tl.uint32, True, 1
             )
     return pairs
+
+
+@triton.jit
+def quarters(t, BM: tl.constexpr, BN: tl.constexpr):
+    """Four neighbouring parts [BM, BN / 4] of ``t`` [BM, BN]. What comes after a product has no room for it at once."""
+    left, right = tl.split(tl.permute(tl.reshape(t, (BM, 2, BN // 2)), (0, 2, 1)))
+    first, second = tl.split(tl.permute(tl.reshape(left, (BM, 2, BN // 4)), (0, 2, 1)))
+    third, fourth = tl.split(tl.permute(tl.reshape(right, (BM, 2, BN // 4)), (0, 2, 1)))
+    return first, second, third, fourth
 
 
 @triton.jit

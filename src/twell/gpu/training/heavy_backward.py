@@ -34,7 +34,7 @@ from twell.gpu.prefill.heavy import leave_for_all, wait_for_all
 from twell.gpu.prefill.lists import N_WAITING, count_heavy, heavy_tokens
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, ceil_div
 from twell.gpu.shared.replay import INTERPRETED, Space
-from twell.gpu.shared.tiles import device_facts, relu, tile_of
+from twell.gpu.shared.tiles import device_facts, quarters, relu, tile_of
 from twell.gpu.training.weight_gradients import NeuronGradients
 from twell.saved import Turns
 
@@ -105,15 +105,6 @@ def _sort_heavy(i_heavy, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: tl.const
 
 
 @triton.jit
-def _quarters(t, BM: tl.constexpr, BN: tl.constexpr):
-    """Four neighbouring parts [BM, BN / 4] of ``t`` [BM, BN]. What comes after a product has no room for it at once."""
-    left, right = tl.split(tl.permute(tl.reshape(t, (BM, 2, BN // 2)), (0, 2, 1)))
-    first, second = tl.split(tl.permute(tl.reshape(left, (BM, 2, BN // 4)), (0, 2, 1)))
-    third, fourth = tl.split(tl.permute(tl.reshape(right, (BM, 2, BN // 4)), (0, 2, 1)))
-    return first, second, third, fourth
-
-
-@triton.jit
 def _factor_tiles(
     i_dy, i_l1, i_x, i_gate, i_up, i_down, i_gate_bias, i_up_bias, i_order, i_counted, i_tokens, n, o_dz, o_du, o_h,
     D, C, width, x_stride, GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr,
@@ -154,10 +145,10 @@ def _factor_tiles(
                 left = tl.load(rows[:, None] + d[None, :], mask=has_row[:, None] & (d < D)[None, :], other=0.0)
                 right = tl.load(columns[None, :] + d[:, None], mask=has_column[None, :] & (d < D)[:, None], other=0.0)
                 acc = tl.dot(left, right, acc, input_precision=PRECISION)
-            quarters = _quarters(acc, BM, BN)
+            parts = quarters(acc, BM, BN)
             if which <= GATED:
                 for q in tl.static_range(4):
-                    part = quarters[q]
+                    part = parts[q]
                     cold = c * BN + q * (BN // 4) + tl.arange(0, BN // 4)
                     if HAS_GATE_BIAS | HAS_UP_BIAS:
                         biased = (cold < C) & (((which == 0) & HAS_GATE_BIAS) | ((which == 1) & HAS_UP_BIAS))
@@ -171,7 +162,7 @@ def _factor_tiles(
             else:
                 tl.debug_barrier()  # r and u were written by other threads
                 for q in tl.static_range(4):
-                    dh = quarters[q]
+                    dh = parts[q]
                     cold = c * BN + q * (BN // 4) + tl.arange(0, BN // 4)
                     place = at + cold[None, :]
                     inside = has_row[:, None] & (cold < C)[None, :]
@@ -227,12 +218,12 @@ def _dx_tiles(
                 right = tl.load(weights + at, mask=(cold < C)[:, None] & (d < D)[None, :], other=0.0)
                 acc = tl.dot(left, right, acc, input_precision=PRECISION)
         token = tl.load(i_tokens + row, mask=has_row, other=0).to(tl.int64)
-        quarters = _quarters(acc, BM, BD)
+        parts = quarters(acc, BM, BD)
         for q in tl.static_range(4):
             d = column * BD + q * (BD // 4) + tl.arange(0, BD // 4)
             at = m_dx + token[:, None] * D + d[None, :]
             inside = has_row[:, None] & (d < D)[None, :]
-            total = quarters[q] + tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            total = parts[q] + tl.load(at, mask=inside, other=0.0).to(tl.float32)
             tl.store(at, total.to(m_dx.dtype.element_ty), mask=inside)
     return tiles_m * tiles_d
 
@@ -291,13 +282,13 @@ def _weight_tiles(
         neuron = cold
         if HAS_ORDER:
             neuron = tl.load(i_order + cold, mask=cold < C, other=0)
-        quarters = _quarters(acc, BM, BD)
+        parts = quarters(acc, BM, BD)
         for q in tl.static_range(4):
             d = column * BD + q * (BD // 4) + tl.arange(0, BD // 4)
             at = neuron[:, None].to(tl.int64) * D + d[None, :]
             rest = (which.to(tl.int64) * C + cold[:, None]) * D + d[None, :]
             inside = (cold < C)[:, None] & (d < D)[None, :]
-            _add(sums + at, m_rests + rest, quarters[q], inside, goes_on, keeps)
+            _add(sums + at, m_rests + rest, parts[q], inside, goes_on, keeps)
 
 
 @triton.jit
@@ -394,8 +385,7 @@ def _heavy_backward_kernel(
         h = du + size
         rests = h + size
         _sort_heavy(i_heavy, tokens + M, tokens, n_first, n_heavy, M, SORT)
-        arrived = programs
-        wait_for_all(m_counters + N_WAITING, arrived)
+        wait_for_all(m_counters + N_WAITING)
         for first in range(0, n_heavy, chunk):
             n = min(chunk, n_heavy - first)
             is_last = first + n == n_heavy
@@ -412,8 +402,7 @@ def _heavy_backward_kernel(
                     dz, du, h, D, C, width, x_stride, GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_ORDER, HAS_L1,
                     HAS_MASK, BM, BN, BK, STAGES, PRECISION,
                 )  # fmt: skip
-            arrived += programs
-            wait_for_all(m_counters + N_WAITING, arrived)
+            wait_for_all(m_counters + N_WAITING)
             turn = tl.program_id(0)  # tiles go round: who had none of the last goes first
             if WANTS_DX:
                 if n <= FEW:
@@ -433,9 +422,8 @@ def _heavy_backward_kernel(
                 _bias_tiles(i_order, n, dz, du, m_gate_bias, m_up_bias, rests + 3 * C.to(tl.int64) * D, goes_on, keeps,
                             C, width, WANTS_GATE_BIAS, WANTS_UP_BIAS, HAS_ORDER, BM, FEW_BD)  # fmt: skip
             if is_last == 0:
-                arrived += programs
-                wait_for_all(m_counters + N_WAITING, arrived)
-        leave_for_all(m_counters + N_WAITING, arrived)
+                wait_for_all(m_counters + N_WAITING)
+        leave_for_all(m_counters + N_WAITING)
 
 
 @functools.cache

@@ -144,8 +144,8 @@ def _launch_forward(
             given = {"squared": squared, "interleaved": gated, "wants_h": False, "space": space}
             _, *hot = activate(parts.sums, None, token_mask, **given)
     write_heavy_(
-        y, x, parts.turns, rows, order, n_hot, squared=squared, tile=tiles.heavy, programs=programs, space=space,
-        statistics=None if seen is None else (l1, seen[0]), token_mask=token_mask,
+        y, x, parts.turns, rows, places, squared=squared, tile=tiles.heavy, programs=programs, space=space,
+        use_tma=tiles.heavy_tma, statistics=None if seen is None else (l1, seen[0]), token_mask=token_mask,
     )  # fmt: skip
     write_tail(y, x, lists, rows, squared=squared, has_hot=n_hot > 0, tile=tile, saved_up=parts.up, l1=l1)
     if h is not None and M < _BY_CUBLAS:
