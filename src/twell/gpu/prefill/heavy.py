@@ -441,6 +441,7 @@ def _kernel(
         },
         warps=tile.warps,
         stages=tile.stages,
+        registers=255 if dtype.itemsize == 2 else None,  # else ptxas spills for a second program, which does not come
         cooperative=True,
     )
 
