@@ -484,7 +484,8 @@ def write_heavy_(
     new, rows = x.new_empty if space is None else space.take, min(M, CHUNK)
     packed, h = new(_size_of_packed(rows, D, tile, programs, x.dtype)), new(rows, F)
     b_gate, b_up, b_down, mask = (0 if t is None else t for t in (*biases, token_mask))
-    weights = w.gate, w.gate if w.up is None else w.up, w.down
+    down = w.down if w.down.is_contiguous() else w.down.t()  # neuron by neuron it lies either way
+    weights = w.gate, w.gate if w.up is None else w.up, down
     matrices: tuple[Any, ...] = (*weights, x, *weights, h)
     if use_tma:
         matrices = tuple(Matrix(t) for t in (*weights, packed[: rows * D].view(rows, D), *weights, h))
