@@ -54,7 +54,7 @@ class Costs(NamedTuple):
 
 # Fitted to an H200's times of 8 layers of a trained model and of synthetic workloads, 1024 to 131072 tokens.
 _COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.9, token=650.0, hot=440.0, batch=1.2e7),
+    90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.5, token=650.0, hot=440.0, batch=1.2e7),
 }
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.
