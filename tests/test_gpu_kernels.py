@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 import twell
 from twell import gpu, reference
 from twell.bench import cases, ffn
+from twell.bench.parts import Parts
 from twell.formats import TwELL
 from twell.gpu.prefill import gate, split, union
 from twell.gpu.shared import launch, replay
@@ -97,10 +98,30 @@ def test_workloads(workload: str, gated: bool) -> None:
 
 @pytest.mark.parametrize(("n_hot", "cap"), [(0, 1), (0, 32), (0, 5632), (512, 1), (512, 64), (5504, 16)])
 def test_forced_plans_change_nothing(n_hot: int, cap: int) -> None:
-    """With a cap of 1 nearly all tokens are heavy: three chunks of them."""
+    """With a cap of 1 nearly all tokens are heavy: two chunks of them."""
     inputs = cases.make("skew100", 5003, dtype=bf16, device="cuda")
     plan = Plan(n_neurons=5632, hot=torch.randperm(5632)[:n_hot], cap=cap, first=cap // 2, min_tokens=0)
     ffn.check(inputs.x, inputs, True, dense(inputs), sparse(inputs, plan))
+
+
+@pytest.mark.parametrize("dtype", [bf16, f32])
+@pytest.mark.parametrize("n_heavy", [1, 64, 65, 128, 129, 512, 1024, 1100, 4096, 4097, 9000])
+def test_heavy_tokens(n_heavy: int, dtype: torch.dtype) -> None:
+    """Of cold neurons alone, in any order of the list the same bits; other rows are left alone."""
+    inputs = cases.make("skew100", 9000, dtype=dtype, device="cuda")
+    w = Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
+    parts = Parts(inputs.x, w, Plan(n_neurons=5632, hot=torch.randperm(5632)[:512], cap=64, min_tokens=0))
+    parts.pretend_heavy(n_heavy)
+    parts.restore()
+    got = parts.heavy(parts.tiles.heavy).clone()
+    assert not got[n_heavy:].any()
+    of_cold = Weights(w.gate[parts.cold], w.up[parts.cold], w.down[:, parts.cold])  # type: ignore[index]
+    some = slice(0, n_heavy, max(1, n_heavy // 256))
+    assert_within_the_law(got[some], inputs.x[some], of_cold)
+    for _ in range(3):
+        parts.lists.turns.heavy[:n_heavy] = torch.randperm(n_heavy, device="cuda", dtype=torch.int32)
+        parts.restore()
+        assert torch.equal(parts.heavy(parts.tiles.heavy), got)
 
 
 @pytest.mark.parametrize("dtype", [bf16, f16])

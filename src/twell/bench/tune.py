@@ -45,7 +45,7 @@ def gate_candidates() -> Iterator[tuple[GateTile, bool]]:
 
 def heavy_candidates() -> Iterator[GateTile]:
     for (bm, bn, warps), bk, stages in itertools.product(
-        ((64, 128, 4), (64, 256, 8), (128, 128, 8), (128, 256, 8), (32, 128, 4)), (32, 64), (3, 4)
+        ((64, 64, 4), (64, 128, 8), (128, 64, 8), (128, 128, 8), (32, 128, 4)), (32, 64), (3, 4)
     ):
         yield GateTile(bm, bn, bk, warps, stages)
 

@@ -13,11 +13,12 @@ wgmma loop registers of their own, for the whole kernel, unless one loop's come 
 
 Up to FEW tokens, tiles of 64 x 64 twice read x by pointers: 88 of them for 5632 neurons. For at most half a wave of
 tiles of y, narrow ones share the depth (SHARES at most), and their sums are added in order.
-Bytes, F 5632, D 2048, bf16: the weights once, 69 MB or 16 us, of which 1.1 ms are spent on 16384 tokens' FLOPs.
-Predicted for an H200: 64 tokens 30 to 40 us (launch 5, 46 MB by 88 processors 12, 23 MB by 128 and 4 MB of sums 9,
-waits 6), 512 tokens 100 us, 2048 240 us, 16384 1600 us (of C 5120: 640 TFLOP/s). In tiles of 128 x 256, 4096 tokens are
-10.7 waves of h and 1.9 of y on 132 processors, 2048 tokens 5.3 and 1.0.
-Workspace: h [CHUNK, F] 46 MB, and x [CHUNK, D] or shares of sums 17 MB.
+
+F 5632, D 2048, bf16: the weights are 69 MB, 16 us; FLOPs of 16384 tokens 1.13e12, 1.5 ms at 750 TFLOP/s. On 132
+processors 4096 tokens are 10.7 waves of tiles of h and 1.9 of y, 2048 tokens 5.3 and 1.0. Workspace: h [CHUNK, F], 46
+MB, and x [CHUNK, D] or shares of sums, 17 MB.
+Predicted, not measured, for an H200: 64 tokens 30 to 40 us (launch 5; 46 MB by 88 processors 12; 23 MB by 128, and 4 MB
+of sums, 9; waits 6), 512 tokens 100, 2048 240, 16384 1600 (of the FLOPs of 5120 cold neurons 640 TFLOP/s).
 """
 
 from __future__ import annotations
