@@ -28,7 +28,7 @@ from twell.gpu.shared import rows
 from twell.gpu.shared.launch import Kernel, power_of_2
 from twell.gpu.shared.tiles import tiles_for
 from twell.gpu.training import activation, hot, statistics, tail_backward, transpose, weight_gradients
-from twell.saved import CHUNK, index_dtype
+from twell.saved import index_dtype
 
 FEW_TOKENS = (1, 8, 16, 32, 64)
 
@@ -70,7 +70,7 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
         yield heavy._kernel(dtype, tiles.heavy, tiles.heavy_tma, *flags, heavy.CHUNK, heavy.LONG)
     yield transpose._kernel(yes, yes, overlaps)
     yield from transpose._adders(overlaps)
-    yield transpose._pairs(narrow, CHUNK, overlaps)
+    yield transpose._pairs(narrow, overlaps)
     yield hot._adder(dtype, tiles.gate, tiles.use_tma, yes, overlaps)
     yield hot._gradient(dtype, tiles.heavy, tiles.use_tma, yes, no, yes, yes, yes, overlaps)
     yield statistics._kernel(yes, yes, yes, yes, overlaps)

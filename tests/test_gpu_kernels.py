@@ -98,14 +98,14 @@ def test_workloads(workload: str, gated: bool) -> None:
 
 @pytest.mark.parametrize(("n_hot", "cap"), [(0, 1), (0, 32), (0, 5632), (512, 1), (512, 64), (5504, 16)])
 def test_forced_plans_change_nothing(n_hot: int, cap: int) -> None:
-    """With a cap of 1 nearly all tokens are heavy: two chunks of them."""
+    """With a cap of 1 nearly all tokens are heavy: three chunks of them."""
     inputs = cases.make("skew100", 5003, dtype=bf16, device="cuda")
     plan = Plan(n_neurons=5632, hot=torch.randperm(5632)[:n_hot], cap=cap, first=cap // 2, min_tokens=0)
     ffn.check(inputs.x, inputs, True, dense(inputs), sparse(inputs, plan))
 
 
 @pytest.mark.parametrize("dtype", [bf16, f32])
-@pytest.mark.parametrize("n_heavy", [1, 64, 65, 128, 129, 512, 1024, 1100, 4096, 4097, 9000])
+@pytest.mark.parametrize("n_heavy", [1, 64, 65, 128, 129, 512, 1024, 1100, 2048, 2049, 4096, 4097, 9000])
 def test_heavy_tokens(n_heavy: int, dtype: torch.dtype) -> None:
     """Of cold neurons alone, in any order of the list the same bits; other rows are left alone."""
     inputs = cases.make("skew100", 9000, dtype=dtype, device="cuda")

@@ -62,7 +62,7 @@ _TRAINING_COSTS: dict[int, Costs] = {
     90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=4.9, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95),
 }
 _TILE = 256  # cold neurons of one tile of the gate kernel
-_MIN_GAIN = 1.05  # the split must promise this much over dense
+_MIN_GAIN = 1.05  # every sparse way must promise this much over dense
 # More in training: counts do not tell of heavy tokens. Where later text had twice the cold activations, 1.17x promised
 # were 0.89x (H200).
 _MIN_GAIN_TRAINING = 1.25

@@ -79,7 +79,7 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
         runs["layout"] = parts.lay_out
         runs["gate"] = lambda: parts.cold_gate(tiles.gate, tiles.use_tma)
         runs["after gate"] = parts.after_gate
-        times = timing.compare(runs, seconds=seconds, device=x.device, before=parts.restore)
+        times = timing.compare(runs, seconds=seconds, device=x.device)
         times["frozen"] = added(times["gate"], times["after gate"])
         times["sparse"] = added(times["layout"], times["frozen"])
         parts_ms = ffn.parts_ms(parts, w, seconds)
@@ -155,10 +155,8 @@ def added(*spreads: timing.Spread) -> timing.Spread:
 def _check(parts: Parts, w: Weights, r: Tensor) -> float:
     """Relative error of what follows the cold gate ``r`` [M, C] against float64, on rows spread over x."""
     rows = slice(None, None, max(1, len(parts.x) // _CHECKED_ROWS))
-    parts.restore()
     r = r[rows].double()
     y = parts.after_gate()[rows].double()
-    parts.restore()
     x, layout, cold = parts.x[rows].double(), parts.layout, parts.cold
     assert w.up is not None
     truth = (r * (x @ w.up[cold].double().T)) @ w.down[:, cold].double().T

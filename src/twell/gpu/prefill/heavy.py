@@ -160,6 +160,22 @@ def _store_y(
 
 
 @triton.jit
+def _store(
+    z, u, m, n, share, i_gate_bias, i_up_bias, i_down_bias, i_places, i_heavy, i_counted, n_first, begin, end, o_h,
+    o_counts, o_y, o_sums, M, D, F,
+    GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr,
+    HAS_DOWN_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, COUNTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    DOWN: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    if DOWN:
+        _store_y(z, u, m, n, share, i_down_bias, i_heavy, n_first, begin, end, o_y, o_sums, M, D, HAS_DOWN_BIAS, BM,
+                 BN, SHARED)  # fmt: skip
+    else:
+        _store_h(z, u, m, n, i_gate_bias, i_up_bias, i_places, i_heavy, i_counted, n_first, begin, end, o_h, o_counts,
+                 M, F, GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_MASK, COUNTS, BM, BN)  # fmt: skip
+
+
+@triton.jit
 def _tiles(
     z, u, i_left, i_first, i_second, i_gate_bias, i_up_bias, i_down_bias, i_places, i_heavy, i_counted, n_first, begin,
     end, shares, o_h, o_counts, o_y, o_sums, M, D, F, x_stride,
@@ -192,13 +208,9 @@ def _tiles(
             z, u = _add_products(z, u, i_left, i_first, i_second, row, row, m, n, share * steps + k, D, F, x_stride,
                                  DOWN, GATED, BM, BN, BK, PACKED, USE_TMA, PRECISION)  # fmt: skip
             if k == steps - 1:
-                if DOWN:
-                    _store_y(z, u, m, n, share, i_down_bias, i_heavy, n_first, begin, end, o_y, o_sums, M, D,
-                             HAS_DOWN_BIAS, BM, BN, SHARED)  # fmt: skip
-                else:
-                    _store_h(z, u, m, n, i_gate_bias, i_up_bias, i_places, i_heavy, i_counted, n_first, begin, end,
-                             o_h, o_counts, M, F, GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_MASK, COUNTS,
-                             BM, BN)  # fmt: skip
+                _store(z, u, m, n, share, i_gate_bias, i_up_bias, i_down_bias, i_places, i_heavy, i_counted, n_first,
+                       begin, end, o_h, o_counts, o_y, o_sums, M, D, F, GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS,
+                       HAS_DOWN_BIAS, HAS_MASK, COUNTS, BM, BN, DOWN, SHARED)  # fmt: skip
                 z = tl.zeros((BM, BN), tl.float32)
                 u = tl.zeros((BM, BN), tl.float32)
     else:
@@ -214,13 +226,9 @@ def _tiles(
             for k in range(steps):
                 z, u = _add_products(z, u, i_left, i_first, i_second, row, has_row, m, n, share * steps + k, D, F,
                                      x_stride, DOWN, GATED, BM, BN, BK, PACKED, USE_TMA, PRECISION)  # fmt: skip
-            if DOWN:
-                _store_y(z, u, m, n, share, i_down_bias, i_heavy, n_first, begin, end, o_y, o_sums, M, D,
-                         HAS_DOWN_BIAS, BM, BN, SHARED)  # fmt: skip
-            else:
-                _store_h(z, u, m, n, i_gate_bias, i_up_bias, i_places, i_heavy, i_counted, n_first, begin, end,
-                         o_h, o_counts, M, F, GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_MASK, COUNTS,
-                         BM, BN)  # fmt: skip
+            _store(z, u, m, n, share, i_gate_bias, i_up_bias, i_down_bias, i_places, i_heavy, i_counted, n_first, begin,
+                   end, o_h, o_counts, o_y, o_sums, M, D, F, GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_DOWN_BIAS,
+                   HAS_MASK, COUNTS, BM, BN, DOWN, SHARED)  # fmt: skip
     return z, u
 
 

@@ -216,7 +216,7 @@ def list_active(
     bits: Tensor | None = None,
 ) -> Lists:
     """Lists of a gate [M, C]. ``turns``: room for it, its counters 0; ``order``: int32 [F], hot first; ``out``: room
-    for rows and values; ``bits``: of ``transpose.Columns``, zeros."""
+    for rows and values; ``bits``: see transpose.py, zeros."""
     assert gate.words is not None and (gate.tile, gate.slots, gate.counts.dtype) == (TILE, SLOTS, torch.uint8)
     (M, C), F = gate.shape, order.shape[0]
     if out is None:

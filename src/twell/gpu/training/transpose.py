@@ -203,9 +203,9 @@ def _adders(overlaps: bool) -> tuple[Kernel, Kernel]:
 
 
 @functools.cache
-def _pairs(narrow: torch.dtype, chunk: int, overlaps: bool) -> Kernel:
+def _pairs(narrow: torch.dtype, overlaps: bool) -> Kernel:
     pointers = (torch.int32, torch.int32, narrow, *[torch.int32] * 5)
-    constants = {"LONG": LONG, "CHUNK": chunk, "TOKENS": _TOKENS, "ENTRIES": 16, "OVERLAPS": overlaps}
+    constants = {"LONG": LONG, "CHUNK": CHUNK, "TOKENS": _TOKENS, "ENTRIES": 16, "OVERLAPS": overlaps}
     return Kernel(_pair_kernel, (*pointers, ANY, MULTIPLE, ANY), constants, warps=4)
 
 
@@ -238,4 +238,4 @@ def write_columns(
     add_up(keys // 32, totals, offsets, keys, P)
     programs = ceil_div(n_long(M), _TOKENS) + ceil_div(M, _TOKENS)
     of_lists = lists.rows, places, turns.counters, turns.entries, turns.heavy
-    _pairs(lists.rows.dtype, CHUNK, can_overlap())(programs, bits, offsets, *of_lists, pair_of, M, keys, lists.cap)
+    _pairs(lists.rows.dtype, can_overlap())(programs, bits, offsets, *of_lists, pair_of, M, keys, lists.cap)
