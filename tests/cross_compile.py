@@ -85,6 +85,9 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
         yield activation._kernel(dtype, yes, yes, interleaved, not interleaved, yes, yes, yes, overlaps)
     yield activation._gradient_kernel(dtype, yes, yes, yes, yes, yes, overlaps)
     yield dense._kernel(dtype, yes, no, overlaps)
+    if capability == 90 and dtype.itemsize == 2:
+        for _, tile in dense._FUSED:
+            yield dense._gate_up(dtype, tile, yes, overlaps)
 
 
 def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kernel]:

@@ -19,6 +19,7 @@ from twell import gpu, reference
 from twell.bench import cases, ffn
 from twell.bench.parts import Parts
 from twell.formats import TwELL
+from twell.gpu import dense as dense_path
 from twell.gpu.prefill import gate, split, union
 from twell.gpu.shared import launch, replay
 from twell.gpu.shared.tiles import device_facts, tiles_for
@@ -94,6 +95,19 @@ def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 def test_workloads(workload: str, gated: bool) -> None:
     inputs = cases.make(workload, 4099, dtype=bf16, device="cuda")
     ffn.check(inputs.x, inputs, gated, dense(inputs, gated), sparse(inputs, plan_for(inputs, gated), gated))
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize(("D", "F"), [(2048, 5632), (4096, 14336), (1040, 5104)])
+def test_dense_layers_of_small_batches(D: int, F: int, activation: str) -> None:
+    """By gate and up in one GEMM, of every tile, and by GEMMs of their own."""
+    inputs, tiles = cases.make("skew300", 400, D, F, dtype=bf16, device="cuda"), set()
+    w = neuron_major(Weights(inputs.w_gate, inputs.w_up, inputs.w_down))
+    for M in (1, 63, 64, 65, 80, 100, 128, 129, 192, 193, 200, 255, 256, 257, 384, 385, 400):
+        x = inputs.x[:M]
+        tiles.add(dense_path._fused_tile(x, w))
+        assert_within_the_law(gpu.forward(x, w, activation, None), x, w, activation)
+    assert len(tiles) == 5 or F != 5632
 
 
 @pytest.mark.parametrize(("n_hot", "cap"), [(0, 1), (0, 32), (0, 5632), (512, 1), (512, 64), (5504, 16)])

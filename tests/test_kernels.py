@@ -184,6 +184,8 @@ def test_without_a_split_the_layer_is_dense(plan: Plan | None) -> None:
         for activation in ("relu", "relu2"):
             w, x = make_weights(32, 256, f32, gated=gated, bias=True), torch.randn(9, 32)
             assert_right(run(x, w, plan, activation), x, w, activation)
+            w, x = make_weights(80, 256, f16, gated=gated), torch.randn(2, 35, 80, dtype=f16)  # gate and up in one GEMM
+            assert_right(run(x, w, plan, activation).view(70, 80), x.view(70, 80), w, activation)
 
 
 def test_half_precision_and_tma_free_shapes() -> None:
