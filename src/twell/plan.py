@@ -87,6 +87,7 @@ _FEW_COSTS = {
     32: (3000.0, 1.2),
     MAX_FEW_TOKENS: (4300.0, 0.85),
 }
+_FEW_DENSE = {32: 0.88, MAX_FEW_TOKENS: 0.78}  # of a compiled dense FFN's time where gate and up are one GEMM: dense.py
 # Likewise, of gpu/prefill/union.py: beside the gate, and a neuron that fires for any of a tile of tokens.
 TILE_TOKENS = 64
 _UNION_COSTS = {128: (6050.0, 0.85), 256: (5200.0, 1.2), 512: (2750.0, 1.95), 1024: (1950.0, 2.2), 4095: (1200.0, 2.2)}
@@ -404,10 +405,12 @@ def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float
     """
     F, others = len(frequency), 2 if gated else 1  # projections beside the gate
     gate = _FEW_GATE if F <= _MANY_NEURONS else _FEW_GATE_MANY
+    is_fused = gated and _MANY_NEURONS // 2 <= F <= _MANY_NEURONS
     few_tokens = 0
     for M, (start, gather) in _FEW_COSTS.items():
         cost = factor * (start + gate * F + others * gather * union_of(frequency, M))
-        if tokens < M or cost > (1 + others) * F / _MIN_GAIN:
+        dense = (1 + others) * F * (_FEW_DENSE.get(M, 1.0) if is_fused else 1.0)
+        if tokens < M or cost > dense / _MIN_GAIN:
             break
         few_tokens = M
     return few_tokens
