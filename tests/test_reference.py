@@ -669,3 +669,38 @@ def test_unknown_activation_and_doubled_hot_neuron_are_refused() -> None:
         ref.forward(x, w, "gelu")
     with pytest.raises(ValueError, match="listed twice"):
         ref.split_ffn(x, w, torch.tensor([1, 1]), 9)
+
+
+# -- FP8 ---------------------------------------------------------------------------------------------------
+
+
+def test_fp8_rows_have_scales_of_their_own() -> None:
+    rows = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [1e-20, 0.0, 0.0], [3e38, 1.0, -1.0]])
+    q, scale = ref.to_fp8(rows)
+    assert q.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    assert q.float()[:, 0].tolist() == [224.0, 0.0, 0.0, 448.0]  # of 1e-20 nothing is left: 448 stands for 1e-12
+    assert q.float()[0].tolist() == [224.0, -448.0, 112.0]
+    assert torch.allclose(ref.to_fp8(rows[:2]).to(torch.float64), rows[:2].double(), rtol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_fp8_rows_with_inf_or_nan_stay_so(bad: float) -> None:
+    rows = torch.ones(3, 16)
+    rows[1, 5] = bad
+    exact = ref.to_fp8(rows).to(torch.float64)
+    assert exact[1].isnan().all() and torch.allclose(exact[[0, 2]], rows[[0, 2]].double(), rtol=1e-7)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_fp8_forward_rounds_weights_and_x_alone(gated: bool) -> None:
+    torch.manual_seed(0)
+    gate, up, down = torch.randn(32, 16), torch.randn(32, 16), torch.randn(16, 32)
+    x = torch.randn(5, 16)
+    q = [ref.to_fp8(w) for w in (gate, up, down)]
+    y = ref.fp8_forward(x, q[0], q[1] if gated else None, q[2])
+    rounded = [ref.to_fp8(t).to(torch.float64) for t in (x, gate, up, down)]
+    r = torch.relu(rounded[0] @ rounded[1].T)
+    want = (r * (rounded[0] @ rounded[2].T) if gated else r) @ rounded[3].T
+    assert torch.allclose(y, want, rtol=1e-12)
+    exact = (torch.relu(x @ gate.T) * (x @ up.T) if gated else torch.relu(x @ gate.T)) @ down.T
+    assert 1e-3 < (y - exact).norm() / exact.norm() < 0.15

@@ -97,6 +97,40 @@ def slope(r: Tensor, activation: str) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# FP8
+# ---------------------------------------------------------------------------------------------------------
+
+FP8_MAX = 448.0  # of e4m3
+_FP8_LEAST = 1e-12  # of a row's largest value: rows of zeros have a scale, too
+
+
+class Fp8(NamedTuple):
+    """Rows in e4m3, each with a scale of its own: row i is q[i] * scale[i]. Weights have a row for each output."""
+
+    q: Tensor  # float8_e4m3fn [n, k]
+    scale: Tensor  # float32 [n]
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The matrix it stands for, exact in float64."""
+        return (self.q.to(dtype) * self.scale[:, None].to(dtype)).to(dtype)
+
+
+def to_fp8(rows: Tensor) -> Fp8:
+    """Each row divided by what makes its largest value 448, then rounded to nearest even. A row with inf or NaN becomes
+    NaN."""
+    scale = rows.abs().amax(1).float().clamp(min=_FP8_LEAST) / FP8_MAX
+    q = (rows.float() / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return Fp8(q, scale)
+
+
+def fp8_forward(x: Tensor, gate: Fp8, up: Fp8 | None, down: Fp8, activation: str = "relu") -> Tensor:
+    """What an FP8 FFN means, in float64: x is rounded row by row, as for a dense FP8 FFN; nothing else is."""
+    f64 = torch.float64
+    w = Weights(gate.to(f64), None if up is None else up.to(f64), down.to(f64))
+    return forward(to_fp8(x).to(f64), w, activation, want_stats=False).y
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Dense
 # ---------------------------------------------------------------------------------------------------------
 
