@@ -68,7 +68,7 @@ def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, l
 
     from twell import saved
     from twell.bench import parts
-    from twell.gpu.prefill import gate, heavy, lists, up_down, words
+    from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, up_down, words
     from twell.gpu.training import hybrid, tail_backward, transpose, weight_gradients
 
     def rooms(M: Any) -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, l
     values = {"LONG": long, "CHUNK": 32, "SPLIT": 6, "n_long": lambda tokens: 2, "rooms": rooms, "SLOTS": 80}
     set_attribute(words, "_SLOTS", tl.constexpr(80))
     set_attribute(heavy, "FEW", 16)
-    modules = (saved, gate, lists, up_down, heavy, transpose, tail_backward, weight_gradients, hybrid, parts)
+    modules = (saved, gate, lists, up_down, heavy, heavy_fp8, transpose, tail_backward, weight_gradients, hybrid, parts)
     for module in modules:
         for name, value in values.items():
             # In weight_gradients.py LONG declares a number of 64 bits.

@@ -3,6 +3,8 @@
     cold neurons:  r = relu(x Wg^T + bg)                       -> TwELL: words [M, T, SLOTS], counts [M, T]
     hot neurons:   h = a(relu(x Wg^T + bg)) * (x Wu^T + bu)    -> h [M, H]           (plain FFN: h = a(r))
 
+With FP8 weights x and rows are e4m3, and their scales are multiplied in before all else: acc * x_scale * scale.
+
 ``gate_in_twell`` runs over the gate rows [C, D] of the cold neurons (its epilogue: ``words.py``), ``hot_activations``
 over those of the hot ones, gate and up rows interleaved (g0 u0 g1 u1 ...), so that a tile holds both factors of h and
 multiplies them in its epilogue. They are two launches: with a branch between the epilogues Triton cannot overlap one
@@ -32,7 +34,7 @@ from twell.gpu.shared.tiles import GateTile, relu, relu_pairs, start_after, tile
 from twell.saved import COUNTERS
 
 GROUP_M = 8
-_TILE, _COUNTERS = tl.constexpr(TILE), tl.constexpr(COUNTERS)
+_TILE, _COUNTERS, _INTERPRETED = tl.constexpr(TILE), tl.constexpr(COUNTERS), tl.constexpr(INTERPRETED)
 _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -96,20 +98,26 @@ def _store_cold(
 @triton.jit
 def _write_tile(
     m, n,
-    i_x, i_rows, i_bias, o_values, o_counts, o_sums, M, D, N, width, x_stride,
+    i_x, i_rows, i_bias, i_x_scale, i_scale, o_values, o_counts, o_sums, M, D, N, width, x_stride,
     DTYPE: tl.constexpr, HOT: tl.constexpr, SAVES: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, BY_REGISTERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr, BY_REGISTERS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows m * BM and columns n * BN on: product and epilogue."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(tl.cdiv(D, BK)):
         x = load_tile(i_x, m * BM, k * BK, M, D, x_stride, BM, BK, USE_TMA)
         w = load_tile(i_rows, n * BN, k * BK, N, D, D, BN, BK, USE_TMA)
+        if SCALED and _INTERPRETED:  # which multiplies no e4m3
+            x = x.to(tl.float16)
+            w = w.to(tl.float16)
         acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
     row = m * BM + tl.arange(0, BM)
+    col = n * BN + tl.arange(0, BN)
+    if SCALED:
+        x_scale = tl.load(i_x_scale + row, mask=row < M, other=0.0)
+        acc = acc * x_scale[:, None] * tl.load(i_scale + col, mask=(col < N) | WHOLE, other=0.0)[None, :]
     if HAS_BIAS:
-        col = n * BN + tl.arange(0, BN)
         acc += tl.load(i_bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
     if HOT:
         _store_hot(acc, o_values, o_sums, row, n, M, N, width, BM, BN, GATED, SQUARED, SAVES)
@@ -123,6 +131,8 @@ def _gate_kernel(
     i_rows,  # [N, D] likewise
     i_half_rows,  # likewise, for BN / 2 of them
     i_bias,  # [N] or unused
+    i_x_scale,  # SCALED: fp32 [M], of rows of x in e4m3
+    i_scale,  # SCALED: fp32 [N], of the other rows
     o_values,  # HOT: h [M, width], else words [M, width, SLOTS]
     o_counts,  # uint8 [M, width], unused if HOT
     o_counters,  # int32 [COUNTERS] that become 0, unused if HOT
@@ -140,6 +150,7 @@ def _gate_kernel(
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     WHOLE: tl.constexpr,  # BN divides N
     BY_REGISTERS: tl.constexpr,  # see words.py
     BM: tl.constexpr,
@@ -165,15 +176,16 @@ def _gate_kernel(
     n_whole = tiles_m * tiles_n - n_halved
     for tile in tl.range(tl.program_id(0), n_whole, tl.num_programs(0), flatten=USE_TMA):
         m, n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        _write_tile(m, n, i_x, i_rows, i_bias, o_values, o_counts, o_sums, M, D, N, width, x_stride, DTYPE, HOT, SAVES,
-                    GATED, SQUARED, HAS_BIAS, WHOLE, BY_REGISTERS, BM, BN, BK, USE_TMA, PRECISION)  # fmt: skip
+        _write_tile(m, n, i_x, i_rows, i_bias, i_x_scale, i_scale, o_values, o_counts, o_sums, M, D, N, width, x_stride,
+                    DTYPE, HOT, SAVES, GATED, SQUARED, HAS_BIAS, SCALED, WHOLE, BY_REGISTERS, BM, BN, BK, USE_TMA,
+                    PRECISION)  # fmt: skip
     if HALVES:
         for half in range(tl.program_id(0), 2 * n_halved, tl.num_programs(0)):
             m, n = tile_of(n_whole + half // 2, tiles_m, tiles_n, GROUP_M)
             n = 2 * n + half % 2
-            _write_tile(m, n, i_x, i_half_rows, i_bias, o_values, o_counts, o_sums, M, D, N, width, x_stride, DTYPE,
-                        HOT, SAVES, GATED, SQUARED, HAS_BIAS, WHOLE, BY_REGISTERS, BM, BN // 2, BK, USE_TMA,
-                        PRECISION)  # fmt: skip
+            _write_tile(m, n, i_x, i_half_rows, i_bias, i_x_scale, i_scale, o_values, o_counts, o_sums, M, D, N, width,
+                        x_stride, DTYPE, HOT, SAVES, GATED, SQUARED, HAS_BIAS, SCALED, WHOLE, BY_REGISTERS, BM, BN // 2,
+                        BK, USE_TMA, PRECISION)  # fmt: skip
 
 
 @functools.cache
@@ -190,19 +202,22 @@ def _kernel(
     aligned: bool,
     overlaps: bool,
     by_registers: bool,
+    factors: torch.dtype,
 ) -> Kernel:
-    """``whole``: tiles have no columns beyond the last; ``aligned``: N is a multiple of 16, and of hot ones width."""
-    blocks: tuple[Any, ...] = (dtype, dtype, dtype)
+    """``whole``: tiles have no columns beyond the last; ``aligned``: N is a multiple of 16, and of hot ones width;
+    ``factors``: the dtype of x and rows."""
+    blocks: tuple[Any, ...] = (factors,) * 3
     can_halve = tile.BN >= 2 * TILE
     if use_tma:
         half = (tile.BN // 2 if can_halve else tile.BN, tile.BK)
         shapes = (tile.BM, tile.BK), (tile.BN, tile.BK), half
-        blocks = tuple(Descriptor(dtype, shape) for shape in shapes)
+        blocks = tuple(Descriptor(factors, shape) for shape in shapes)
     n = MULTIPLE if aligned else ANY
+    scales = torch.float32, torch.float32
     outputs = (dtype if hot else word_dtype(dtype), torch.uint8, torch.int32, torch.int32, dtype)
     kernel = Kernel(
         _gate_kernel,
-        (*blocks, dtype, *outputs, ANY, MULTIPLE, n, n if hot else ANY, ANY, MULTIPLE),
+        (*blocks, dtype, *scales, *outputs, ANY, MULTIPLE, n, n if hot else ANY, ANY, MULTIPLE),
         {
             "DTYPE": _TRITON_TYPES[dtype],
             "HOT": hot,
@@ -210,6 +225,7 @@ def _kernel(
             "GATED": gated,
             "SQUARED": squared,
             "HAS_BIAS": has_bias,
+            "SCALED": factors != dtype,
             "WHOLE": whole,
             "BY_REGISTERS": by_registers,
             "BM": tile.BM,
@@ -225,9 +241,8 @@ def _kernel(
         stages=tile.stages,
     )
     if by_registers and not is_laid_out(kernel.compile().asm["ttgir"]):
-        return _kernel(
-            dtype, tile, use_tma, hot, saves, gated, squared, has_bias, whole, aligned, overlaps, by_registers=False
-        )
+        of_cold = hot, saves, gated, squared, has_bias, whole, aligned
+        return _kernel(dtype, tile, use_tma, *of_cold, overlaps, False, factors)
     return kernel
 
 
@@ -242,19 +257,23 @@ def gate_in_twell(
     space: Space | None = None,
     counters: Tensor | None = None,
     bits: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> TwELL:
     """relu(x rows^T + bias) in TwELL, for x [M, D] (unit stride along D) and gate rows [C, D].
 
+    ``scales``: of x [M] and rows [C], which are then e4m3, and TwELL's values ``dtype``.
+
     ``counters`` (of ``Turns``) and ``bits`` (int32, see transpose.py) become 0, for kernels that come after it."""
-    M, C = x.shape[0], rows.shape[0]
+    M, C, dtype = x.shape[0], rows.shape[0], dtype or x.dtype
     new = x.new_empty if space is None else space.take
     T = n_tiles(C)
-    words, counts = new(M, T, SLOTS, dtype=word_dtype(x.dtype)), new(M, T, dtype=torch.uint8)
+    words, counts = new(M, T, SLOTS, dtype=word_dtype(dtype)), new(M, T, dtype=torch.uint8)
     counters = new(COUNTERS, dtype=torch.int32) if counters is None else counters
     outputs = words, counts, counters, 0 if bits is None else bits, 0
     n_bits = 0 if bits is None else bits.numel()
-    _launch(x, rows, bias, outputs, T, n_bits, tile, programs, use_tma, (False,) * 4)
-    return TwELL.from_words(words, counts, shape=(M, C), dtype=x.dtype, check=False)
+    _launch(x, rows, bias, scales, dtype, outputs, T, n_bits, tile, programs, use_tma, (False,) * 4)
+    return TwELL.from_words(words, counts, shape=(M, C), dtype=dtype, check=False)
 
 
 def hot_activations(
@@ -269,6 +288,7 @@ def hot_activations(
     programs: int,
     use_tma: bool,
     sums: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write h [M, H] for x [M, D] and rows [2 H, D], gate and up interleaved (plain FFN: [H, D]).
 
@@ -276,13 +296,15 @@ def hot_activations(
     """
     outputs = h, 0, 0, 0, 0 if sums is None else sums
     options = True, sums is not None, gated, squared
-    _launch(x, rows, bias, outputs, h.shape[1], 0, tile, programs, use_tma, options)
+    _launch(x, rows, bias, scales, h.dtype, outputs, h.shape[1], 0, tile, programs, use_tma, options)
 
 
 def _launch(
     x: Tensor,
     rows: Tensor,
     bias: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
     outputs: tuple[Any, ...],
     width: int,
     n_bits: int,
@@ -296,14 +318,14 @@ def _launch(
     if M == 0 or N == 0:
         return
     aligned = N % 16 == 0 and (not hot or width % 16 == 0)
-    by_registers = not hot and not INTERPRETED and x.element_size() == 2 and capability() == 90
-    kernel = _kernel(
-        x.dtype, tile, use_tma, *options, bias is not None, N % tile.BN == 0, aligned, can_overlap(), by_registers
-    )
+    by_registers = not hot and not INTERPRETED and dtype.itemsize == 2 and capability() == 90
+    flags = bias is not None, N % tile.BN == 0, aligned, can_overlap(), by_registers
+    kernel = _kernel(dtype, tile, use_tma, *options, *flags, x.dtype)
     if use_tma:
         matrix = Matrix(rows)
         matrices: tuple[Any, ...] = (Matrix(x), matrix, matrix)
     else:
         matrices = (x, rows, rows)
     tiles = ceil_div(M, tile.BM) * ceil_div(N, tile.BN) * (2 if tile.BN >= 2 * TILE else 1)
-    kernel(min(programs, tiles), *matrices, 0 if bias is None else bias, *outputs, M, D, N, width, n_bits, x.stride(0))
+    given = 0 if bias is None else bias, *(scales or (0, 0))
+    kernel(min(programs, tiles), *matrices, *given, *outputs, M, D, N, width, n_bits, x.stride(0))

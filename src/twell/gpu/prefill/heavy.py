@@ -292,6 +292,20 @@ def _wait_for_all(counter, USE_TMA: tl.constexpr):
 
 
 @triton.jit
+def count_for_drift(m_watch, i_entries, m_counters, n_heavy, M, cap, LONG: tl.constexpr):
+    """Add the entries of all lists and the number of heavy tokens to int32 [2]: see drift.py."""
+    entries = tl.zeros((1024,), tl.int32)
+    for first in range(tl.program_id(0) * 1024, M, tl.num_programs(0) * 1024):
+        token = first + tl.arange(0, 1024)
+        n = tl.load(i_entries + token, mask=token < M, other=0)
+        n = active_of(n)
+        entries += tl.where(is_listed(n, m_counters, M, cap, LONG), n, 0)
+    tl.atomic_add(m_watch, tl.sum(entries, axis=0), sem="relaxed")
+    if tl.program_id(0) == 0:
+        tl.atomic_add(m_watch + 1, n_heavy, sem="relaxed")
+
+
+@triton.jit
 def _heavy_kernel(
     i_x,  # [M, D]
     i_few_gate,  # [F, D]; for few tokens' tiles: descriptor or pointer
@@ -346,15 +360,7 @@ def _heavy_kernel(
 ):
     n_first, n_heavy = count_heavy(m_counters, M)
     if watches != 0:
-        entries = tl.zeros((1024,), tl.int32)
-        for first in range(tl.program_id(0) * 1024, M, tl.num_programs(0) * 1024):
-            token = first + tl.arange(0, 1024)
-            n = tl.load(i_entries + token, mask=token < M, other=0)
-            n = active_of(n)
-            entries += tl.where(is_listed(n, m_counters, M, cap, LONG), n, 0)
-        tl.atomic_add(m_watch, tl.sum(entries, axis=0), sem="relaxed")
-        if tl.program_id(0) == 0:
-            tl.atomic_add(m_watch + 1, n_heavy, sem="relaxed")
+        count_for_drift(m_watch, i_entries, m_counters, n_heavy, M, cap, LONG)
     if n_heavy > 0:
         waiting = m_counters + N_WAITING
         sums = m_packed.to(tl.pointer_type(tl.float32))

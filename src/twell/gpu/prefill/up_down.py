@@ -7,7 +7,8 @@ its neurons' rows of Wu and Wd, a few at a time; u and h stay in registers, sums
 A dense FFN multiplies u with the 0 of every inactive neuron, which makes NaN of a token with inf or NaN in x. For a
 token without any active or hot neuron the tail does it: y += 0 * sum(x).
 
-Weights: Wu [F, D] as the model has it, Wd neuron-major [F, D].
+Weights: Wu [F, D] as the model has it, Wd neuron-major [F, D]. FP8: x and both in e4m3, with scales of x [M], of up's
+rows [F] and of y's columns [D]; sums are fp32, and h is not rounded.
 Bytes: two rows of D a (token, neuron) pair; at 10 cold neurons a token, M 16384, D 2048, bf16: 1.3 GB, mostly from L2
 (about 9 TB/s seen on an H200: 0.15 ms), x once in and y once out (0.13 GB).
 """
@@ -40,6 +41,9 @@ def _tail_kernel(
     i_up_bias,  # [F] or unused
     i_down,  # [F, D]
     i_down_bias,  # [D] or unused
+    i_x_scale,  # SCALED: fp32 [M]
+    i_up_scale,  # SCALED: fp32 [F]
+    i_down_scale,  # SCALED: fp32 [D]
     o_y,  # [M, D]
     o_up,  # SAVES, gated: [size], u of every entry
     o_l1,  # SAVES: [M], sum of |h|
@@ -54,6 +58,7 @@ def _tail_kernel(
     SQUARED: tl.constexpr,
     SPOIL: tl.constexpr,  # add 0 * sum(x)
     SAVES: tl.constexpr,
+    SCALED: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
     LONG: tl.constexpr,
@@ -67,6 +72,9 @@ def _tail_kernel(
         in_d = (d < D) | WHOLE
         x = tl.load(i_x + token.to(tl.int64) * x_stride + d, mask=in_d, other=0.0).to(tl.float32)
         acc = tl.zeros((BD,), tl.float32)
+        x_scale = 1.0
+        if SCALED:
+            x_scale = tl.load(i_x_scale + token)
         l1 = tl.zeros((NEURONS,), tl.float32)
         for first in tl.range(0, n, NEURONS, num_stages=STAGES):
             e = first + tl.arange(0, NEURONS)
@@ -81,6 +89,8 @@ def _tail_kernel(
             if GATED:
                 up = tl.load(i_up + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
                 u = tl.sum(up.to(tl.float32) * x[None, :], axis=1)
+                if SCALED:
+                    u = u * x_scale * tl.load(i_up_scale + row, mask=there, other=0.0)
                 if HAS_UP_BIAS:
                     u += tl.load(i_up_bias + row, mask=there, other=0.0).to(tl.float32)
                 a = a * u
@@ -89,6 +99,8 @@ def _tail_kernel(
             if SAVES:
                 l1 += tl.abs(a)
             acc += tl.sum(a[:, None] * down.to(tl.float32), axis=0)
+        if SCALED:
+            acc = acc * tl.load(i_down_scale + d, mask=in_d, other=0.0)
         if HAS_DOWN_BIAS:
             acc += tl.load(i_down_bias + d, mask=in_d, other=0.0).to(tl.float32)
         y = o_y + token.to(tl.int64) * D + d
@@ -97,7 +109,7 @@ def _tail_kernel(
             tl.store(o_l1 + token, tl.sum(l1, axis=0))
         if SPOIL:
             if n == 0:  # else u is inf or NaN, too. A store of its own keeps the loop's registers few
-                tl.store(y, (acc + tl.sum(x * 0.0, axis=0)).to(o_y.dtype.element_ty), mask=in_d)
+                tl.store(y, (acc + tl.sum(x * x_scale * 0.0, axis=0)).to(o_y.dtype.element_ty), mask=in_d)
 
 
 @functools.cache
@@ -113,9 +125,12 @@ def _kernel(
     has_up_bias: bool,
     has_down_bias: bool,
     overlaps: bool,
+    factors: torch.dtype,
 ) -> Kernel:
+    """``factors``: the dtype of x and the weights."""
     wide = power_of_2(D)
-    pointers = (dtype, narrow, dtype, *[torch.int32] * 4, *[dtype] * 6, torch.float32)
+    weights, f32 = (factors, dtype, factors, dtype), torch.float32
+    pointers = (factors, narrow, dtype, *[torch.int32] * 4, *weights, f32, f32, f32, dtype, dtype, f32)
     return Kernel(
         _tail_kernel,
         (*pointers, ANY, MULTIPLE, ANY, MULTIPLE),
@@ -127,6 +142,7 @@ def _kernel(
             "SQUARED": squared,
             "SPOIL": spoil,
             "SAVES": saves,
+            "SCALED": factors != dtype,
             "HAS_UP_BIAS": has_up_bias,
             "HAS_DOWN_BIAS": has_down_bias,
             "LONG": LONG,
@@ -149,10 +165,12 @@ def write_tail(
     tile: RowTile,
     saved_up: Tensor | None = None,
     l1: Tensor | None = None,
+    scales: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> None:
     """Write the rows of y [M, D] that belong to tokens that are not heavy. ``w``: all rows [F, D], Wd too.
 
     Where ``l1`` [M] is given, write their sums of abs(h) there, and u of every entry into ``saved_up``.
+    ``scales``: of x [M], up [F] and down [D], where these are e4m3.
     """
     M, D = x.shape
     if M == 0:
@@ -160,9 +178,8 @@ def write_tail(
     rows, values, turns, cap = lists
     gated, b_up, b_down = w.up is not None, w.up_bias, w.down_bias
     spoil, saves = gated and not has_hot, l1 is not None
-    kernel = _kernel(
-        x.dtype, rows.dtype, D, tile, gated, squared, spoil, saves, b_up is not None, b_down is not None, can_overlap()
-    )
-    optional = (0 if t is None else t for t in (w.up, b_up))
-    outputs = (0 if t is None else t for t in (b_down, y, saved_up, l1))
-    kernel(n_programs(M), x, rows, values, *turns, *optional, w.down, *outputs, M, D, cap, x.stride(0))
+    flags = gated, squared, spoil, saves, b_up is not None, b_down is not None, can_overlap()
+    kernel = _kernel(y.dtype, rows.dtype, D, tile, *flags, x.dtype)
+    optional = (w.up, b_up, w.down, b_down, *(scales or (None,) * 3), y, saved_up, l1)
+    tensors = (0 if t is None else t for t in optional)
+    kernel(n_programs(M), x, rows, values, *turns, *tensors, M, D, cap, x.stride(0))

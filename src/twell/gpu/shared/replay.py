@@ -37,7 +37,7 @@ _MOST_PROGRAMS = 512  # of one function: numbers of tokens differ from call to c
 _ALIGNMENT = 256  # of what a call takes from its space
 _HEAD, _LAUNCH, _PARAM = struct.Struct("<II"), struct.Struct("<QIIIII4x"), struct.Struct("<QiI")  # as in replay.c
 _COOPERATIVE, _OVERLAPS, _BESIDE, _SIGNALS, _WAITS = 1, 2, 4, 8, 16  # likewise
-_DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
+_DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 

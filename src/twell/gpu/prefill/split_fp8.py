@@ -1,0 +1,177 @@
+"""The three-part forward of an FFN with FP8 weights: that of split.py, from e4m3.
+
+    step        e4m3                                                          otherwise
+    x           rounded row by row, once
+    cold gate   x Wg_cold^T on tensor cores, scales in the epilogue           TwELL's values are those of x's dtype
+    heavy       gate and up                                                   y = h Wd in x's dtype
+    tail        rows of Wu and Wd                                             fp32 sums, h is not rounded
+    hot         gate and up on tensor cores                                   y += h Wd_hot, in x's dtype
+
+Wd is there twice: [D, F] as the model has it, for dense batches, and neuron by neuron. With gate and up that is two
+thirds of what 16-bit weights take. Rows in a plan's order belong to the layer (``lay_out``): nobody trains FP8 weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell.gpu.prefill.gate import gate_in_twell, hot_activations
+from twell.gpu.prefill.heavy_fp8 import write_heavy_fp8_
+from twell.gpu.prefill.lists import list_active
+from twell.gpu.prefill.split import Split, aligned, room_for_turns
+from twell.gpu.prefill.up_down import write_tail
+from twell.gpu.shared.fp8 import round_rows
+from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
+from twell.gpu.shared.tiles import INTERPRETED, GateTile, RowTile
+from twell.plan import PlanTensors
+from twell.reference import Fp8, Weights
+from twell.saved import index_dtype, list_size
+
+
+class Fp8Tiles(NamedTuple):
+    gate: GateTile
+    heavy: GateTile
+    tail: RowTile
+    use_tma: bool
+
+
+_TILES = {
+    89: Fp8Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 64, 64, 4, 2), RowTile(2, 4, 1), use_tma=False),
+    90: Fp8Tiles(GateTile(128, 256, 128, 8, 4), GateTile(64, 64, 128, 4, 3), RowTile(2, 4, 1), use_tma=True),
+}
+_TILES_INTERPRETED = Fp8Tiles(GateTile(32, 128, 32, 4, 2), GateTile(16, 32, 32, 4, 2), RowTile(4, 4, 2), use_tma=False)
+
+
+class Fp8Weights(NamedTuple):
+    """Of a layer; scales are fp32, of gate and up by neurons, of down by columns of y."""
+
+    gate: Tensor  # e4m3 [F, D]
+    gate_scale: Tensor  # [F]
+    up: Tensor | None  # e4m3 [F, D]
+    up_scale: Tensor | None  # [F]
+    down: Tensor  # e4m3 [F, D], neuron by neuron
+    down_scale: Tensor  # [D]
+
+    @classmethod
+    def of(cls, gate: Fp8, up: Fp8 | None, down: Fp8) -> Fp8Weights:
+        """``down`` [D, F], of which there is a transpose then."""
+        of_up, up_scale = (None, None) if up is None else up
+        return cls(gate.q, gate.scale, of_up, up_scale, down.q.t().contiguous(), down.scale)
+
+
+class Fp8Layout(NamedTuple):
+    """Rows in a plan's order: see ``Layout``."""
+
+    hot: Tensor  # e4m3 [2 H, D]: gate and up rows of the hot neurons, interleaved; plain FFN: [H, D]
+    hot_scale: Tensor
+    hot_down: Tensor  # [H, D] in x's dtype
+    cold: Tensor  # e4m3 [C, D]
+    cold_scale: Tensor
+
+
+def lay_out(w: Fp8Weights, plan: PlanTensors, n_hot: int, dtype: torch.dtype) -> Fp8Layout:
+    hot, cold = plan.order[:n_hot].long(), plan.order[n_hot:].long()
+
+    def rows(t: Tensor, of: Tensor) -> Tensor:  # index_select knows no e4m3
+        return t.view(torch.int8)[of].view(t.dtype)
+
+    down = (w.down[:0] if n_hot == 0 else rows(w.down, hot)).to(torch.float32) * w.down_scale
+    of_hot, scale = rows(w.gate, hot), w.gate_scale[hot]
+    if w.up is not None and w.up_scale is not None:
+        both = [t.view(torch.int8) for t in (of_hot, rows(w.up, hot))]
+        of_hot = torch.stack(both, 1).flatten(0, 1).view(w.gate.dtype)
+        scale = torch.stack([scale, w.up_scale[hot]], 1).flatten()
+    return Fp8Layout(of_hot, scale, down.to(dtype), rows(w.gate, cold), w.gate_scale[cold])
+
+
+def tiles_for(capability: int) -> Fp8Tiles | None:
+    """None where a GPU has no FP8 tensor cores."""
+    if INTERPRETED:
+        return _TILES_INTERPRETED
+    known = [c for c in _TILES if c <= capability]
+    return _TILES[max(known)] if known else None
+
+
+def forward(
+    x: Tensor,
+    w: Fp8Weights,
+    layout: Fp8Layout,
+    order: Tensor,
+    places: Tensor,
+    split: Split,
+    activation: str,
+    tiles: Fp8Tiles,
+    programs: int,
+    watch: Tensor | None = None,
+) -> Tensor:
+    """y [..., D] for x [..., D] in 16 bits. ``watch``: see ``split.forward``."""
+    x = aligned(x)
+    y = x.new_empty(x.shape)
+    key = (x.shape, x.stride(-2), x.dtype, w.gate.shape[0], split, activation, w.up is None, watch is None)
+    hot, hot_scale, hot_down, cold, cold_scale = layout
+    tensors = (x, y, *w, hot, hot_scale, cold, cold_scale, order, places, watch)
+    of_hot = _launch(key, tensors, split, activation == "relu2", tiles, programs)
+    if split.n_hot:
+        (y if y.dim() == 2 else y.view(-1, y.shape[-1])).addmm_(of_hot[0], hot_down)
+    return y
+
+
+@Recorded
+def _launch(
+    space: Space,
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor | None,
+    up_scale: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    hot: Tensor,
+    hot_scale: Tensor,
+    cold: Tensor,
+    cold_scale: Tensor,
+    order: Tensor,
+    places: Tensor,
+    watch: Tensor | None,
+    split: Split,
+    squared: bool,
+    tiles: Fp8Tiles,
+    programs: int,
+) -> tuple[Tensor, ...]:
+    """Everything but the hot neurons' last GEMM, for which it returns h."""
+    x, y = x.view(-1, x.shape[-1]) if x.dim() != 2 else x, y.view(-1, y.shape[-1])
+    n_hot, cap, first = split
+    M = len(x)
+    size = list_size(M, cap)
+    out = space.take(size, dtype=index_dtype(len(order))), space.take(size, dtype=x.dtype)
+    turns = room_for_turns(M, space)
+    h = space.take(M, n_hot) if n_hot else None
+    q, x_scale = round_rows(x, space)
+    common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
+    with space.passing():
+        given: dict[str, Any] = {
+            "counters": turns.counters,
+            "space": space,
+            "scales": (x_scale, cold_scale),
+            "dtype": x.dtype,
+        }
+        in_twell = gate_in_twell(q, cold, None, **given, **common)
+        with beside(h is not None):  # short, while the hot neurons' GEMM runs
+            lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
+            signals()
+    with beside():
+        rows = (q, x_scale), turns, (gate, gate_scale), (up, up_scale), (down, down_scale), places
+        watching = None if watch is None else (watch, cap)
+        write_heavy_fp8_(y, *rows, squared=squared, tile=tiles.heavy, programs=programs, space=space, watch=watching)
+    if h is not None:
+        scales = x_scale, hot_scale
+        hot_activations(q, hot, None, h, gated=up is not None, squared=squared, scales=scales, **common)
+    waits()
+    w = Weights(gate, up, down)
+    of_tail = x_scale, up_scale, down_scale
+    write_tail(y, q, lists, w, squared=squared, has_hot=n_hot > 0, tile=tiles.tail, scales=of_tail)
+    return () if h is None else (h,)

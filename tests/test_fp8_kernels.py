@@ -1,0 +1,102 @@
+"""The FP8 kernels against the reference, in Triton's interpreter (fp16: its bf16 products are wrong)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from interpreted import shorten_lists
+from twell import reference
+from twell.gpu.prefill import split_fp8
+from twell.gpu.prefill.split import Split
+from twell.gpu.prefill.split_fp8 import Fp8Weights
+from twell.gpu.shared import fp8
+from twell.gpu.shared.replay import Space
+from twell.plan import Plan
+from twell.reference import Fp8, to_fp8
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+f16, f64 = torch.float16, torch.float64
+TOLERANCE = 1.5e-3  # of fp16 values of the gate, h of hot neurons and y
+
+
+@pytest.fixture(autouse=True)
+def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_lists(monkeypatch.setattr)
+
+
+def make(M: int, D: int, F: int, *, gated: bool = True, shift: float = 0.4) -> tuple[Tensor, list[Fp8 | None]]:
+    """About an eighth of the neurons fire."""
+    x = torch.randn(M, D) / 4
+    x[:, 0] = 1
+    gate, up, down = torch.randn(F, D) / 4, torch.randn(F, D) / 4, torch.randn(D, F) / 4
+    gate[:, 0] -= shift
+    return x.to(f16), [to_fp8(gate), to_fp8(up) if gated else None, to_fp8(down)]
+
+
+def run(x: Tensor, w: list[Fp8 | None], n_hot: int, cap: int, activation: str = "relu") -> Tensor:
+    rows = Fp8Weights.of(*w)  # type: ignore[arg-type]
+    F = len(rows.gate)
+    plan = Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap, first=cap // 2, min_tokens=0).on(x.device)
+    layout = split_fp8.lay_out(rows, plan, n_hot, x.dtype)
+    tiles = split_fp8.tiles_for(0)
+    assert tiles is not None
+    split = Split.of(plan)
+    return split_fp8.forward(x, rows, layout, plan.order, plan.places, split, activation, tiles, 2)
+
+
+def assert_right(y: Tensor, x: Tensor, w: list[Fp8 | None], activation: str = "relu") -> None:
+    truth = reference.fp8_forward(x, *w, activation)  # type: ignore[arg-type]
+    finite = truth.isfinite().all(1)
+    assert torch.equal(y.isfinite().all(1), finite) and y.dtype == x.dtype
+    assert (y[finite].double() - truth[finite]).norm() <= TOLERANCE * truth[finite].norm()
+
+
+def test_rows_are_rounded_as_the_reference_does() -> None:
+    x = torch.randn(37, 48).to(f16)
+    x[3], x[4] = 0, 1e-4
+    x[5, 7], x[6, 1] = float("nan"), float("inf")
+    x[7] *= 60000 / x[7].abs().max()
+    q, scale = fp8.round_rows(x, Space(x))
+    want = to_fp8(x)
+    fine = [i for i in range(37) if i not in (5, 6)]
+    assert torch.equal(q.float()[fine], want.q.float()[fine]) and torch.equal(scale[fine], want.scale[fine])
+    assert Fp8(q, scale).to(f64)[[5, 6]].isnan().all()
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_h_is_rounded_as_a_dense_ffn_has_it(gated: bool, activation: str) -> None:
+    z, u = torch.randn(5, 176).to(f16), torch.randn(5, 176).to(f16)
+    h = reference.activate(torch.relu(z).float(), activation) * (u.float() if gated else 1)
+    q, scale = fp8.round_hidden(z, u if gated else None, activation == "relu2", Space(z))
+    want = to_fp8(h.to(f16))
+    assert torch.equal(q.float(), want.q.float()) and torch.equal(scale, want.scale)
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("n_hot", "cap"), [(0, 1), (0, 48), (128, 1), (128, 300)])
+def test_any_plan_gives_the_same(n_hot: int, cap: int, gated: bool, activation: str) -> None:
+    x, w = make(11, 48, 272, gated=gated)
+    assert_right(run(x, w, n_hot, cap, activation), x, w, activation)
+
+
+def test_all_kinds_of_tokens_side_by_side() -> None:
+    """One that fires all neurons, one that fires none, NaN, inf and zeros; more heavy ones than a chunk holds."""
+    x, w = make(45, 48, 272)
+    x[0, 0], x[1, 0] = -20.0, 20.0
+    x[2, 3], x[3, 3], x[4] = float("nan"), float("inf"), 0
+    for n_hot, cap in ((0, 48), (128, 48), (0, 1)):
+        assert_right(run(x, w, n_hot, cap), x, w)
+
+
+def test_shapes_of_x() -> None:
+    x, w = make(12, 48, 272)
+    assert torch.equal(run(x.view(3, 4, 48), w, 0, 48).view(12, 48), run(x, w, 0, 48))
+    wide = torch.zeros(12, 64, dtype=f16)
+    wide[:, :48] = x
+    assert torch.equal(run(wide[:, :48], w, 0, 48), run(x, w, 0, 48))
