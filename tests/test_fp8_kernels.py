@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from interpreted import shorten_lists
 from twell import reference
+from twell.gpu.decode import few_fp8
+from twell.gpu.decode.tiles import NeuronTile, SumTile
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split
 from twell.gpu.prefill.split_fp8 import Fp8Weights
@@ -92,6 +94,24 @@ def test_all_kinds_of_tokens_side_by_side() -> None:
     x[2, 3], x[3, 3], x[4] = float("nan"), float("inf"), 0
     for n_hot, cap in ((0, 48), (128, 48), (0, 1)):
         assert_right(run(x, w, n_hot, cap), x, w)
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("M", [1, 5, 17])
+def test_few_tokens(M: int, gated: bool, activation: str) -> None:
+    x, w = make(M, 48, 272, gated=gated)
+    y = few_fp8.forward(x, Fp8Weights.of(*w), activation)  # type: ignore[arg-type]
+    assert_right(y, x, w, activation)
+
+
+def test_few_tokens_with_inf_nan_and_zeros() -> None:
+    x, w = make(7, 48, 272)
+    x[0, 0], x[1, 0] = -20.0, 20.0
+    x[2, 3], x[3, 3], x[4] = float("nan"), float("inf"), 0
+    for taken in (NeuronTile(16, 32, 4, 2, slots=16), NeuronTile(16, 32, 4, 2)):
+        tiles = taken, SumTile(32, 4, 2, BS=1, BW=2)
+        assert_right(few_fp8.forward(x, Fp8Weights.of(*w), "relu", tiles), x, w)  # type: ignore[arg-type]
 
 
 def test_shapes_of_x() -> None:

@@ -116,10 +116,10 @@ class Fp8(NamedTuple):
 
 
 def to_fp8(rows: Tensor) -> Fp8:
-    """Each row divided by what makes its largest value 448, then rounded to nearest even. A row with inf or NaN becomes
-    NaN."""
+    """Each row times 1 / scale, which makes its largest value 448, then rounded to nearest even. A row with inf or NaN
+    becomes NaN."""
     scale = rows.abs().amax(1).float().clamp(min=_FP8_LEAST) / FP8_MAX
-    q = (rows.float() / scale[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    q = (rows.float() * scale.reciprocal()[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return Fp8(q, scale)
 
 

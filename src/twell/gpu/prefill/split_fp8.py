@@ -40,7 +40,7 @@ class Fp8Tiles(NamedTuple):
 
 _TILES = {
     89: Fp8Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 64, 64, 4, 2), RowTile(2, 4, 1), use_tma=False),
-    90: Fp8Tiles(GateTile(128, 256, 128, 8, 4), GateTile(64, 64, 128, 4, 3), RowTile(2, 4, 1), use_tma=True),
+    90: Fp8Tiles(GateTile(128, 256, 64, 8, 4), GateTile(64, 64, 128, 4, 3), RowTile(2, 4, 1), use_tma=True),
 }
 _TILES_INTERPRETED = Fp8Tiles(GateTile(32, 128, 32, 4, 2), GateTile(16, 32, 32, 4, 2), RowTile(4, 4, 2), use_tma=False)
 
@@ -54,12 +54,13 @@ class Fp8Weights(NamedTuple):
     up_scale: Tensor | None  # [F]
     down: Tensor  # e4m3 [F, D], neuron by neuron
     down_scale: Tensor  # [D]
+    model_down: Tensor  # e4m3 [D, F], as the model has it
 
     @classmethod
     def of(cls, gate: Fp8, up: Fp8 | None, down: Fp8) -> Fp8Weights:
         """``down`` [D, F], of which there is a transpose then."""
         of_up, up_scale = (None, None) if up is None else up
-        return cls(gate.q, gate.scale, of_up, up_scale, down.q.t().contiguous(), down.scale)
+        return cls(gate.q, gate.scale, of_up, up_scale, down.q.t().contiguous(), down.scale, down.q)
 
 
 class Fp8Layout(NamedTuple):
@@ -112,7 +113,7 @@ def forward(
     y = x.new_empty(x.shape)
     key = (x.shape, x.stride(-2), x.dtype, w.gate.shape[0], split, activation, w.up is None, watch is None)
     hot, hot_scale, hot_down, cold, cold_scale = layout
-    tensors = (x, y, *w, hot, hot_scale, cold, cold_scale, order, places, watch)
+    tensors = (x, y, *w[:6], hot, hot_scale, cold, cold_scale, order, places, watch)
     of_hot = _launch(key, tensors, split, activation == "relu2", tiles, programs)
     if split.n_hot:
         (y if y.dim() == 2 else y.view(-1, y.shape[-1])).addmm_(of_hot[0], hot_down)

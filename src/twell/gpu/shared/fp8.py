@@ -1,6 +1,6 @@
 """Rows in e4m3, each with a scale of its own: x of every FP8 FFN, and h of a dense one.
 
-    scale = max(largest |x|, 1e-12) / 448        q = x / scale, rounded to nearest even          (reference.to_fp8)
+    scale = max(largest |x|, 1e-12) / 448        q = x * (1 / scale), rounded to nearest even        (reference.to_fp8)
 
 inf or NaN anywhere in a row make its scale NaN, and so whatever is computed from it.
 Bytes, M 16384, D 2048, bf16: 67 MB in, 34 MB out, 23 us at 4.3 TB/s.
@@ -63,8 +63,9 @@ def _round_kernel(
         if GATED:
             x = x * tl.load(i_u + at, mask=inside, other=0.0).to(tl.float32)
         x = x.to(i_x.dtype.element_ty).to(tl.float32)  # as a dense FFN has h
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-12) / 448.0 + tl.sum(x * 0.0, axis=1)
-    q = tl.div_rn(x, tl.zeros_like(x) + scale[:, None])
+    largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-12)
+    scale = tl.div_rn(largest, 448.0 + tl.zeros_like(largest)) + tl.sum(x * 0.0, axis=1)
+    q = x * tl.div_rn(1.0 + tl.zeros_like(scale), scale)[:, None]
     q = tl.where(q > 448.0, 448.0, tl.where(q < -448.0, -448.0, q))  # which keeps NaN
     tl.store(o_q + row[:, None].to(tl.int64) * N + col[None, :], _to_e4m3(q), mask=inside)
     tl.store(o_scale + row, scale, mask=row < M)

@@ -1,0 +1,71 @@
+"""The GPU path of an FFN with FP8 weights: few tokens, many in three parts, or densely, as gpu/__init__.py does it.
+
+The meaning is that of ``reference.fp8_forward`` whatever the way: x is rounded row by row. Dense batches round h, too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twell.gpu.decode import few_fp8
+from twell.gpu.prefill import split_fp8
+from twell.gpu.prefill.split import Split, aligned
+from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
+from twell.gpu.shared.fp8 import round_hidden, round_rows
+from twell.gpu.shared.replay import Recorded, Space
+from twell.gpu.shared.tiles import device_facts
+from twell.plan import PlanTensors
+
+
+def forward(
+    x: Tensor,
+    w: Fp8Weights,
+    activation: str,
+    plan: PlanTensors,
+    few: int,
+    least: int,
+    layout: Fp8Layout | None,
+    watch: Tensor | None = None,
+) -> Tensor:
+    """y [..., D] for x [..., D] in bf16: up to ``few`` tokens and, with a layout, from ``least`` on it is sparse."""
+    M = x.numel() // x.shape[-1]
+    if 0 < M <= few:
+        return few_fp8.forward(x, w, activation)
+    if layout is None or least > M:
+        return dense(x, w, activation)
+    capability, processors = device_facts(x.device.index)
+    tiles = split_fp8.tiles_for(capability)
+    assert tiles is not None
+    facts = Split.of(plan), activation, tiles, processors, watch
+    return split_fp8.forward(x, w, layout, plan.order, plan.places, *facts)
+
+
+def dense(x: Tensor, w: Fp8Weights, activation: str) -> Tensor:
+    """y [..., D] for x [..., D]; GEMMs by cuBLAS."""
+    given, x = x, aligned(x)
+    D, dtype = x.shape[-1], x.dtype
+    M = x.numel() // D
+    if M == 0:
+        return torch.empty_like(given)
+    q, scale = _round((x.shape, x.stride(-2), dtype), (x,))
+    z = multiplied(q, scale, w.gate, w.gate_scale, dtype)
+    u = None if w.up is None or w.up_scale is None else multiplied(q, scale, w.up, w.up_scale, dtype)
+    q, scale = _round_hidden((z.shape, dtype, u is None, activation), (z, u), activation == "relu2")
+    return multiplied(q, scale, w.model_down, w.down_scale, dtype).view(x.shape)
+
+
+def multiplied(q: Tensor, scale: Tensor, rows: Tensor, of_rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rows^T [M, N] of e4m3 [M, K] and [N, K] with scales [M] and [N]; sums as Hopper takes them fastest."""
+    scales = scale[:, None], of_rows[None, :]
+    return torch._scaled_mm(q, rows.t(), *scales, out_dtype=dtype, use_fast_accum=True)
+
+
+@Recorded
+def _round(space: Space, x: Tensor) -> tuple[Tensor, ...]:
+    return round_rows(x if x.dim() == 2 else x.view(-1, x.shape[-1]), space)
+
+
+@Recorded
+def _round_hidden(space: Space, z: Tensor, u: Tensor | None, squared: bool) -> tuple[Tensor, ...]:
+    return round_hidden(z, u, squared, space)
