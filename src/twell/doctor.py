@@ -171,7 +171,7 @@ def kernel_problem(
         split = plan.Plan(
             n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0, few_tokens=16, mean_active=1.0
         )  # so few that one token is screened
-        case = ffn.Case(workload="skew29", M=tokens, backend="triton", device=str(device))
+        case = ffn.Case(workload="skew29", M=tokens, backend="triton", device=str(device), fp8=False)
         w = (inputs.w_gate, inputs.w_up, inputs.w_down)
         with torch.no_grad():
             layers = ffn.make_layers(case, inputs, split, 1)

@@ -44,10 +44,15 @@ _SPEEDUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the times t
     "speedup": (_DENSE, ("sparse_ms", "sparse.step_ms")),
     "speedup_eager": (("dense_ms",), ("sparse_ms",)),
     "speedup_frozen": (_DENSE, ("frozen_ms",)),
+    "speedup_over_fp8": (("fp8_ms", "fp8_weights_ms"), ("frozen_ms", "sparse_ms")),
     "speedup_called": (_CALLED, ("called_ms.sparse",)),
     "speedup_called_frozen": (_CALLED, ("called_ms.frozen",)),
     "speedup_called_eager": (("called_ms.dense",), ("called_ms.sparse",)),
     "speedup_called_compiled": (("called_ms.compiled",), ("called_ms.sparse_compiled",)),
+    "speedup_called_over_fp8": (
+        ("called_ms.fp8", "called_ms.fp8_weights"),
+        ("called_ms.frozen", "called_ms.sparse"),
+    ),
     "speedup_called_with_step": (_STEPS, ("called_with_step_ms.sparse",)),
 }
 _RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "kept_ratio", "joules_ratio", "memory.ratio", "memory_ratio")

@@ -128,7 +128,8 @@ def _few(given: cases.FFNInputs, frequency: Tensor, device: torch.device, second
     plan = Plan(n_neurons=F, hot=every, cap=0, few_tokens=MAX_FEW_TOKENS, mean_active=float(frequency.sum()))
     found = []
     for M in _FEW:
-        case = ffn.Case(workload="", M=M, D=given.x.shape[1], F=F, dtype=given.x.dtype, device=str(device), graph=True)
+        D, dtype = given.x.shape[1], given.x.dtype
+        case = ffn.Case(workload="", M=M, D=D, F=F, dtype=dtype, device=str(device), graph=True, fp8=False)
         with torch.no_grad():
             runs = ffn.alternatives(case, given, given.x[:M].contiguous(), plan)
             times = timing.compare({n: runs[n] for n in ("dense", "sparse")}, seconds=seconds, device=device)

@@ -1,8 +1,8 @@
 """``twell bench ffn``: one FFN, dense against sparse, on workloads of known sparsity.
 
 Four ways: dense (a block as Hugging Face's, of ``nn.Linear``s), on a GPU the same compiled, sparse as ``sparsify_``
-leaves a layer, and frozen (``twell.freeze_``). Of each two times: the device's, and that of a call *as called*, in a
-plain loop of Python with the host's time included.
+leaves a layer, and frozen (``twell.freeze_``); on a GPU with FP8 also dense in FP8, compiled. Of each two times: the
+device's, and that of a call *as called*, in a plain loop of Python with the host's time included.
 
 A case is checked before it is timed: sparse output may err at most twice as much as PyTorch's own dense
 output does against float64. After it, the sparse output must still be the same. A case that fails raises, and no
@@ -24,7 +24,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from twell import backends, reference
-from twell.bench import cases, timing
+from twell.bench import cases, fp8, timing
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, neuron_major_, sparse_ffns
 from twell.plan import Plan, choose_plan, costs_for
 
@@ -36,6 +36,9 @@ _SLACK = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-3, torch
 _L2_BYTES = 60e6  # of an H200, as it is rounded up
 _LEAST_READ = 1 / 8  # of a layer's weights: its gate in int8
 _SPARSE = ("sparse", "frozen")
+_SAME_DTYPE = ("dense", "compiled")  # dense ones, of the weights' own dtype
+DENSE = (*_SAME_DTYPE, *fp8.NAMES)
+_FP8_ERROR, _FP8_ROWS = 0.25, 16  # error beyond which FP8 is broken; in fewer rows y may be next to nothing
 
 
 class WrongResult(RuntimeError):
@@ -56,7 +59,12 @@ class Case:
     backend: str = "auto"
     graph: bool = False  # time replays of CUDA graphs of GRAPH_LAYERS layers, and give the time of one
     called: bool | None = None  # also as called; by default on a GPU: a CPU's times are those of calls anyway
+    fp8: bool | None = None  # also dense in FP8; by default where that applies
     seed: int = 0
+
+    @property
+    def is_fp8(self) -> bool:
+        return fp8.applies(torch.device(self.device), self.dtype, self.D, self.F) if self.fp8 is None else self.fp8
 
     @property
     def is_called(self) -> bool:
@@ -95,6 +103,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     runs = alternatives(case, inputs, x, plan)
     checked = {name: run().clone() for name, run in runs.items()}
     errors = _check_all(case, inputs, x, checked)
+    errors_fp8, quantisation = _check_fp8(case, inputs, x, checked)
     times = timing.compare(runs, seconds=seconds, device=x.device)
     for name in _SPARSE:
         _check_same(runs[name](), checked[name], name)
@@ -119,9 +128,11 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
         **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
         "speedup": speedup(times, "sparse"),
         "speedup_frozen": speedup(times, "frozen"),
+        **over_fp8(times),
         **(_as_called(case, inputs, x, plan, seconds) if case.is_called else {}),
         **({"memory": memory} if memory else {}),
-        "error": errors,
+        "error": {**errors, **errors_fp8},
+        **({"quantisation_error": quantisation} if quantisation else {}),
         **timing.environment(x.device),
     }
     if plan is not None:
@@ -139,9 +150,10 @@ def _as_called(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None
     calls = {name: [functools.partial(layer, x) for layer in each] for name, each in layers.items()}
     checked = {name: each[0]() for name, each in calls.items()}
     _check_all(case, inputs, x, checked)
+    _check_fp8(case, inputs, x, checked)
 
     def check_again() -> None:
-        for name in calls.keys() - {"dense", "compiled"}:
+        for name in calls.keys() - {*DENSE}:
             for call in calls[name]:  # of equal weights
                 _check_same(call(), checked[name], f"{name}, as called,")
 
@@ -157,14 +169,24 @@ def _as_called(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None
         "speedup_called": speedup(times, "sparse"),
         "speedup_called_frozen": speedup(times, "frozen"),
         **(_like_against_like(times) if "compiled" in times else {}),
+        **over_fp8(times, called=True),
         "frozen_bytes": frozen.frozen_bytes(),
     }
 
 
 def speedup(times: Mapping[str, timing.Spread], of: str) -> float:
-    """Over the faster dense one."""
-    dense = min(times[name].p50 for name in ("dense", "compiled") if name in times)
+    """Over the faster dense one; not over FP8, whose results are others."""
+    dense = min(times[name].p50 for name in _SAME_DTYPE if name in times)
     return round(dense / times[of].p50, 3)
+
+
+def over_fp8(times: Mapping[str, timing.Spread], *, called: bool = False) -> dict[str, Any]:
+    """Fields: of the faster of sparse and frozen over the faster dense FP8 one, where one was timed."""
+    dense = [times[name].p50 for name in fp8.NAMES if name in times]
+    if not dense:
+        return {}
+    ratio = round(min(dense) / min(times[name].p50 for name in _SPARSE), 3)
+    return {"speedup_called_over_fp8": ratio} if called else {"speedup_over_fp8": ratio, "fp8_accumulation": "fast"}
 
 
 def _like_against_like(times: Mapping[str, timing.Spread]) -> dict[str, float]:
@@ -231,12 +253,15 @@ def linear(weight: Tensor) -> nn.Linear:
 @torch.no_grad()
 def make_layers(case: Case, inputs: cases.FFNInputs, plan: Plan | None, n: int) -> dict[str, list[Any]]:
     """n layers of equal weights, each with memory of its own, of every way."""
-    made: dict[str, list[Any]] = {"dense": [], "sparse": [], "frozen": []}
+    in_fp8 = fp8.ways(case.M) if case.is_fp8 else {}
+    made: dict[str, list[Any]] = {name: [] for name in ("dense", *in_fp8, *_SPARSE)}
     own = (inputs.w_gate, inputs.w_up, inputs.w_down)
     for i in range(n):
         w_gate, w_up, w_down = own if i == 0 else (w.clone() for w in own)
         weights = (w_gate, w_up, w_down) if case.gated else (None, w_gate, w_down)
         made["dense"].append(DenseFFN(*weights).eval())
+        for name, (ffn_of, _) in in_fp8.items():
+            made[name].append(ffn_of(*weights).eval())
         laid_out = DenseFFN(*weights).eval()
         neuron_major_(laid_out.down_proj)  # as sparsify_ does
         for name in _SPARSE:
@@ -245,8 +270,10 @@ def make_layers(case: Case, inputs: cases.FFNInputs, plan: Plan | None, n: int) 
                 layer.freeze()
             made[name].append(layer)
     if _compiles(torch.device(case.device)):
-        compiled = [_compiled(layer) for layer in made["dense"]]
-        made = {"dense": made["dense"], "compiled": compiled, **{name: made[name] for name in _SPARSE}}
+        compiled = {"compiled": [_compiled(layer) for layer in made["dense"]]}
+        for name, (_, how) in in_fp8.items():
+            compiled[name] = [_compiled(layer, **how) for layer in made[name]]
+        made = {"dense": made["dense"], **compiled, **{name: made[name] for name in _SPARSE}}
     return made
 
 
@@ -255,8 +282,8 @@ def _compiles(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _compiled(layer: nn.Module) -> Any:
-    return torch.compile(layer, fullgraph=True, dynamic=False)  # layers share what is compiled once
+def _compiled(layer: nn.Module, **how: Any) -> Any:
+    return torch.compile(layer, fullgraph=True, dynamic=False, **how)  # layers share what is compiled once
 
 
 def sparse_layer(dense: DenseFFN, backend: str, plan: Plan | None) -> SparseFFNBase:
@@ -352,6 +379,28 @@ def _check_all(case: Case, inputs: cases.FFNInputs, x: Tensor, outputs: Mapping[
     names = (*_SPARSE, *(name for name in ("sparse_compiled",) if name in outputs))
     errors = {name: check(x, inputs, case.gated, outputs["dense"], outputs[name]) for name in names}
     return {"dense": errors["sparse"]["dense"], **{name: of["sparse"] for name, of in errors.items()}}
+
+
+def _check_fp8(
+    case: Case, inputs: cases.FFNInputs, x: Tensor, outputs: Mapping[str, Tensor]
+) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """Relative errors of FP8 FFNs against float64, on rows as ``check`` takes them: of weights and x as FP8 has them
+    (``fp8.meant``), and as they were before. Raises WrongResult where FP8 is broken."""
+    errors: dict[str, float | None] = {}
+    quantisation: dict[str, float | None] = {}
+    rows = slice(None, None, max(1, len(x) // _TRUTH_ROWS))
+    w = reference.Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
+    for name in (name for name in fp8.NAMES if name in outputs):
+        y, truth = outputs[name][rows], reference.forward(x[rows].double(), w.to(torch.float64), want_stats=False).y
+        error = relative_error(y, fp8.meant(name, x[rows], w))
+        if not error <= (_FP8_ERROR if len(y) >= _FP8_ROWS else math.inf):
+            raise WrongResult(f"{name} output is wrong: relative error {error:.2e}; no speedup is reported")
+        errors[name], quantisation[name] = _rounded(error), _rounded(relative_error(y, truth))
+    return errors, quantisation
+
+
+def _rounded(error: float) -> float | None:
+    return float(f"{error:.3g}") if error < 1e6 else None  # where the truth is 0
 
 
 def _check_same(y: Tensor, checked: Tensor, name: str) -> None:

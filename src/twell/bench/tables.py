@@ -107,6 +107,19 @@ def _speedup(value: float | None) -> str:
     return "" if value is None else f"**{value:.2f}x**"
 
 
+def _fp8(row: Row, unit: str = "ms") -> tuple[str, str]:
+    """Cells: the faster dense FFN in FP8, and the faster of sparse and frozen over it."""
+    spreads: list[dict[str, float]] = [row[name] for name in ("fp8_ms", "fp8_weights_ms") if name in row]
+    if not spreads:
+        return "", ""
+    return _ms(min(spreads, key=lambda spread: spread["p50"]), unit), _speedup(row["speedup_over_fp8"])
+
+
+def _over_fp8(row: Row) -> str:
+    """Behind a speedup."""
+    return f", over FP8 {row['speedup_over_fp8']:.2f}x" if "speedup_over_fp8" in row else ""
+
+
 def _called_head(unit: str = "ms", *, frozen: bool = True) -> tuple[str, ...]:
     return f"as called: dense {unit}", f"sparse {unit}", "speedup", *(("frozen",) if frozen else ())
 
@@ -200,9 +213,10 @@ def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
         dense = of["compiled" if _dense(row) == row.get("compiled_ms") else "dense"]
         return f"{dense / 1e6:.0f} -> {of['sparse'] / 1e6:.0f}"
 
-    has_memory = _any_has(rows, "memory")
+    has_memory, has_fp8 = _any_has(rows, "memory"), _any_has(rows, "fp8_ms")
     head: tuple[str, ...] = ("workload", "tokens", "active", f"dense {unit}", f"sparse {unit}", "speedup")
     head += (f"frozen {unit}", "speedup") if has_frozen else ()
+    head += (f"dense FP8 {unit}", "over FP8") if has_fp8 else ()
     return _lines(
         (*head, *(_called_head(unit) if has_calls else ()), *(("memory besides y, MB",) if has_memory else ())),
         (
@@ -214,6 +228,7 @@ def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
                 _ms(r["sparse_ms"], unit),
                 _speedup(r["speedup"]),
                 *(frozen(r) if has_frozen else ()),
+                *(_fp8(r, unit) if has_fp8 else ()),
                 *(_called(r, unit) if has_calls else ()),
                 *((memory(r),) if has_memory else ()),
             )
@@ -228,8 +243,10 @@ def _ffn_few(rows: list[Row]) -> list[str]:
 
 def _layers(rows: list[Row]) -> list[str]:
     """Layers of a trace, and their mean."""
+    has_fp8 = _any_has(rows, "fp8_ms")
+    head = ("layer", "active", "hot", "dense ms", "sparse ms", "speedup", "predicted")
     lines = _lines(
-        ("layer", "active", "hot", "dense ms", "sparse ms", "speedup", "predicted"),
+        (*head, *(("dense FP8 ms", "over FP8") if has_fp8 else ())),
         (
             (
                 str(r["workload"]).removeprefix("layer "),
@@ -239,6 +256,7 @@ def _layers(rows: list[Row]) -> list[str]:
                 _ms(r["sparse_ms"]),
                 f"{r['speedup']:.2f}x",
                 f"{r['plan']['predicted']:.2f}x",
+                *(_fp8(r) if has_fp8 else ()),
             )
             for r in rows
         ),
@@ -248,7 +266,7 @@ def _layers(rows: list[Row]) -> list[str]:
     varies = len(set(active)) > 1 < len(set(speedups))
     return [
         *lines,
-        f"| mean | | | | | {_speedup(_mean_speedup(rows))} ({summed:.2f}x of the summed times) | |",
+        f"| mean | | | | | {_speedup(_mean_speedup(rows))} ({summed:.2f}x of the summed times) | |" + " | |" * has_fp8,
         *(["", f"Correlation of active neurons and speedup: {correlation(active, speedups):.2f}"] if varies else []),
     ]
 
@@ -261,7 +279,7 @@ def _between_layers(rows: list[Row]) -> list[str]:
         (
             str(layer).removeprefix("layer "),
             f"{found[layer, sizes[-1]]['mean_active']:.0f}",
-            *(f"{found[layer, M]['speedup']:.2f}x" for M in sizes),
+            *(f"{found[layer, M]['speedup']:.2f}x{_over_fp8(found[layer, M])}" for M in sizes),
         )
         for layer in layers
     ]
@@ -459,7 +477,7 @@ def _grid(rows: list[Row], sizes: Sequence[int], *, frozen: bool = False) -> lis
     def cell(row: Row) -> str:
         of = "_frozen" if frozen and "speedup_frozen" in row else ""
         called = row.get(f"speedup_called{of}")
-        return f"{row[f'speedup{of}']:.2f}x" + ("" if called is None else f", called {called:.2f}x")
+        return f"{row[f'speedup{of}']:.2f}x" + ("" if called is None else f", called {called:.2f}x") + _over_fp8(row)
 
     found = {(r["workload"], r["M"]): cell(r) for r in rows}
     names = {r["workload"]: f"{re.sub(r'[a-z]+', '', r['workload'])} of {r['F']}" for r in rows if r["M"] in sizes}

@@ -36,14 +36,21 @@ class Layer(NamedTuple):
 
 @torch.inference_mode()
 def measure(
-    layer: Layer, M: int, D: int, *, dtype: torch.dtype, device: torch.device, seconds: float = 3.0
+    layer: Layer,
+    M: int,
+    D: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: float = 3.0,
+    fp8: bool | None = None,
 ) -> dict[str, Any]:
     """A JSON-ready row for one layer, as a gated FFN on a GPU (or in Triton's interpreter)."""
     plan, timed = plan_and_rest(layer.active.to(device), M, D)
     mean = max(1, round(timed.sum().item() / M))
     with torch.inference_mode(False):
         inputs = cases.make(f"skew{mean}", M, D, timed.shape[1], dtype=dtype, device=device)
-    return _row(layer.name, inputs, timed, plan, seconds)
+    return _row(layer.name, inputs, timed, plan, seconds, fp8)
 
 
 def plan_and_rest(active: Tensor, M: int, D: int) -> tuple[Plan, Tensor]:
@@ -56,12 +63,14 @@ def plan_and_rest(active: Tensor, M: int, D: int) -> tuple[Plan, Tensor]:
     return plan, rest.repeat(-(-M // len(rest)), 1)[:M]
 
 
-def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds: float) -> dict[str, Any]:
+def _row(
+    name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds: float, fp8: bool | None
+) -> dict[str, Any]:
     x, w = inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
     (M, D), F = x.shape, w.gate.shape[0]
-    case = ffn.Case(workload=name, M=M, D=D, F=F, dtype=x.dtype, device=x.device.type, backend="triton")
+    case = ffn.Case(workload=name, M=M, D=D, F=F, dtype=x.dtype, device=x.device.type, backend="triton", fp8=fp8)
     runs: dict[str, Callable[[], Any]] = {
-        n: run for n, run in ffn.alternatives(case, inputs, x, plan).items() if n in ("dense", "compiled")
+        n: run for n, run in ffn.alternatives(case, inputs, x, plan).items() if n in ffn.DENSE
     }
     parts_ms, error = {}, None
     few, most, least = plan.tokens(captured=True)
@@ -83,7 +92,6 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
         times["frozen"] = added(times["gate"], times["after gate"])
         times["sparse"] = added(times["layout"], times["frozen"])
         parts_ms = ffn.parts_ms(parts, w, seconds)
-    dense = min(times[n].p50 for n in ("dense", "compiled") if n in times)
     return {
         "bench": "ffn",
         "workload": name,
@@ -96,8 +104,9 @@ def _row(name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds
         **({"graph": True, "graph_layers": ffn.GRAPH_LAYERS} if in_graphs else {}),
         "mean_active": round(active.sum().item() / M, 2),
         **{f"{n}_ms": spread._asdict() for n, spread in times.items()},
-        "speedup": round(dense / times["sparse"].p50, 3),
-        "speedup_frozen": round(dense / times["frozen"].p50, 3),
+        "speedup": ffn.speedup(times, "sparse"),
+        "speedup_frozen": ffn.speedup(times, "frozen"),
+        **ffn.over_fp8(times),
         "error": {"sparse": error},
         "plan": ffn.plan_facts(plan),
         "parts_ms": parts_ms,
@@ -111,7 +120,7 @@ def _in_graphs(
     """Of batches between few and many tokens: CUDA graphs of several layers, of which each has its own memory."""
     x, case = inputs.x, dataclasses.replace(case, graph=True)
     runs: dict[str, Callable[[], Any]] = {
-        n: run for n, run in ffn.alternatives(case, inputs, x, None).items() if n in ("dense", "compiled", "sparse")
+        n: run for n, run in ffn.alternatives(case, inputs, x, None).items() if n in (*ffn.DENSE, "sparse")
     }
     zs: list[Tensor] = []
     if is_union:

@@ -52,6 +52,10 @@ def bench_ffn(
             "--called/--no-called", help="Also time calls in a plain loop, the host included. Default: on a GPU."
         ),
     ] = None,
+    fp8: Annotated[
+        bool | None,
+        typer.Option("--fp8/--no-fp8", help="Also time dense FFNs in FP8. Default: on GPUs that have it, in 16 bits."),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")
     ] = None,
@@ -67,6 +71,7 @@ def bench_ffn(
 
     from twell import backends
     from twell.bench import cases, ffn
+    from twell.bench.fp8 import applies
     from twell.doctor import bf16_problem
 
     torch_device = device_of(device)
@@ -81,6 +86,11 @@ def bench_ffn(
         raise ValueError("--tokens, --width and --hidden must be at least 1")
     if graph and torch_device.type != "cuda":
         raise ValueError("--graph needs a GPU: use --device cuda")
+    if fp8 and not applies(torch_device, torch_dtype, width, hidden):
+        raise ValueError(
+            "--fp8 needs a GPU of compute capability 8.9 or newer, bfloat16 or float16, and a --width and --hidden of "
+            f"multiples of 16: got {torch_device}, {str(torch_dtype).removeprefix('torch.')}, {width} and {hidden}"
+        )
     if trace is not None and (workload or plain or graph):
         raise ValueError("--trace times gated FFNs as they were recorded: it takes no --workload, --plain or --graph")
     if trace is not None:
@@ -96,6 +106,7 @@ def bench_ffn(
             dtype=torch_dtype,
             device=torch_device,
             seconds=seconds,
+            fp8=fp8,
         )
     else:
         todo = [
@@ -110,6 +121,7 @@ def bench_ffn(
                 backend=backend,
                 graph=graph,
                 called=called,
+                fp8=fp8,
             )
             for name in names
             for m in sizes

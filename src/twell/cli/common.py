@@ -156,42 +156,51 @@ def ms(s: dict[str, float]) -> str:
     return f"{s['p50']:.{digits}f} ±{(s['p80'] - s['p20']) / 2 / s['p50']:.0%}"
 
 
+_DENSE = ("dense", "compiled", "fp8", "fp8_weights")
+_WAYS = {"fp8": "dense FP8", "fp8_weights": "FP8 weights", "sparse_compiled": "compiled sparse"}
+
+
 def print_speed_table(rows: list[dict[str, Any]]) -> None:
     """A line for each way of every row: the device's time, and beside it that of calls."""
     from rich import box
     from rich.table import Table
 
     first = rows[0]
-    is_called = "called_ms" in first
+    is_called, has_fp8 = "called_ms" in first, any("fp8_ms" in row for row in rows)
     table = Table(
         title=f"{first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine_of(first)}",
         caption="ms: median, and half the distance of the 20th and 80th percentile"
         + ("" if is_called else "; error: relative, against float64")
         + ("; called: in a plain loop, the host's time included" if is_called else "")
-        + ("; frozen: twell.freeze_" if "frozen_ms" in first else ""),
+        + ("; frozen: twell.freeze_" if "frozen_ms" in first else "")
+        + ("; over FP8: of the faster sparse one over the faster dense FP8 one" if has_fp8 else ""),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
     last = ("called ms", "called", "host us") if is_called else ("error",)
-    for name in ("workload", "tokens", "active", "", "ms", "speedup", *last):
+    over_fp8 = ("over FP8",) if has_fp8 else ()
+    for name in ("workload", "tokens", "active", "", "ms", "speedup", *over_fp8, *last):
         table.add_column(name, justify="left" if name in ("workload", "") else "right", no_wrap=True)
 
     for row in rows:
-        ways = [way for way in ("dense", "compiled", "sparse", "frozen") if f"{way}_ms" in row]
+        ways = [way for way in (*_DENSE, "sparse", "frozen") if f"{way}_ms" in row]
+        fastest = min((way for way in ways if way not in _DENSE), key=lambda way: row[f"{way}_ms"]["p50"])
         ways += ["sparse_compiled"] if "sparse_compiled" in row.get("called_ms", ()) else []
         for way in ways:
             error, more = row["error"].get(way), {"frozen": "_frozen", "sparse_compiled": "_compiled"}.get(way, "")
-            is_sparse, has_time = way not in ("dense", "compiled"), f"{way}_ms" in row
+            is_sparse, has_time = way not in _DENSE, f"{way}_ms" in row
+            ratio = f"{row['speedup_over_fp8']:.2f}x" if way == fastest and "fp8_ms" in row else ""
             cells = [f"{error:.1e}" if is_sparse and error is not None else ""]
             if is_called:
                 speedup = f"[bold]{row[f'speedup_called{more}']:.2f}x[/bold]" if is_sparse else ""
                 cells = [ms(row["called_ms"][way]), speedup, f"{row['host_us'][way]:.0f}"]
             table.add_row(
                 *((row["workload"], str(row["M"]), f"{row['mean_active']:.0f}") if way == ways[0] else ("", "", "")),
-                way.replace("sparse_compiled", "compiled sparse"),
+                _WAYS.get(way, way),
                 ms(row[f"{way}_ms"]) if has_time else "",
                 f"[bold]{row[f'speedup{more}']:.2f}x[/bold]" if is_sparse and has_time else "",
+                *((ratio,) if has_fp8 else ()),
                 *cells,
             )
     print_table(table)
