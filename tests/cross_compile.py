@@ -22,9 +22,10 @@ from triton.backends.compiler import GPUTarget
 from twell.formats import n_tiles
 from twell.gpu import dense
 from twell.gpu.decode import few as decode
+from twell.gpu.decode import few_fp8
 from twell.gpu.decode import tiles as few_tiles
-from twell.gpu.prefill import gate, heavy, lists, union, up_down
-from twell.gpu.shared import rows
+from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, split_fp8, union, up_down
+from twell.gpu.shared import fp8, rows
 from twell.gpu.shared.launch import Kernel, power_of_2
 from twell.gpu.shared.tiles import tiles_for
 from twell.gpu.training import activation, hot, statistics, tail_backward, transpose, weight_gradients
@@ -57,14 +58,15 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
         of_hot = {"saves": is_hot, "gated": is_hot, "squared": no}
         ends = {"has_bias": bias, "whole": whole, "aligned": yes, "overlaps": overlaps}
         by_registers = not is_hot and capability == 90 and dtype.itemsize == 2
-        kernel = gate._kernel(dtype, tiles.gate, tiles.use_tma, is_hot, *of_hot.values(), *ends.values(), by_registers)
+        flags = *of_hot.values(), *ends.values(), by_registers, dtype
+        kernel = gate._kernel(dtype, tiles.gate, tiles.use_tma, is_hot, *flags)
         assert kernel.constants["BY_REGISTERS"] == by_registers  # where Triton puts values is as words.py expects
         yield kernel
     for marks in (no, yes):
         yield lists._kernel(dtype, narrow, power_of_2(n_tiles(F)), marks, overlaps)
     long_tail = tiles.long_tail if D * dtype.itemsize <= 8192 else tiles.tail
     for tile, saves in ((tiles.tail, no), (long_tail, yes)):
-        yield up_down._kernel(dtype, narrow, D, tile, yes, no, yes, saves, yes, yes, overlaps)
+        yield up_down._kernel(dtype, narrow, D, tile, yes, no, yes, saves, yes, yes, overlaps, dtype)
     for gated in (yes, no):
         flags = (gated, not gated, (yes,) * 3, gated, gated)  # biases, a mask, statistics
         yield heavy._kernel(dtype, tiles.heavy, tiles.heavy_tma, *flags, heavy.CHUNK, heavy.LONG)
@@ -114,6 +116,25 @@ def between(capability: int, dtype: torch.dtype, F: int) -> Iterator[Kernel]:
             yield from union._kernels(dtype, union.tiles_for(M, of_gpu), BW, of_gpu.use_tma, *flags, capability >= 90)
 
 
+def in_fp8(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kernel]:
+    """Of layers with FP8 weights."""
+    tiles = split_fp8.tiles_for(capability)
+    if dtype != torch.bfloat16 or tiles is None:
+        return
+    overlaps, no, yes = True, False, True
+    for is_hot in (no, yes):
+        flags = is_hot, no, is_hot, no, no, no, yes, overlaps, not is_hot, fp8.E4M3
+        yield gate._kernel(dtype, tiles.gate, tiles.use_tma, *flags)
+    flags = yes, no, yes, no, no, no, overlaps, fp8.E4M3
+    yield up_down._kernel(dtype, index_dtype(F), D, tiles.tail, *flags)
+    yield heavy_fp8._kernel(dtype, tiles.heavy, yes, no, heavy_fp8.CHUNK, heavy.LONG)
+    yield fp8._kernel(dtype, D, no, no, no, overlaps)
+    yield fp8._kernel(dtype, F, yes, yes, no, overlaps)
+    for M in FEW_TOKENS:
+        chosen = few_fp8.tiles_for(M, F, 132)
+        yield from decode.kernels_of(dtype, M, D, *chosen, no, no, (yes, no, no, no), overlaps, fp8.E4M3)
+
+
 def spills(ptx: str, capability: int) -> dict[str, int]:
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     newer = folder / "ptxas-blackwell"
@@ -149,7 +170,7 @@ def main() -> None:
     capability, dtype, D, F = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     triton.runtime.driver.set_active(Elsewhere(capability))
     shape = capability, dtype, D, F
-    found = [*many_tokens(*shape), *between(capability, dtype, F), *few_tokens(*shape)]
+    found = [*many_tokens(*shape), *between(capability, dtype, F), *few_tokens(*shape), *in_fp8(*shape)]
     different = {repr((k.function.__name__, k.arguments, k.constants, k.options)): k for k in found}
     for kernel in different.values():
         print(json.dumps(row_of(kernel, capability)), flush=True)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from twell import gpu, reference
+from twell.gpu import fp8 as gpu_fp8
+from twell.gpu.prefill import split_fp8
 from twell.plan import Plan, dense_plan
 from twell.reference import Weights
 
@@ -33,6 +35,25 @@ def train(x: Tensor, w: Weights, plan: Plan | None) -> None:
     want = reference.backward(dy, dl1, x, w, out.gate, out.up, "relu", mask, needs)
     for a, t in zip((got.x, *got.weights), (want.x, *want.weights), strict=True):
         assert a is not None and t is not None and (a.double() - t).norm() <= 5e-2 * t.norm(), (x.shape, plan)
+
+
+def fp8_layer(M: int, D: int, F: int) -> None:
+    """With FP8 weights: few tokens, three parts with long and heavy tokens, densely."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        return
+    x = torch.randn(M, D, device="cuda").bfloat16()
+    x[:, 0], x[M // 2] = 1, x[M // 2] * 20
+    gate, up, down = (torch.randn(s, device="cuda") / 8 for s in ((F, D), (F, D), (D, F)))
+    gate[:, 0] -= 1.5
+    w = reference.to_fp8(gate), reference.to_fp8(up), reference.to_fp8(down)
+    rows, truth = split_fp8.Fp8Weights.of(*w), reference.fp8_forward(x, *w)
+    for n_hot, cap in ((0, 40), (128, 4), (128, 0)):
+        plan = Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap, first=cap // 2, min_tokens=0).on(x.device)
+        layout = split_fp8.lay_out(rows, plan, n_hot, x.dtype)
+        for few, least in ((0, 0), (0, M + 1), (64, 0)):
+            some = x[:33] if few else x
+            y = gpu_fp8.forward(some, rows, "relu", plan, few, least, layout)
+            assert (y.double() - truth[: len(some)]).norm() <= 5e-2 * truth[: len(some)].norm(), (M, D, F, n_hot, few)
 
 
 def main() -> None:
@@ -62,6 +83,8 @@ def main() -> None:
                 turned = w._replace(down=w.down.t().contiguous().t())
                 assert_right(gpu.forward(x[:few], turned, "relu", union_plan.on(x.device)), x[:few], w)
                 assert_right(gpu.forward(x[:few], turned, "relu", few_plan.on(x.device)), x[:few], w)
+    for M, D, F in ((300, 128, 768), (129, 208, 400)):
+        fp8_layer(M, D, F)
     torch.cuda.synchronize()
     print("every kernel ran, and its results are right")
 

@@ -12,7 +12,7 @@ from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split, aligned
 from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
-from twell.gpu.shared.fp8 import round_hidden, round_rows
+from twell.gpu.shared.fp8 import room_for, round_hidden, round_rows
 from twell.gpu.shared.replay import Recorded, Space
 from twell.gpu.shared.tiles import device_facts
 from twell.plan import PlanTensors
@@ -48,10 +48,12 @@ def dense(x: Tensor, w: Fp8Weights, activation: str) -> Tensor:
     M = x.numel() // D
     if M == 0:
         return torch.empty_like(given)
-    q, scale = _round((x.shape, x.stride(-2), dtype), (x,))
+    q, scale = rounded = room_for(M, D, x.new_empty)
+    _round((x.shape, x.stride(-2), dtype), (x, *rounded))
     z = multiplied(q, scale, w.gate, w.gate_scale, dtype)
     u = None if w.up is None or w.up_scale is None else multiplied(q, scale, w.up, w.up_scale, dtype)
-    q, scale = _round_hidden((z.shape, dtype, u is None, activation), (z, u), activation == "relu2")
+    q, scale = rounded = room_for(M, z.shape[1], x.new_empty)
+    _round_hidden((z.shape, dtype, u is None, activation), (z, u, *rounded), activation == "relu2")
     return multiplied(q, scale, w.model_down, w.down_scale, dtype).view(x.shape)
 
 
@@ -62,10 +64,14 @@ def multiplied(q: Tensor, scale: Tensor, rows: Tensor, of_rows: Tensor, dtype: t
 
 
 @Recorded
-def _round(space: Space, x: Tensor) -> tuple[Tensor, ...]:
-    return round_rows(x if x.dim() == 2 else x.view(-1, x.shape[-1]), space)
+def _round(space: Space, x: Tensor, q: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    round_rows(x if x.dim() == 2 else x.view(-1, x.shape[-1]), (q, scale))
+    return ()
 
 
 @Recorded
-def _round_hidden(space: Space, z: Tensor, u: Tensor | None, squared: bool) -> tuple[Tensor, ...]:
-    return round_hidden(z, u, squared, space)
+def _round_hidden(
+    space: Space, z: Tensor, u: Tensor | None, q: Tensor, scale: Tensor, squared: bool
+) -> tuple[Tensor, ...]:
+    round_hidden(z, u, squared, (q, scale))
+    return ()

@@ -12,7 +12,7 @@ from twell.gpu.decode.few import kernels_of
 from twell.gpu.decode.tiles import NeuronTile, SumTile, divided
 from twell.gpu.prefill.split import aligned
 from twell.gpu.prefill.split_fp8 import Fp8Weights
-from twell.gpu.shared.fp8 import E4M3, round_rows
+from twell.gpu.shared.fp8 import E4M3, room_for, round_rows
 from twell.gpu.shared.launch import can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.replay import INTERPRETED, Recorded, Space
 from twell.gpu.shared.tiles import device_facts
@@ -24,9 +24,12 @@ def tiles_of(x: Tensor, F: int) -> tuple[NeuronTile, SumTile]:
     """For x [M, D]."""
     if INTERPRETED:
         return NeuronTile(16, 32, 4, 2), SumTile(32, 4, 2, BS=2, BW=2)
-    M, (_, processors) = len(x), device_facts(x.device.index)
+    return tiles_for(len(x), F, device_facts(x.device.index)[1])
+
+
+def tiles_for(M: int, F: int, processors: int) -> tuple[NeuronTile, SumTile]:
     TN, programs = divided(F, 64, processors)
-    neurons = NeuronTile(64, 256, 4, 4, slots=16 if M <= 16 else 0, TN=TN, programs=programs)
+    neurons = NeuronTile(64, 256, 4, 4, 16, TN, programs) if M <= 16 else NeuronTile(64, 128, 8, 6, 0, TN, programs)
     return neurons, next(tile for most, tile in _SUMS.items() if M <= most)
 
 
@@ -60,7 +63,8 @@ def _launch(
     n_tiles = ceil_div(F, TN)
     n_words, programs = ceil_div(n_tiles * BN, 64), max(n_tiles, neurons.programs)
     h, words = space.take(F, BM), space.take(ceil_div(programs * BN, 64), dtype=torch.int64)
-    q, x_scale = round_rows(x, space)
+    q, x_scale = room_for(M, D, space.take)
+    round_rows(x, (q, x_scale))
     flags = up is not None, squared, False, False
     first, second = kernels_of(x.dtype, M, D, neurons, sums, False, False, flags, can_overlap(), E4M3)
     of_up = (0, 0) if up is None or up_scale is None else (up, up_scale)

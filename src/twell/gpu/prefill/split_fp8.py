@@ -23,7 +23,7 @@ from twell.gpu.prefill.heavy_fp8 import write_heavy_fp8_
 from twell.gpu.prefill.lists import list_active
 from twell.gpu.prefill.split import Split, aligned, room_for_turns
 from twell.gpu.prefill.up_down import write_tail
-from twell.gpu.shared.fp8 import round_rows
+from twell.gpu.shared.fp8 import room_for, round_rows
 from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, RowTile
 from twell.plan import PlanTensors
@@ -38,10 +38,7 @@ class Fp8Tiles(NamedTuple):
     use_tma: bool
 
 
-_TILES = {
-    89: Fp8Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 64, 64, 4, 2), RowTile(2, 4, 1), use_tma=False),
-    90: Fp8Tiles(GateTile(128, 256, 64, 8, 4), GateTile(64, 64, 128, 4, 3), RowTile(2, 4, 1), use_tma=True),
-}
+_TILES = Fp8Tiles(GateTile(128, 256, 128, 8, 3), GateTile(64, 64, 128, 4, 3), RowTile(2, 4, 1), use_tma=True)
 _TILES_INTERPRETED = Fp8Tiles(GateTile(32, 128, 32, 4, 2), GateTile(16, 32, 32, 4, 2), RowTile(4, 4, 2), use_tma=False)
 
 
@@ -89,11 +86,10 @@ def lay_out(w: Fp8Weights, plan: PlanTensors, n_hot: int, dtype: torch.dtype) ->
 
 
 def tiles_for(capability: int) -> Fp8Tiles | None:
-    """None where a GPU has no FP8 tensor cores."""
+    """None where these kernels were not tried, and layers call their FP8 projections: all but Hopper."""
     if INTERPRETED:
         return _TILES_INTERPRETED
-    known = [c for c in _TILES if c <= capability]
-    return _TILES[max(known)] if known else None
+    return _TILES if capability == 90 else None
 
 
 def forward(
@@ -151,7 +147,8 @@ def _launch(
     out = space.take(size, dtype=index_dtype(len(order))), space.take(size, dtype=x.dtype)
     turns = room_for_turns(M, space)
     h = space.take(M, n_hot) if n_hot else None
-    q, x_scale = round_rows(x, space)
+    q, x_scale = room_for(M, x.shape[1], space.take)
+    round_rows(x, (q, x_scale))
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     with space.passing():
         given: dict[str, Any] = {
