@@ -21,6 +21,10 @@ _X = {**_EITHER, "strategy": "token", "dynamic": True}
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """The ``quantization_config`` of a model with FP8 layers."""
+    ignore = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    prefix = getattr(model, "base_model_prefix", "")
+    if prefix and not hasattr(model, prefix):  # a model without its head: it shares its configuration with the whole
+        ignore += [*(f"{prefix}.{name}" for name in ignore), "lm_head"]
     return {
         "quant_method": METHOD,
         "format": FORMAT,
@@ -34,7 +38,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
                 "format": FORMAT,
             }
         },
-        "ignore": [name for name, module in model.named_modules() if isinstance(module, nn.Linear)],
+        "ignore": ignore,
         "kv_cache_scheme": None,
     }
 

@@ -27,6 +27,7 @@ _WAY_OUT = (
     "move the model to such a GPU, make its weights plain again by twell.dequantize_(model), or compute the same "
     "slowly by twell.quantize_(model, 'fp8', emulate=True)"
 )
+_TRANSFORMERS = "transformers.integrations.compressed_tensors.CompressedTensorsFP8Linear"
 _capable: set[torch.device] = set()  # what a device can do does not change
 
 
@@ -258,7 +259,7 @@ def _find(linear: nn.Module) -> _Found | None:
         return _torchao(weight)
     if scale is None or scale.numel() != len(weight):
         return None
-    if f"{kind.__module__}.{kind.__name__}" == "transformers.integrations.compressed_tensors.CompressedTensorsFP8Linear":
+    if f"{kind.__module__}.{kind.__name__}" == _TRANSFORMERS:
         return _Found(weight, scale) if own is None and weight.dtype == E4M3 else None
     code = getattr(getattr(own, "__func__", own), "__globals__", {}).get("__name__", "")
     is_theirs = kind is nn.Linear and code.startswith("compressed_tensors.")

@@ -48,8 +48,10 @@ def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -
     densely in FP8, on GPUs of compute capability 8.9 or newer; ``emulate=True`` computes the same slowly, anywhere.
 
     Layers whose projections are more than a plain ``nn.Linear`` are left alone, and so are those with weights that are
-    not finite; the report says why. FP8 weights of compressed-tensors and torchao are taken over as they are. Frozen
-    layers are thawed. ``save_pretrained`` then writes compressed-tensors' keys and configuration: pass the whole model.
+    not finite; the report says why. FP8 weights of compressed-tensors and torchao are taken over as they are. Layers
+    that are FP8 already stay so, and ``emulate`` holds for them, too. Frozen layers are thawed.
+
+    ``save_pretrained`` then writes compressed-tensors' keys and configuration: pass the whole model.
     """
     if config not in CONFIGS:
         raise ValueError(f"quantize_: unknown config {config!r}, expected one of: {', '.join(CONFIGS)}")
@@ -80,6 +82,8 @@ def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -
 def _in_fp8(ffn: SparseFFNBase, linears: list[Any], emulate: bool) -> list[Fp8Linear] | str:
     """A layer's projections in FP8, or why they stay as they are."""
     if all(isinstance(linear, Fp8Linear) for linear in linears):
+        for linear in linears:
+            linear.emulate = emulate
         return _ALREADY
     ready = [linear if isinstance(linear, Fp8Linear) else take_over(linear) for linear in linears]
     if any(new is None for new in ready):
