@@ -127,10 +127,10 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(_INFERENCE)
+        self._check(x)
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        self._check(x)
         rows = x.reshape(-1, self.in_features)
         y = self._emulated(rows) if self.emulate else self._scaled_mm(rows)
         return y.reshape(*x.shape[:-1], self.out_features)

@@ -7,11 +7,11 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from twell.compressed import other_quantization, record_
 from twell.fp8 import Fp8Linear, take_over, why_not_sizes
-from twell.nn import SparseFFNBase, sparse_ffns
+from twell.nn import SparseFFNBase, sparse_ffns, why_called
 
 CONFIGS = ("fp8",)
 _ALREADY = "its weights are FP8 already"
@@ -85,17 +85,13 @@ def _in_fp8(ffn: SparseFFNBase, linears: list[Any], emulate: bool) -> list[Fp8Li
         for linear in linears:
             linear.emulate = emulate
         return _ALREADY
-    ready = [linear if isinstance(linear, Fp8Linear) else take_over(linear) for linear in linears]
-    if any(new is None for new in ready):
-        reason = None if any(new is not None for new in ready) else ffn.why_called()
-        if reason is not None:
-            return reason
     made = []
-    for projection, linear, new in zip(ffn.projections, linears, ready, strict=True):
+    for projection, linear in zip(ffn.projections, linears, strict=True):
+        new = linear if isinstance(linear, Fp8Linear) else take_over(linear)
         if new is None:
-            if type(linear) is not nn.Linear or type(linear.weight) not in (nn.Parameter, Tensor):
-                return f"{projection} is not a plain nn.Linear with a weight of its own"
-            reason = why_not_sizes(linear.in_features, linear.out_features)
+            forward, steps = vars(linear).get("forward"), getattr(ffn, "steps", ())  # of OPT's FFN: see hf/inline.py
+            reason = why_called(linear, projection, forward if forward in steps else None)
+            reason = reason or why_not_sizes(linear.in_features, linear.out_features)
             if reason is not None:
                 return reason
             new = Fp8Linear.from_linear(linear)
