@@ -22,6 +22,8 @@ LEVELS = {
     "saved": 1.5,
     "drift": 1.5,
     "reference": 2,
+    "fp8": 2.5,
+    "compressed": 2.8,
     "cpu": 3,
     "gpu": 4,
     "backends": 4.5,
@@ -29,6 +31,7 @@ LEVELS = {
     "ops": 5,
     "frozen": 6,
     "nn": 6.5,
+    "quantize": 6.8,
     "sparsity": 7,
     "transformers_hook": 6,  # imports twell.hf by name, when a sparse configuration is first used
     "hf": 8,

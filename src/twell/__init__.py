@@ -10,6 +10,7 @@ from twell.formats import Hybrid, TwELL
 from twell.nn import GatedSparseFFN, SparseFFN, freeze_, refresh_, restore_layout_, thaw_
 from twell.ops import Stats, ffn, gated_ffn
 from twell.plan import Plan
+from twell.quantize import dequantize_, quantize_
 from twell.transformers_hook import register_with_transformers as _register_with_transformers
 
 
@@ -34,10 +35,12 @@ __all__ = [
     "Stats",
     "TwELL",
     "__version__",
+    "dequantize_",
     "desparsify_",
     "ffn",
     "freeze_",
     "gated_ffn",
+    "quantize_",
     "refresh_",
     "relufy_",
     "restore_layout_",

@@ -216,6 +216,7 @@ def plans(model: str) -> list[LayerPlan]:
     try:
         from transformers import AutoModelForCausalLM
 
+        from twell.compressed import is_rowwise_fp8, place_fp8_
         from twell.hf.classify import SPARSE
         from twell.hf.convert import sparsify_empty_
         from twell.hf.counts import find_counts
@@ -226,6 +227,8 @@ def plans(model: str) -> list[LayerPlan]:
     config = load_config(model)
     with reading(model), torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
+        if is_rowwise_fp8(getattr(config, "quantization_config", None)):
+            place_fp8_(empty, config.quantization_config)  # our own types have done so
     counts = find_counts(model)
     report = sparsify_empty_(empty, counts)  # refuses counts of another shape
     ffns = dict(sparse_ffns(empty))

@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from twell import backends, ops, reference, registered
 from twell.drift import Drift
+from twell.fp8 import Fp8Linear
 from twell.frozen import Frozen
 from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan, tokens_of
 from twell.reference import ACTIVATIONS, Weights, is_neuron_major
@@ -40,6 +41,7 @@ _PARAMETERS_AND_HOOKS = operator.itemgetter(  # of a module's __dict__
     "_parameters", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
 _KERNELS = ("auto", "triton")  # backends that are the kernels on a GPU
+FP8_WEIGHTS = "FP8 weights (there are no sparse kernels for them yet)"
 INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as OPT's decoder layer does
 
 
@@ -54,6 +56,8 @@ def why_called(linear: nn.Module, name: str, known_forward: Any = None) -> str |
     ``known_forward``: one in the place of the class's for which the layer stands in.
     """
     kind = type(linear)
+    if kind is Fp8Linear:
+        return FP8_WEIGHTS
     if kind is not nn.Linear:  # PEFT's is called Linear, too
         called = kind.__name__ if kind.__name__ != "Linear" else f"{kind.__module__}.Linear"
         return f"{name} is {called}, not a plain nn.Linear"
@@ -193,6 +197,10 @@ class SparseFFNBase(nn.Module):
         new._build(linears, activation or activation_of(mlp), backend, track_counts)
         new.train(mlp.training)
         return new
+
+    def set_projection(self, name: str, linear: nn.Module) -> None:
+        """Put another module in the place of a projection."""
+        setattr(self, name, linear)
 
     # -- running counts --------------------------------------------------------------------------------
 

@@ -311,7 +311,7 @@ def _layers(dense: Any, sparse: Any, ids: Tensor, seconds: float) -> list[dict[s
     for name, module in ffns.items():
         x = inputs.pop(name)
         first = getattr(module, module.projections[0])
-        active = (torch.relu(nn.functional.linear(x, first.weight, first.bias)) != 0).sum().item()
+        active = (torch.relu(first(x)) != 0).sum().item()
         runs: dict[str, Callable[[], Tensor]] = {
             "dense": functools.partial(dense.get_submodule(name), x),
             "sparse": functools.partial(module, x),

@@ -61,7 +61,7 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     By default on the GPU where there is one, in the dtype it was saved in.
     """
     try:
-        from twell.hf.loading import load_causal_lm
+        from twell.hf.loading import load_causal_lm, refuse_fp8
         from twell.train.run import quiet_libraries
         from twell.train.tokenizer import load_tokenizer
     except ImportError as error:
@@ -74,6 +74,7 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     torch_device = device_of(device)
     torch_dtype = "auto" if dtype is None else dtype_of(dtype)
     language_model = load_causal_lm(name, torch_dtype)
+    refuse_fp8(name, language_model, torch_device)
     tokenizer = load_tokenizer(name)
     if language_model.dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import cpu
+from twell.fp8 import emulated
 from twell.hf.hooks import without_hooks
 from twell.nn import SparseFFNBase
 from twell.ops import DTYPES
@@ -31,7 +32,11 @@ def why_not_the_same(dense: nn.Module, sparse: SparseFFNBase, *, must_tell: bool
     modes = [(module, module.training) for module in (*dense.modules(), sparse)]
     sparse._plans_itself = False
     try:
-        with without_hooks(dense), torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
+        with (
+            without_hooks(dense),
+            emulated(sparse),
+            torch.random.fork_rng([x.device] if x.device.type == "cuda" else []),
+        ):
             expected = [_run(dense, x, mode) for mode in (False, True)]
             got = [_run(sparse, x, mode) for mode in (False, True)]
     except Exception as error:  # blocks and quantised weights may raise anything; the model stays as it was

@@ -6,9 +6,12 @@ The field names are those of the released SparseLM checkpoints. Fields this pack
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+
+from twell.compressed import OWN_FIELD, is_rowwise_fp8
 
 FFN_STYLE = "twell_ffn"  # how tensor parallelism treats a sparse FFN: see parallel.py
 _NOT_PREDICTIONS = ["past_key_values", "ce_loss", "l1_loss", "sparsity"]  # what the Trainer must not gather
@@ -42,6 +45,20 @@ class SparsityFields:
     sparsity_reinitialize: bool | None = None
     sparsity_mlp_execution_logic: str | None = None
     sparsity_baseline_run: bool | None = None
+    # A file's ``quantization_config`` where it is one of ``Fp8Linear``s. Our models read it themselves; under its own
+    # name transformers would look for the library that wrote it.
+    fp8_quantization: dict | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if is_rowwise_fp8(kwargs.get("quantization_config")):
+            found = kwargs.pop("quantization_config")
+            self.fp8_quantization = found if isinstance(found, dict) else found.to_dict()
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        output: dict[str, Any] = super().to_dict()  # type: ignore[misc]
+        found = output.pop(OWN_FIELD, None)
+        return output if found is None else {**output, "quantization_config": found}
 
 
 @dataclasses.dataclass(kw_only=True, repr=False, eq=False)

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from twell.compressed import record_
+from twell.fp8 import Fp8Linear, is_foreign, take_over
 from twell.hf.check import why_not_the_same
 from twell.hf.classify import (
     BACKEND_BEFORE,
@@ -120,6 +122,9 @@ def sparsify_(model: nn.Module, counts: NeuronCounts | None = None, *, also: Als
     Unless the model is in training mode or sharded, the weights of down projections are laid out neuron by neuron: the
     same parameters, shapes and values with other strides (``restore_layout_`` makes them contiguous again).
 
+    FP8 weights of compressed-tensors and torchao become ``Fp8Linear``s with the same values, and stay such after
+    ``desparsify_``; not in training mode, and not in a model that was loaded to be dequantised.
+
     ``counts`` make the plans of the layers; by default those that ``twell calibrate`` left beside the model.
     """
     return _sparsify(model, counts, requested(also), may_be_empty=False)
@@ -134,13 +139,40 @@ def _sparsify(
     model: nn.Module, counts: NeuronCounts | None, is_requested: Callable[[nn.Module], bool], *, may_be_empty: bool
 ) -> Report:
     check_model(model)
-    rows = [_sparsify_one(*found, is_requested(found[-1]), may_be_empty) for found in list(find_ffns(model))]
+    takes = not model.training and _keeps_fp8(model)
+    rows = [_sparsify_one(*found, is_requested(found[-1]), may_be_empty, takes) for found in list(find_ffns(model))]
+    if takes and _is_fp8_ours_alone(model):
+        record_(model)
     if not model.training:
         for _, ffn in sparse_ffns(model):
             _lay_out(ffn)
     if counts is None:
         counts = find_counts(getattr(getattr(model, "config", None), "_name_or_path", None))
     return Report(tuple(rows if counts is None else _with_plans(model, rows, counts)))
+
+
+def _keeps_fp8(model: nn.Module) -> bool:
+    """Not a model that compressed-tensors was told to dequantise: its configuration no longer tells of FP8."""
+    is_told = getattr(getattr(model, "config", None), "quantization_config", None) is not None
+    return is_told or not any(hasattr(module, "quantization_scheme") for module in model.modules())
+
+
+def _is_fp8_ours_alone(model: nn.Module) -> bool:
+    modules = list(model.modules())
+    is_any = any(isinstance(module, Fp8Linear) for module in modules)
+    return is_any and not any(hasattr(module, "quantization_scheme") or is_foreign(module) for module in modules)
+
+
+def _take_over_(block: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
+    """Make other libraries' FP8 projections ours; returns what was there, by name."""
+    replaced = {}
+    for name in names:
+        linear = getattr(block, name)
+        new = take_over(linear)
+        if new is not None:
+            replaced[name] = linear
+            setattr(block, name, new)
+    return replaced
 
 
 def _lay_out(ffn: SparseFFNBase) -> None:
@@ -214,13 +246,22 @@ def _remember_choice(block: nn.Module, backend: str) -> None:
 
 
 def _sparsify_one(
-    name: str, parent: nn.Module, attribute: str, ffn: nn.Module, is_requested: bool, may_be_empty: bool
+    name: str,
+    parent: nn.Module,
+    attribute: str,
+    ffn: nn.Module,
+    is_requested: bool,
+    may_be_empty: bool,
+    takes: bool,
 ) -> Row:
     was, (kind, why) = type(ffn).__name__, classify(ffn, is_requested)
     if kind == LEFT_ALONE:
         return Row(name, was, None, why, kind=kind)
     sparse = sparse_ffn_of(ffn)
     if sparse is not None:
+        if takes and not isinstance(sparse, InlineFFN) and _take_over_(sparse, sparse.projections):
+            kind, why = classify(ffn, is_requested)
+            return Row(name, was, f"{was}, its FP8 weights taken over", why, kind=kind)
         if BACKEND_BEFORE not in vars(sparse):
             return Row(name, was, None, why or _ALREADY, kind=kind)
         before = vars(sparse).pop(BACKEND_BEFORE)
@@ -230,6 +271,9 @@ def _sparsify_one(
     is_empty = any(p.device.type == "meta" for p in ffn.parameters())
     if is_empty and not may_be_empty:
         return Row(name, was, None, _EMPTY, kind=LEFT_ALONE)
+    replaced = _take_over_(ffn, projection_names(ffn)) if takes else {}
+    if replaced:
+        kind, why = classify(ffn, is_requested)
     sparse = wrap(ffn)
     if sparse.backend == "reference":
         kind, why = classify(sparse)
@@ -245,6 +289,8 @@ def _sparsify_one(
         kind, why = classify(sparse)
     reason = None if is_empty else why_not_the_same(ffn, sparse, must_tell=not is_known(ffn))
     if reason is not None:
+        for projection, linear in replaced.items():
+            setattr(ffn, projection, linear)
         return Row(name, was, None, reason, kind=LEFT_ALONE)
     share_hooks(ffn, sparse)
     object.__setattr__(sparse, "dense_block", ffn)  # not a submodule: the state dict stays as it is

@@ -36,6 +36,14 @@ class InlineFFN(SparseFFN):
         self._set_activation(self.steps[2])
         self.layer.__dict__[INLINE] = self
 
+    def set_projection(self, name: str, linear: nn.Module) -> None:
+        """One that is not a plain linear keeps its own forward: it is called, by the layer."""
+        super().set_projection(name, linear)
+        i = self.projections.index(name)
+        setattr(self.layer, ("fc1", "fc2")[i], linear)
+        if type(linear) is nn.Linear:
+            vars(linear)["forward"] = self.steps[i]
+
     def take_out(self) -> None:
         """A step that something else holds, such as a wrapper of fc1's forward, does as it did before from now on."""
         del self.layer.__dict__[INLINE]

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from twell.fp8 import Fp8Linear, is_foreign, why_unavailable
+from twell.hf.classify import LEFT_ALONE, classify, find_ffns, projection_names
+
 _SIZES = (  # of a configuration, where it has them
     "hidden_size",
     "intermediate_size",
@@ -79,15 +82,18 @@ def load_causal_lm(name: str, dtype: torch.dtype | str = "auto") -> Any:
     if (Path(name) / "generation_config.json").exists():
         with reading(f"{name}/generation_config.json"):
             GenerationConfig.from_pretrained(name)
-    with reading(name):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+    try:
+        with reading(name):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except ImportError as error:  # of a quantiser's package
+        raise RuntimeError(f"{name} needs another package: {' '.join(str(error).split())}") from None
     model, info = loaded
     if mismatched := sorted(info["mismatched_keys"]):
         key, found, expected = mismatched[0]
@@ -98,6 +104,22 @@ def load_causal_lm(name: str, dtype: torch.dtype | str = "auto") -> Any:
     refuse_missing(name, info)
     _check_generation(name, model.generation_config)
     return model
+
+
+def refuse_fp8(name: str, model: Any, device: torch.device) -> None:
+    """A RuntimeError where the model has FP8 layers, or would get them by ``sparsify_``, that ``device`` cannot run."""
+    reason = why_unavailable(device)
+    if reason is None:
+        return
+    has_own = any(isinstance(module, Fp8Linear) for module in model.modules())
+    if has_own or any(_becomes_fp8(ffn) for *_, ffn in find_ffns(model)):
+        raise RuntimeError(f"{name} has FP8 weights: {reason}. In Python, twell.dequantize_(model) makes them plain")
+
+
+def _becomes_fp8(ffn: Any) -> bool:
+    if classify(ffn).kind == LEFT_ALONE:
+        return False
+    return any(is_foreign(getattr(ffn, projection)) for projection in projection_names(ffn))
 
 
 def refuse_missing(name: Any, info: Mapping[str, Any]) -> None:

@@ -30,6 +30,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2Model
 
+from twell.compressed import place_fp8_
+from twell.fp8 import Fp8Linear
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.loading import refuse_missing
 from twell.hf.parallel import register_style
@@ -164,6 +166,9 @@ class _PretrainedMixin:
         """As PreTrainedModel's, but a checkpoint that lacks weights is refused instead of filled up at random."""
         model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         refuse_missing(name, info)
+        for module in model.modules():
+            if isinstance(module, Fp8Linear):  # transformers has every float require a gradient
+                module.requires_grad_(False)
         return (model, info) if output_loading_info else model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):
@@ -190,6 +195,8 @@ class _SparseModelMixin(_PretrainedMixin, nn.Module):
         with _without_layers(config):
             super().__init__(config)
         self.layers = nn.ModuleList([self.decoder_layer(config, i) for i in range(config.num_hidden_layers)])
+        if config.fp8_quantization is not None:
+            place_fp8_(self, config.fp8_quantization, prefix=f"{self.base_model_prefix}.")
         self.post_init()
 
 
@@ -204,6 +211,8 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
         with _without_layers(config):
             super().__init__(config)
         self.model = self.model_class(config)
+        if config.fp8_quantization is not None:
+            place_fp8_(self, config.fp8_quantization)
         self.add_l1_scale()
         self.__dict__.pop("_no_split_modules", None)  # has the base class's layer, which FSDP would look for in vain
         self.post_init()

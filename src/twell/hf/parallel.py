@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from twell.fp8 import Fp8Linear
 from twell.hf.configs import FFN_STYLE
 from twell.nn import SparseFFNBase, why_called
 from twell.ops import Stats
@@ -195,6 +196,8 @@ def register_style() -> None:
             if not isinstance(module, SparseFFNBase):
                 raise ValueError(f"the parallel style {FFN_STYLE} is for sparse FFNs, not for {type(module).__name__}")
             *inputs, output = (getattr(module, name) for name in module.projections)
+            if any(isinstance(linear, Fp8Linear) for linear in (*inputs, output)):
+                raise ValueError("FP8 weights cannot be shared out over processes: load the model without a tp_plan")
             for linear, cut in [*((linear, "colwise") for linear in inputs), (output, "rowwise")]:
                 for parameter in linear._parameters:
                     ALL_PARALLEL_STYLES[cut].shard_param(linear, parameter, mesh)

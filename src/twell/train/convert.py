@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from twell.compressed import OWN_FIELD, is_rowwise_fp8
 from twell.hf.configs import SparsityFields
 from twell.hf.convert import Report, sparsify_
 from twell.hf.loading import check_name, load_causal_lm, load_config
@@ -78,7 +79,10 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
 
 def _config(name: str) -> Any:
     check_name(name)
-    return load_config(name)
+    config = load_config(name)
+    if getattr(config, OWN_FIELD, None) or is_rowwise_fp8(getattr(config, "quantization_config", None)):
+        raise ValueError(f"{name} has FP8 weights, which cannot be trained: convert the model that they were made from")
+    return config
 
 
 def activation_of(config: Any) -> str:
