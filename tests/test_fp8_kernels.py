@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from interpreted import shorten_lists
-from twell import reference
+from twell import gpu, reference
 from twell.gpu.decode import few_fp8
 from twell.gpu.decode.tiles import NeuronTile, SumTile
 from twell.gpu.prefill import split_fp8
@@ -113,6 +113,16 @@ def test_few_tokens_with_inf_nan_and_zeros() -> None:
     for taken in (NeuronTile(16, 32, 4, 2, slots=16), NeuronTile(16, 32, 4, 2)):
         tiles = taken, SumTile(32, 4, 2, BS=1, BW=2)
         assert_right(few_fp8.forward(x, Fp8Weights.of(*w), "relu", tiles), x, w)  # type: ignore[arg-type]
+
+
+def test_a_layers_ways() -> None:
+    x, w = make(20, 48, 272)
+    plan = Plan(n_neurons=272, hot=torch.arange(128), cap=48, first=16, min_tokens=0)
+    kept, tensors = gpu.fp8.keep(*w, plan, f16), plan.on(x.device)  # type: ignore[arg-type]
+    assert kept.nbytes() == 272 * 48 + 2 * 128 * 52 + 128 * 48 * 2 + 144 * 52
+    for few in (64, 0):
+        assert_right(gpu.fp8.forward(x, kept.w, "relu", tensors, few, 0, kept.layout), x, w)
+    assert gpu.fp8.keep(*w, None).layout is None  # type: ignore[arg-type]
 
 
 def test_shapes_of_x() -> None:

@@ -1,4 +1,4 @@
-"""Dense FFNs in FP8 on a GPU that has it: compiled, right, and in the rows of ``twell bench ffn``."""
+"""FP8 on a GPU that has it: dense FFNs in the rows of ``twell bench ffn``, the sparse kernels, and layers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import twell
+from twell import gpu, reference
 from twell.bench import cases, ffn, fp8
-from twell.reference import Weights
+from twell.formats import TwELL
+from twell.gpu.prefill import gate, split_fp8
+from twell.gpu.shared.tiles import device_facts
+from twell.plan import Plan, choose_plan, costs_for
+from twell.reference import Fp8, Weights, to_fp8
 
 pytestmark = pytest.mark.gpu
 SHAPE: dict[str, Any] = {"workload": "skew29", "D": 256, "F": 768, "dtype": torch.bfloat16, "device": "cuda"}
@@ -47,3 +54,101 @@ def test_compiled_values(dtype: torch.dtype, gated: bool, M: int) -> None:
         with torch.no_grad():
             y = torch.compile(kind(*in_order), fullgraph=True, dynamic=False, **how)(inputs.x)
         assert ffn.relative_error(y, fp8.meant(name, inputs.x, w)) < (0.1 if name == "fp8" else 0.01)
+
+
+# -- the sparse kernels ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper() -> None:
+    if gpu.fp8.why_not(torch.device("cuda", 0)) is not None:
+        pytest.skip("needs a Hopper GPU")
+
+
+def in_fp8(inputs: cases.FFNInputs, gated: bool = True) -> tuple[Fp8, Fp8 | None, Fp8]:
+    return to_fp8(inputs.w_gate), to_fp8(inputs.w_up) if gated else None, to_fp8(inputs.w_down)
+
+
+def plan_for(inputs: cases.FFNInputs) -> Plan:
+    fired = (torch.relu(inputs.x[:4096] @ inputs.w_gate.T) != 0).sum(0)
+    return choose_plan(fired, min(4096, len(inputs.x)), costs_for(fired.device, fp8=True))
+
+
+def assert_right(y: Tensor, x: Tensor, w: tuple[Fp8, Fp8 | None, Fp8], activation: str = "relu") -> None:
+    """No further from the meaning than a dense FP8 FFN, which rounds h as well."""
+    truth = reference.fp8_forward(x, *w, activation)
+    dense = gpu.fp8.dense(x, gpu.fp8.keep(*w, None).w, activation)
+    assert ffn.relative_error(y, truth) <= ffn.relative_error(dense, truth) < 0.05
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize(("workload", "gated"), [("skew29", True), ("skew300", True), ("iid29", False)])
+@pytest.mark.usefixtures("hopper")
+def test_all_ways_give_the_meaning(workload: str, gated: bool, activation: str) -> None:
+    inputs = cases.make(workload, 4099, 1024, 5632, dtype=torch.bfloat16, device="cuda")
+    x, w = inputs.x, in_fp8(inputs, gated)
+    x[7] *= 30  # a heavy token
+    for n_hot, cap in ((0, 64), (512, 64), (512, 2)):
+        plan = Plan(n_neurons=5632, hot=torch.randperm(5632)[:n_hot], cap=cap, first=32, min_tokens=0)
+        kept, tensors = gpu.fp8.keep(*w, plan), plan.on(x.device)
+        y = gpu.fp8.forward(x, kept.w, activation, tensors, 0, 0, kept.layout)
+        assert_right(y, x, w, activation)
+        assert torch.equal(y, gpu.fp8.forward(x, kept.w, activation, tensors, 0, 0, kept.layout))
+    for M in (1, 3, 8, 16, 17, 32, 33, 64):
+        assert_right(gpu.fp8.forward(x[:M], kept.w, activation, tensors, 64, 0, kept.layout), x[:M], w, activation)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_inf_nan_zeros_and_empty_batches() -> None:
+    inputs = cases.make("skew100", 300, 512, 1536, dtype=torch.bfloat16, device="cuda")
+    x, w = inputs.x, in_fp8(inputs)
+    x[3, 5], x[4, 5], x[5] = torch.nan, torch.inf, 0
+    plan = Plan(n_neurons=1536, hot=torch.arange(256), cap=32, first=16, min_tokens=0)
+    kept, tensors = gpu.fp8.keep(*w, plan), plan.on(x.device)
+    for few, least, some in ((0, 0, x), (64, 0, x[:40]), (0, 1000, x)):
+        y = gpu.fp8.forward(some, kept.w, "relu", tensors, few, least, kept.layout)
+        assert y.isfinite().all(1).nonzero()[:, 0].tolist() == [i for i in range(len(some)) if i not in (3, 4)]
+    assert gpu.fp8.forward(x[:0], kept.w, "relu", tensors, 64, 0, kept.layout).shape == (0, 512)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_neurons_fire_but_for_the_rounding_of_sums() -> None:
+    """Hopper adds e4m3 products with 13 bits: a neuron whose sum nearly cancels may fire or not."""
+    inputs = cases.make("skew29", 2048, 2048, 5632, dtype=torch.bfloat16, device="cuda")
+    x, w = to_fp8(inputs.x), to_fp8(inputs.w_gate)
+    tiles, (_, processors) = split_fp8.tiles_for(90), device_facts(0)
+    assert tiles is not None
+    facts: dict[str, Any] = {"tile": tiles.gate, "programs": processors, "use_tma": True}
+    got = gate.gate_in_twell(x.q, w.q, None, scales=(x.scale, w.scale), dtype=torch.bfloat16, **facts)
+    assert got.words is not None
+    r = TwELL.from_words(got.words, got.counts, shape=got.shape, dtype=got.dtype).unpack(skip_overflowed=True)
+    z = x.to(torch.float64) @ w.to(torch.float64).T
+    differ = (r != 0) != (z > 0)
+    terms = x.to(torch.float64).abs() @ w.to(torch.float64).abs().T  # of each sum, without signs
+    assert not (differ & (z.abs() > 2**-8 * terms) & ~got.overflowed[:, None]).any()
+    assert differ.float().mean() < 1e-3
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_quantised_layer_plans_itself_and_is_captured() -> None:
+    inputs = cases.make("skew29", 8192, 1024, 5632, dtype=torch.bfloat16, device="cuda")
+    layer = twell.GatedSparseFFN(1024, 5632, device="cuda", dtype=torch.bfloat16).eval()
+    weights = (inputs.w_gate, inputs.w_up, inputs.w_down)
+    with torch.no_grad():
+        for name, weight in zip(layer.projections, weights, strict=True):
+            getattr(layer, name).weight.copy_(weight)
+        twell.quantize_(layer)
+        x, w = inputs.x, in_fp8(inputs)
+        for M in (8192, 8192, 100, 33, 1):
+            assert_right(layer(x[:M]), x[:M], w)
+        assert layer.plan is not None and not layer.plan.is_dense and layer.plan.few_tokens > 0
+        assert 0 < layer.frozen_bytes() < sum(2 * weight.numel() for weight in weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        graph.replay()
+        assert torch.equal(y, layer(x))
+        layer.down_proj.weight_scale.mul_(2)  # seen, and what is kept made anew
+        assert_right(layer(x), x, (*w[:2], Fp8(w[2].q, w[2].scale * 2)))
+        compiled = torch.compile(layer, fullgraph=True)
+        assert ffn.relative_error(compiled(x[:512]), layer(x[:512]).double()) < 0.05

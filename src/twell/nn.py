@@ -41,7 +41,7 @@ _PARAMETERS_AND_HOOKS = operator.itemgetter(  # of a module's __dict__
     "_parameters", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
 _KERNELS = ("auto", "triton")  # backends that are the kernels on a GPU
-FP8_WEIGHTS = "FP8 weights (there are no sparse kernels for them yet)"
+FP8_WEIGHTS = "FP8 weights (sparse in inference on Hopper GPUs)"
 INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as OPT's decoder layer does
 
 
@@ -154,6 +154,7 @@ class SparseFFNBase(nn.Module):
         self._plans_itself = True
         self._replans = 0
         self._graph_plans: list[Any] = []
+        self._fp8: tuple[list[Any], Any] | None = None  # states of FP8 weights, and what kernels keep of them
         for name, linear in zip(self.projections, linears, strict=True):
             setattr(self, name, linear)
         first = linears[0].weight
@@ -201,6 +202,7 @@ class SparseFFNBase(nn.Module):
     def set_projection(self, name: str, linear: nn.Module) -> None:
         """Put another module in the place of a projection."""
         setattr(self, name, linear)
+        self._place_plan()
 
     # -- running counts --------------------------------------------------------------------------------
 
@@ -250,6 +252,9 @@ class SparseFFNBase(nn.Module):
             raise
         self._place_plan()
 
+    def _has_fp8(self) -> bool:
+        return all(type(self._modules[name]) is Fp8Linear for name in self.projections)
+
     def _place_plan(self, device: torch.device | None = None) -> None:
         """Have the plan's tensors on the layer's device. A layer without one takes those of a dense plan on a GPU, so
         that compiled code is the same whatever the plan."""
@@ -259,6 +264,7 @@ class SparseFFNBase(nn.Module):
         self._plan_captured: Sequence[Tensor | None] = ops.NO_PLAN
         self._kernels_on: int | None = None  # the GPU on which all calls go to the kernels
         self._drift: Drift | None = None
+        self._fp8 = None
         if device.type != "meta" and backends.why_unavailable("triton", device) is None:
             plan = self.plan or dense_plan(len(self.neuron_counts))
             self._plan_eager, self._plan_captured = plan.on(device), plan.on(device, captured=True)
@@ -266,9 +272,8 @@ class SparseFFNBase(nn.Module):
             if device.type == "cuda" and backends.fits_kernels(*down.weight.shape):
                 self._kernels_on, self._plan_tokens = device.index, [plan.tokens(captured=c) for c in (False, True)]
                 if not plan.is_dense and plan.tail is not None:
-                    self._drift = Drift(
-                        plan, costs_for(device), gated=len(self.projections) == 3, replans=self._replans
-                    )
+                    costs = costs_for(device, fp8=self._has_fp8())
+                    self._drift = Drift(plan, costs, gated=len(self.projections) == 3, replans=self._replans)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -279,7 +284,7 @@ class SparseFFNBase(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Drift may wait for a copy on its way to the host; graphs are of this layer alone.
-        return {**self.__dict__, "_drift": None, "_graph_plans": []}
+        return {**self.__dict__, "_drift": None, "_graph_plans": [], "_fp8": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -302,7 +307,7 @@ class SparseFFNBase(nn.Module):
         return choose_plan(
             counts,
             tokens,
-            costs_for(self.neuron_counts.device, training=training),
+            costs_for(self.neuron_counts.device, training=training, fp8=self._has_fp8()),
             width=getattr(self, self.projections[0]).in_features,
             gated=len(self.projections) == 3,
         )
@@ -321,7 +326,8 @@ class SparseFFNBase(nn.Module):
             return
         x_MD = x_MD[:LOOK_TOKENS]
         first = getattr(self, self.projections[0])
-        fired = (torch.relu(nn.functional.linear(x_MD, first.weight, first.bias)) != 0).sum(0)
+        z = first(x_MD) if self._has_fp8() else nn.functional.linear(x_MD, first.weight, first.bias)
+        fired = (torch.relu(z) != 0).sum(0)
         seen_before, counts, tokens = tokens, counts + fired, tokens + len(x_MD)
         if tokens >= LOOK_TOKENS:
             self.plan_from_counts(counts, tokens)
@@ -339,7 +345,7 @@ class SparseFFNBase(nn.Module):
 
     def _keep_for_graphs(self, plan: Any) -> None:
         """A CUDA graph reads the plan's tensors for as long as it lives, and nobody tells when that ends."""
-        if not self._graph_plans or self._graph_plans[-1] is not plan:
+        if not any(plan is kept for kept in self._graph_plans):
             self._graph_plans.append(plan)
 
     # -- frozen state: see frozen.py -------------------------------------------------------------------
@@ -351,11 +357,13 @@ class SparseFFNBase(nn.Module):
 
     def refresh(self) -> None:
         """Write frozen state over, from the weights as they are now: see ``twell.refresh_``."""
+        self._fp8 = None
         if self.frozen is not None:
             self.frozen.rewrite(self._weights(), self.plan)
 
     def frozen_bytes(self) -> int:
-        return 0 if self.frozen is None else self.frozen.nbytes
+        kept = 0 if self._fp8 is None else self._fp8[1].nbytes()
+        return kept if self.frozen is None else self.frozen.nbytes
 
     def train(self, mode: bool = True) -> Self:
         if mode:
@@ -425,6 +433,10 @@ class SparseFFNBase(nn.Module):
                 return self._call_projections(x, None, False)
         w = None if is_compiling else self._plain_weights()
         if w is None:
+            if index is not None and not (is_compiling or return_stats or token_mask is not None) and self._has_fp8():
+                y = self._by_fp8_kernels(x, index)
+                if y is not None:
+                    return y
             if self.why_called() is not None:
                 return self._call_projections(x, token_mask, return_stats)
             w = self._weights()
@@ -473,6 +485,49 @@ class SparseFFNBase(nn.Module):
             self._keep_for_graphs(plan)
         kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
         return ops.run(x, w, self.activation, self.backend, plan, kept, token_mask, return_stats)
+
+    def _by_fp8_kernels(self, x: Tensor, index: int) -> Tensor | None:
+        """y of a layer whose projections are all ``Fp8Linear``; None where they are to be called."""
+        linears: list[Any] = [self._modules[name] for name in self.projections]
+        if (
+            torch.is_grad_enabled()
+            or type(x) is not Tensor
+            or x.dtype != torch.bfloat16
+            or x.dim() < 2
+            or x.shape[-1] != linears[0].in_features
+            or not x.get_device() == linears[0].weight.get_device() == index == _current_device()
+            or self.backend not in _KERNELS
+            or torch_module._has_any_global_hook()
+            or not registered.nothing_stands_before("cuda")
+            or any(linear.emulate or linear.bias is not None or "forward" in vars(linear) for linear in linears)
+            or any(hooks for linear in linears for hooks in _PARAMETERS_AND_HOOKS(vars(linear))[1:])
+        ):
+            return None
+        captured, kernels = _is_capturing(), backends.kernels().fp8
+        if kernels.why_not(x.device) is not None:
+            return None
+        if self._plans_itself and not captured:
+            self._look_at(x)
+        tensors = [t for linear in linears for t in (linear.weight, linear.weight_scale)]
+        states = [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
+        if self._fp8 is None or self._fp8[0] != states:
+            if captured:  # a graph would own it
+                return None
+            gate, *up, down = (linear.fp8() for linear in linears)
+            self._fp8 = states, kernels.keep(gate, up[0] if up else None, down, self.plan)
+        kept, (few, _, least) = self._fp8[1], self._plan_tokens[captured]
+        plan, drift = self._plan_captured if captured else self._plan_eager, self._drift
+        if captured:
+            self._keep_for_graphs(plan)
+            self._keep_for_graphs(kept)
+        tokens = x.numel() // x.shape[-1]
+        watch = None if drift is None or captured or tokens < least else drift.room(x.device)
+        y: Tensor = kernels.forward(x, kept.w, self.activation, plan, few, least, kept.layout, watch)
+        if watch is not None and drift is not None:
+            drift.send(watch, tokens)
+        elif drift is not None and not captured and tokens >= least and drift.is_too_far():
+            self._plan_anew()
+        return y
 
     def _call_projections(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
         *inputs, down = (getattr(self, name) for name in self.projections)
@@ -596,8 +651,9 @@ def thaw_(model: nn.Module) -> int:
 
 
 def refresh_(model: nn.Module) -> int:
-    """Write frozen state over in place, from the weights as they are now; returns how many layers have one."""
-    frozen = [ffn for _, ffn in list(sparse_ffns(model)) if ffn.frozen is not None]
+    """Write frozen state over in place, from the weights as they are now; returns how many layers have one. What is
+    kept of FP8 weights is made anew at the next call: a CUDA graph has to be captured again."""
+    frozen = [ffn for _, ffn in list(sparse_ffns(model)) if ffn.frozen is not None or ffn._fp8 is not None]
     for ffn in frozen:
         ffn.refresh()
     return len(frozen)

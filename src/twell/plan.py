@@ -56,6 +56,10 @@ class Costs(NamedTuple):
 _COSTS: dict[int, Costs] = {
     90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.5, token=650.0, hot=440.0, batch=1.2e7),
 }
+# Of FP8 weights, in elements of a dense FP8 FFN: 3.5 ps. From an H200's times of parts, 16384 tokens of skew29.
+_FP8_COSTS: dict[int, Costs] = {
+    90: Costs(gate=0.83, down=1.17, gather=224.0, heavy=2.5, token=1200.0, hot=730.0, batch=2e7),
+}
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.
 _TRAINING_COSTS: dict[int, Costs] = {
@@ -125,18 +129,19 @@ def scale_of(device: torch.device) -> Scale:
     return Scale(10 * facts.major + facts.minor, *relative)
 
 
-def costs_for(device: torch.device, *, training: bool = False) -> Costs:
+def costs_for(device: torch.device, *, training: bool = False, fp8: bool = False) -> Costs:
     """What ``twell tune`` has measured on the device; else the measured costs of an H200, scaled to it; of a compute
-    capability without any such that all runs densely.
+    capability without any such that all runs densely. ``fp8``: of FP8 weights, which ``twell tune`` does not measure.
 
     The scaling is a guess by what bounds each cost: a GEMM takes as much longer as there are fewer multiprocessors,
     gathers and what tokens cost besides as there is less bandwidth, and a batch's start always takes the same time.
     """
     own, _ = _tuned(device)
-    if own is not None:
+    if own is not None and not fp8:
         return Costs(**own["training" if training else "inference"])
     of = scale_of(device)
-    known = (_TRAINING_COSTS if training else _COSTS).get(of.capability, _UNKNOWN)
+    table = _TRAINING_COSTS if training else _FP8_COSTS if fp8 else _COSTS
+    known = table.get(of.capability, _UNKNOWN)
     if of.is_measured or known is _UNKNOWN:
         return known
     bytes_bound = of.processors / of.bandwidth  # the unit of all costs is an element of a GEMM

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from twell.gpu import dense
+from twell.gpu import fp8 as fp8
 from twell.gpu.decode import few as few_tokens
 from twell.gpu.decode import screen
 from twell.gpu.prefill import split, union

@@ -5,6 +5,8 @@ The meaning is that of ``reference.fp8_forward`` whatever the way: x is rounded 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,36 @@ from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split, aligned
 from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
 from twell.gpu.shared.fp8 import room_for, round_hidden, round_rows
-from twell.gpu.shared.replay import Recorded, Space
+from twell.gpu.shared.replay import INTERPRETED, Recorded, Space
 from twell.gpu.shared.tiles import device_facts
-from twell.plan import PlanTensors
+from twell.plan import Plan, PlanTensors
+from twell.reference import Fp8
+
+
+class Kept(NamedTuple):
+    """What kernels read of a layer: its weights, Wd also neuron by neuron, and rows in its plan's order."""
+
+    w: Fp8Weights
+    layout: Fp8Layout | None  # None: all batches but few tokens are dense
+
+    def nbytes(self) -> int:
+        """Besides the weights as the model has them."""
+        return self.w.down.nbytes + (0 if self.layout is None else sum(t.nbytes for t in self.layout))
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why these kernels do not run on a device, or None where they do."""
+    if INTERPRETED or (device.type == "cuda" and split_fp8.tiles_for(device_facts(device.index)[0]) is not None):
+        return None
+    return "the sparse kernels for FP8 weights are for Hopper GPUs (compute capability 9.0)"
+
+
+def keep(gate: Fp8, up: Fp8 | None, down: Fp8, plan: Plan | None, dtype: torch.dtype = torch.bfloat16) -> Kept:
+    """Of a layer with these weights, down [D, F], and a plan."""
+    w = Fp8Weights.of(gate, up, down)
+    if plan is None or plan.is_dense:
+        return Kept(w, None)
+    return Kept(w, split_fp8.lay_out(w, plan.on(gate.q.device), len(plan.hot), dtype))
 
 
 def forward(
@@ -34,7 +63,7 @@ def forward(
         return few_fp8.forward(x, w, activation)
     if layout is None or least > M:
         return dense(x, w, activation)
-    capability, processors = device_facts(x.device.index)
+    capability, processors = (90, 2) if INTERPRETED else device_facts(x.device.index)
     tiles = split_fp8.tiles_for(capability)
     assert tiles is not None
     facts = Split.of(plan), activation, tiles, processors, watch
