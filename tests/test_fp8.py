@@ -430,11 +430,16 @@ def test_a_gpu_runs_a_layer_eagerly_compiled_and_in_a_graph() -> None:
     x[5, 3] = float("nan")
     y = layer(x)
     assert y[5].isnan().all() and y.isnan().sum() == 512
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), y, equal_nan=True, rtol=0.05, atol=0.01)
+
+    def distance(other: Tensor) -> float:  # a compiler divides otherwise, which rounds a few of x and h to a neighbour
+        assert other.isnan().equal(y.isnan())
+        return float((other - y).nan_to_num().float().norm() / y.nan_to_num().float().norm())
+
+    assert distance(torch.compile(layer, fullgraph=True)(x)) < 0.02
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = layer(x)
     graph.replay()
     assert captured.nan_to_num().equal(y.nan_to_num())
     with fp8.emulated(layer):
-        torch.testing.assert_close(layer(x), y, equal_nan=True, rtol=0.05, atol=0.01)
+        assert distance(layer(x)) < 0.02
