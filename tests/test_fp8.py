@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig, PreTrainedModel
 
 import twell
-from twell import fp8, reference
+from twell import fp8, reference, trace
 from twell.fp8 import E4M3, Fp8Linear
 from twell.nn import FP8_WEIGHTS, GatedSparseFFN, SparseFFN, SparseFFNBase, sparse_ffns
 from twell.plan import Plan
@@ -270,6 +272,23 @@ def test_a_quantised_model_runs_as_its_dense_blocks_would() -> None:
     report = twell.sparsify_(model)
     assert report.n_sparse == 0 and len(report.changed) == 2 and FP8_WEIGHTS in str(report)
     assert logits(model).equal(expected)
+
+
+@pytest.mark.parametrize("make", [llama, opt])
+def test_nothing_keeps_what_was_replaced(make: Model) -> None:
+    model = sparse(make)
+    for change in (twell.quantize_, twell.dequantize_):
+        weights = [weakref.ref(getattr(ffn, name).weight) for _, ffn in sparse_ffns(model) for name in ffn.projections]
+        change(model)
+        gc.collect()
+        assert not any(weight() is not None for weight in weights)
+
+
+def test_neurons_of_fp8_layers_are_recorded() -> None:
+    model = sparse(llama)
+    twell.quantize_(model, emulate=True)
+    recorded = trace.record(model, torch.arange(12).view(2, 6))
+    assert recorded.layers == 2
 
 
 def test_opt_runs_densely_in_fp8_and_sparsely_again() -> None:

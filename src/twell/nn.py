@@ -199,8 +199,12 @@ class SparseFFNBase(nn.Module):
         return new
 
     def set_projection(self, name: str, linear: nn.Module) -> None:
-        """Put another module in the place of a projection."""
+        """Put another module in the place of a projection, here and in the dense block that ``sparsify_`` has kept."""
         setattr(self, name, linear)
+        dense = self.__dict__.get("dense_block")
+        if dense is not None:
+            setattr(dense, name, linear)
+            self.__dict__["dense_projections"] = tuple(getattr(self, projection) for projection in self.projections)
 
     # -- running counts --------------------------------------------------------------------------------
 
