@@ -22,7 +22,6 @@ from triton.backends.compiler import GPUTarget
 from twell.formats import n_tiles
 from twell.gpu import dense
 from twell.gpu.decode import few as decode
-from twell.gpu.decode import few_fp8
 from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, split_fp8, union, up_down
 from twell.gpu.shared import fp8, rows
@@ -130,9 +129,6 @@ def in_fp8(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kern
     yield heavy_fp8._kernel(dtype, tiles.heavy, yes, no, heavy_fp8.CHUNK, heavy.LONG)
     yield fp8._kernel(dtype, D, no, no, no, overlaps)
     yield fp8._kernel(dtype, F, yes, yes, no, overlaps)
-    for M in FEW_TOKENS:
-        chosen = few_fp8.tiles_for(M, F, 132)
-        yield from decode.kernels_of(dtype, M, D, *chosen, no, no, (yes, no, no, no), overlaps, fp8.E4M3)
 
 
 def spills(ptx: str, capability: int) -> dict[str, int]:

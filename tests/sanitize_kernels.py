@@ -38,7 +38,7 @@ def train(x: Tensor, w: Weights, plan: Plan | None) -> None:
 
 
 def fp8_layer(M: int, D: int, F: int) -> None:
-    """With FP8 weights: few tokens, three parts with long and heavy tokens, densely."""
+    """With FP8 weights: three parts with long and heavy tokens, and densely."""
     if torch.cuda.get_device_capability() < (8, 9):
         return
     x = torch.randn(M, D, device="cuda").bfloat16()
@@ -50,10 +50,9 @@ def fp8_layer(M: int, D: int, F: int) -> None:
     for n_hot, cap in ((0, 40), (128, 4), (128, 0)):
         plan = Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap, first=cap // 2, min_tokens=0).on(x.device)
         layout = split_fp8.lay_out(rows, plan, n_hot, x.dtype)
-        for few, least in ((0, 0), (0, M + 1), (64, 0)):
-            some = x[:33] if few else x
-            y = gpu_fp8.forward(some, rows, "relu", plan, few, least, layout)
-            assert (y.double() - truth[: len(some)]).norm() <= 5e-2 * truth[: len(some)].norm(), (M, D, F, n_hot, few)
+        for least in (0, M + 1):
+            y = gpu_fp8.forward(x, rows, "relu", plan, least, layout)
+            assert (y.double() - truth).norm() <= 5e-2 * truth.norm(), (M, D, F, n_hot, least)
 
 
 def main() -> None:

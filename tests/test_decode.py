@@ -199,7 +199,7 @@ def test_hopper_has_its_own_kernel_where_the_gate_fits() -> None:
 
 @given(F=st.integers(1, 30000), most=st.sampled_from([16, 64]), processors=st.integers(1, 200))
 def test_neurons_are_divided_among_all_processors(F: int, most: int, processors: int) -> None:
-    TN, programs = few_tiles.divided(F, most, processors)
+    TN, programs = few_tiles._divided(F, most, processors)
     assert 1 <= TN <= most and TN * programs >= F
     assert programs % processors == 0 and (programs - processors) * most < F  # not a round more than needed
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig, PreTrainedModel
 
 import twell
-from twell import fp8, reference
+from twell import fp8, reference, trace
 from twell.fp8 import E4M3, Fp8Linear
 from twell.nn import FP8_WEIGHTS, GatedSparseFFN, SparseFFN, SparseFFNBase, sparse_ffns
 from twell.plan import Plan
@@ -272,6 +274,23 @@ def test_a_quantised_model_runs_as_its_dense_blocks_would() -> None:
     assert logits(model).equal(expected)
 
 
+@pytest.mark.parametrize("make", [llama, opt])
+def test_nothing_keeps_what_was_replaced(make: Model) -> None:
+    model = sparse(make)
+    for change in (twell.quantize_, twell.dequantize_):
+        weights = [weakref.ref(getattr(ffn, name).weight) for _, ffn in sparse_ffns(model) for name in ffn.projections]
+        change(model)
+        gc.collect()
+        assert not any(weight() is not None for weight in weights)
+
+
+def test_neurons_of_fp8_layers_are_recorded() -> None:
+    model = sparse(llama)
+    twell.quantize_(model, emulate=True)
+    recorded = trace.record(model, torch.arange(12).view(2, 6))
+    assert recorded.layers == 2
+
+
 def test_opt_runs_densely_in_fp8_and_sparsely_again() -> None:
     model = sparse(opt)
     twell.quantize_(model, emulate=True)
@@ -430,11 +449,16 @@ def test_a_gpu_runs_a_layer_eagerly_compiled_and_in_a_graph() -> None:
     x[5, 3] = float("nan")
     y = layer(x)
     assert y[5].isnan().all() and y.isnan().sum() == 512
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), y, equal_nan=True, rtol=0.05, atol=0.01)
+
+    def distance(other: Tensor) -> float:  # a compiler divides otherwise, which rounds a few of x and h to a neighbour
+        assert other.isnan().equal(y.isnan())
+        return float((other - y).nan_to_num().float().norm() / y.nan_to_num().float().norm())
+
+    assert distance(torch.compile(layer, fullgraph=True)(x)) < 0.02
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = layer(x)
     graph.replay()
     assert captured.nan_to_num().equal(y.nan_to_num())
     with fp8.emulated(layer):
-        torch.testing.assert_close(layer(x), y, equal_nan=True, rtol=0.05, atol=0.01)
+        assert distance(layer(x)) < 0.02

@@ -103,7 +103,7 @@ def place_fp8_(model: nn.Module, quantization: dict[str, Any], prefix: str = "")
         names = {name, prefix + name}
         if type(linear) is not nn.Linear or not name or any(_matches(n, i) for n in names for i in ignore):
             continue
-        if any(target == "Linear" or _matches(n, target) for n in names for target in targets):
+        if any(_matches(n, target) for n in names for target in targets):
             bias, device = linear.bias, linear.weight.device
             new = Fp8Linear(
                 linear.in_features,
@@ -117,4 +117,5 @@ def place_fp8_(model: nn.Module, quantization: dict[str, Any], prefix: str = "")
 
 
 def _matches(name: str, pattern: str) -> bool:
+    """Of a linear layer: by the library's rules a pattern is its name, its class, or after ``re:`` an expression."""
     return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern in (name, "Linear")

@@ -200,8 +200,12 @@ class SparseFFNBase(nn.Module):
         return new
 
     def set_projection(self, name: str, linear: nn.Module) -> None:
-        """Put another module in the place of a projection."""
+        """Put another module in the place of a projection, here and in the dense block that ``sparsify_`` has kept."""
         setattr(self, name, linear)
+        dense = self.__dict__.get("dense_block")
+        if dense is not None:
+            setattr(dense, name, linear)
+            self.__dict__["dense_projections"] = tuple(getattr(self, projection) for projection in self.projections)
         self._place_plan()
 
     # -- running counts --------------------------------------------------------------------------------
@@ -515,14 +519,14 @@ class SparseFFNBase(nn.Module):
                 return None
             gate, *up, down = (linear.fp8() for linear in linears)
             self._fp8 = states, kernels.keep(gate, up[0] if up else None, down, self.plan)
-        kept, (few, _, least) = self._fp8[1], self._plan_tokens[captured]
+        kept, least = self._fp8[1], self._plan_tokens[captured][2]
         plan, drift = self._plan_captured if captured else self._plan_eager, self._drift
         if captured:
             self._keep_for_graphs(plan)
             self._keep_for_graphs(kept)
         tokens = x.numel() // x.shape[-1]
         watch = None if drift is None or captured or tokens < least else drift.room(x.device)
-        y: Tensor = kernels.forward(x, kept.w, self.activation, plan, few, least, kept.layout, watch)
+        y: Tensor = kernels.forward(x, kept.w, self.activation, plan, least, kept.layout, watch)
         if watch is not None and drift is not None:
             drift.send(watch, tokens)
         elif drift is not None and not captured and tokens >= least and drift.is_too_far():

@@ -57,8 +57,9 @@ _COSTS: dict[int, Costs] = {
     90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.5, token=650.0, hot=440.0, batch=1.2e7),
 }
 # Of FP8 weights, in elements of a dense FP8 FFN: 3.5 ps. From an H200's times of parts, 16384 tokens of skew29.
+# There are no kernels for few tokens.
 _FP8_COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.83, down=1.17, gather=224.0, heavy=2.5, token=1200.0, hot=730.0, batch=2e7),
+    90: Costs(gate=0.83, down=1.17, gather=224.0, heavy=2.5, token=1200.0, hot=730.0, batch=2e7, few=1e9),
 }
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.
@@ -150,7 +151,7 @@ def costs_for(device: torch.device, *, training: bool = False, fp8: bool = False
         token=known.token * bytes_bound,
         hot=known.hot * bytes_bound,
         batch=known.batch * of.processors,
-        few=max(1.0, of.bandwidth),  # its start takes the same time, in which more rows are read
+        few=known.few * max(1.0, of.bandwidth),  # its start takes the same time, in which more rows are read
     )
 
 

@@ -34,7 +34,7 @@ def neuron_candidates(
     M: int, D: int, F: int, *, processors: int, sixteen_bits: bool, hopper: bool
 ) -> Iterator[Neurons]:
     """Those of Triton, and where they can run those of hopper.py."""
-    divided = few_tiles.divided(F, 64, processors)
+    divided = few_tiles._divided(F, 64, processors)
     yield few_tiles.NeuronTile(64, 128, 4, 6)
     shapes = ((64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3))
     for (BK, stages), slots in itertools.product(shapes, (0, 16) if sixteen_bits else (0,)):

@@ -1,4 +1,4 @@
-"""The GPU path of an FFN with FP8 weights: few tokens, many in three parts, or densely, as gpu/__init__.py does it.
+"""The GPU path of an FFN with FP8 weights: many tokens in three parts, fewer densely.
 
 The meaning is that of ``reference.fp8_forward`` whatever the way: x is rounded row by row. Dense batches round h, too.
 """
@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split, aligned
 from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
@@ -25,7 +24,7 @@ class Kept(NamedTuple):
     """What kernels read of a layer: its weights, Wd also neuron by neuron, and rows in its plan's order."""
 
     w: Fp8Weights
-    layout: Fp8Layout | None  # None: all batches but few tokens are dense
+    layout: Fp8Layout | None  # None: all batches are dense
 
     def nbytes(self) -> int:
         """Besides the weights as the model has them."""
@@ -52,16 +51,13 @@ def forward(
     w: Fp8Weights,
     activation: str,
     plan: PlanTensors,
-    few: int,
     least: int,
     layout: Fp8Layout | None,
     watch: Tensor | None = None,
 ) -> Tensor:
-    """y [..., D] for x [..., D] in bf16: up to ``few`` tokens and, with a layout, from ``least`` on it is sparse."""
+    """y [..., D] for x [..., D] in bf16: with a layout, and from ``least`` tokens on, it is sparse."""
     M = x.numel() // x.shape[-1]
-    if 0 < M <= few:
-        return few_fp8.forward(x, w, activation)
-    if layout is None or least > M:
+    if layout is None or least > M or M == 0:
         return dense(x, w, activation)
     capability, processors = (90, 2) if INTERPRETED else device_facts(x.device.index)
     tiles = split_fp8.tiles_for(capability)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -171,7 +172,8 @@ def _take_over_(block: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module
         new = take_over(linear)
         if new is not None:
             replaced[name] = linear
-            setattr(block, name, new)
+            put = block.set_projection if isinstance(block, SparseFFNBase) else functools.partial(setattr, block)
+            put(name, new)
     return replaced
 
 

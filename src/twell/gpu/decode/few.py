@@ -194,14 +194,10 @@ def _several_tokens(
     h, words = space.take(F, BM), space.take(ceil_div(programs * BN, 64), dtype=torch.int64)
     first, second = kernels_of(x.dtype, M, D, neurons, sums, settled, down_bias is not None, flags, can_overlap())
     weights = (0 if t is None else t for t in (gate, gate_bias, up, up_bias, down))
-    scales = () if isinstance(neurons, HopperTile) else (0, 0, 0)
-    first(programs, x, *weights, *scales, h, words, M, D, F, x.stride(0))
+    first(programs, x, *weights, h, words, M, D, F, x.stride(0))
+    last_bits = () if isinstance(sums, HopperSumTile) else (n_tiles * BN - 64 * (n_words - 1),)
     bias = 0 if down_bias is None else down_bias
-    if isinstance(sums, HopperSumTile):
-        second(ceil_div(D, sums.BD), h, words, down, bias, y, M, D, n_words)
-    else:
-        last_bits = n_tiles * BN - 64 * (n_words - 1)
-        second(ceil_div(D, sums.BD), h, words, down, bias, 0, y, M, D, n_words, last_bits)
+    second(ceil_div(D, sums.BD), h, words, down, bias, y, M, D, n_words, *last_bits)
     return ()
 
 
@@ -215,14 +211,11 @@ def kernels_of(
     has_down_bias: bool,
     flags: tuple[bool, ...],
     overlaps: bool,
-    factors: torch.dtype | None = None,
 ) -> tuple[Kernel, Kernel]:
-    """The first and the second kernel for M tokens. ``factors``: the dtype of x and the weights, if it is not h's."""
-    factors = factors or dtype
+    """The first and the second kernel for M tokens."""
     stride, n_tokens = (neurons.TN or 64) if neurons.BN == 64 else 64, ANY if M % 16 else MULTIPLE
-    first = _first_kernel(dtype, D, power_of_2(M), n_tokens, neurons, settled, flags, overlaps, factors)
-    BM = max(16, power_of_2(M))
-    return first, _second_kernel(dtype, BM, n_tokens, stride, sums, has_down_bias, overlaps, factors)
+    first = _first_kernel(dtype, D, power_of_2(M), n_tokens, neurons, settled, flags, overlaps)
+    return first, _second_kernel(dtype, max(16, power_of_2(M)), n_tokens, stride, sums, has_down_bias, overlaps)
 
 
 @functools.cache
@@ -235,11 +228,9 @@ def _first_kernel(
     settled: bool,
     flags: tuple[bool, ...],
     overlaps: bool,
-    factors: torch.dtype,
 ) -> Kernel:
     """``tokens``: a power of 2; ``n_tokens``: how their number is declared."""
-    weights = factors, factors, dtype, factors, dtype, factors
-    outputs: tuple[Any, ...] = (dtype, _BITS[tile.BN], n_tokens, MULTIPLE, MULTIPLE, MULTIPLE)
+    arguments: tuple[Any, ...] = (*[dtype] * 7, _BITS[tile.BN], n_tokens, MULTIPLE, MULTIPLE, MULTIPLE)
     constants: dict[str, Any]
     if isinstance(tile, HopperTile):
         from twell.gpu.decode import hopper  # needs Gluon, of which there is none in the interpreter
@@ -255,7 +246,7 @@ def _first_kernel(
             "DEPTH": tile.depth,
             **_constants(flags, overlaps),
         }
-        return Kernel(hopper.hopper_neurons_kernel, (*weights, *outputs), constants, warps=HOPPER_CHAINS)
+        return Kernel(hopper.hopper_neurons_kernel, arguments, constants, warps=HOPPER_CHAINS)
     constants = {
         "PRECISION": _precision(dtype),
         "OVERLAPS": overlaps,
@@ -267,10 +258,8 @@ def _first_kernel(
         "CHAINS": _CHAINS,
         "DEPTH": min(_CHAIN_DEPTH, max(16, power_of_2(D) // _CHAINS)),
         "CHAIN_STAGES": _CHAIN_STAGES,
-        "SCALED": factors != dtype,
         **_constants(flags, overlaps),
     }
-    arguments = *weights, *[torch.float32] * 3, *outputs
     return Kernel(steps.neurons_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
 
 
@@ -283,9 +272,8 @@ def _second_kernel(
     tile: SumTile | HopperSumTile,
     has_bias: bool,
     overlaps: bool,
-    factors: torch.dtype,
 ) -> Kernel:
-    pointers: tuple[Any, ...] = (dtype, torch.int64, factors, dtype)
+    pointers: tuple[Any, ...] = (dtype, torch.int64, dtype, dtype, dtype)
     constants: dict[str, Any]
     if isinstance(tile, HopperSumTile):
         from twell.gpu.decode import hopper
@@ -300,8 +288,7 @@ def _second_kernel(
             "CHAINS": tile.chains,
             "HAS_DOWN_BIAS": has_bias,
         }
-        arguments: tuple[Any, ...] = (*pointers, dtype, n_tokens, MULTIPLE, ANY)
-        return Kernel(hopper.hopper_sums_kernel, arguments, constants, warps=tile.chains)
+        return Kernel(hopper.hopper_sums_kernel, (*pointers, n_tokens, MULTIPLE, ANY), constants, warps=tile.chains)
     constants = {
         "STRIDE": stride,
         "PRECISION": _precision(dtype),
@@ -312,9 +299,8 @@ def _second_kernel(
         "BD": tile.BD,
         "HAS_DOWN_BIAS": has_bias,
         "STAGES": tile.stages,
-        "SCALED": factors != dtype,
     }
-    arguments = (*pointers, torch.float32, dtype, n_tokens, MULTIPLE, ANY, ANY)
+    arguments = (*pointers, n_tokens, MULTIPLE, ANY, ANY)
     return Kernel(steps.sums_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
 
 

@@ -1,7 +1,4 @@
-"""The two steps of few tokens in Triton, for any GPU: see few.py. Hopper has its own in hopper.py and screen.py.
-
-SCALED: x and the weights are e4m3, with scales of x's rows [M], gate's and up's [F] and y's columns [D]. They are
-multiplied as 16-bit numbers, which hold them exactly: time goes into reading them."""
+"""The two steps of few tokens in Triton, for any GPU: see few.py. Hopper has its own in hopper.py and screen.py."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from twell.gpu.shared.tiles import nth_neurons, popcount, popcount64, prefetch, 
 @triton.jit
 def _products(
     i_x, i_rows, neuron, wanted, M, D, x_stride,
-    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BN, BM]: x . row for the ``wanted`` rows [BN] and all tokens; what is not wanted is not read."""
     m = tl.arange(0, BM)
@@ -32,8 +29,6 @@ def _products(
             i_x + m[None, :].to(tl.int64) * x_stride + at[:, None], mask=(m[None, :] < M) & (at[:, None] < D), other=0.0
         )
         w = tl.load(rows + at[None, :], mask=wanted[:, None] & (at[None, :] < D), other=0.0)
-        x = x.to(DTYPE)
-        w = w.to(DTYPE)
         if PRECISION == "ieee":  # sums of sums, as long chains of fp32 lose digits
             acc += tl.dot(w, x, nothing, input_precision=PRECISION)
         else:
@@ -44,8 +39,7 @@ def _products(
 @triton.jit
 def _products_of_few(
     i_x, i_rows, row, filled, M, D, x_stride,
-    DTYPE: tl.constexpr, BM: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr, CHAINS: tl.constexpr,
-    STAGES: tl.constexpr,
+    BM: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr, CHAINS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As ``_products``, for 16 rows: a warp has them all and a share of D, where one chain of dots would be long."""
     m = tl.arange(0, BM)
@@ -58,7 +52,7 @@ def _products_of_few(
         w = tl.load(rows[None, :, None] + at[:, None, :], mask=filled[None, :, None] & inside[:, None, :], other=0.0)
         tokens = i_x + m[None, None, :].to(tl.int64) * x_stride
         x = tl.load(tokens + at[:, :, None], mask=(m[None, None, :] < M) & inside[:, :, None], other=0.0)
-        acc = tl.dot(w.to(DTYPE), x.to(DTYPE), acc)
+        acc = tl.dot(w, x, acc)
     return tl.sum(acc, axis=0)
 
 
@@ -82,9 +76,6 @@ def neurons_kernel(
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
     i_down,  # [F, D]
-    i_x_scale,  # SCALED: fp32 [M]
-    i_gate_scale,  # SCALED: fp32 [F]
-    i_up_scale,  # SCALED, GATED: fp32 [F]
     m_h,  # [F, BM]: of the neurons that fire
     o_bits,  # [programs]: of BN bits each, set for the neurons that fire for any token
     M,
@@ -101,7 +92,6 @@ def neurons_kernel(
     CHAINS: tl.constexpr,
     DEPTH: tl.constexpr,
     CHAIN_STAGES: tl.constexpr,
-    SCALED: tl.constexpr,
     PREFETCHES: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
@@ -114,11 +104,7 @@ def neurons_kernel(
     neuron = tile * TN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     there = (neuron < F) & (tl.arange(0, BN) < TN)
-    z = _products(i_x, i_gate, neuron, there, M, D, x_stride, dtype, BM, BN, BK, PRECISION)
-    x_scale = 1.0
-    if SCALED:
-        x_scale = tl.load(i_x_scale + m, mask=m < M, other=0.0)[None, :]
-        z = z * x_scale * tl.load(i_gate_scale + neuron, mask=there, other=0.0)[:, None]
+    z = _products(i_x, i_gate, neuron, there, M, D, x_stride, BM, BN, BK, PRECISION)
     if HAS_GATE_BIAS:
         z += tl.load(i_gate_bias + neuron, mask=there, other=0.0).to(tl.float32)[:, None]
     a = relu(z).to(dtype).to(tl.float32)
@@ -140,11 +126,7 @@ def neurons_kernel(
                 its, filled = take(neuron, fired, first, n, SLOTS)
                 at = m_h + its[:, None].to(tl.int64) * BM + m[None, :]
                 kept = tl.load(at, mask=filled[:, None], other=0.0).to(tl.float32)
-                u = _products_of_few(
-                    i_x, i_up, its, filled, M, D, x_stride, dtype, BM, SLOTS, DEPTH, CHAINS, CHAIN_STAGES
-                )
-                if SCALED:
-                    u = u * x_scale * tl.load(i_up_scale + its, mask=filled, other=0.0)[:, None]
+                u = _products_of_few(i_x, i_up, its, filled, M, D, x_stride, BM, SLOTS, DEPTH, CHAINS, CHAIN_STAGES)
                 if HAS_UP_BIAS:
                     u += tl.load(i_up_bias + its, mask=filled, other=0.0).to(tl.float32)[:, None]
                 r = relu(kept)
@@ -155,9 +137,7 @@ def neurons_kernel(
             if SQUARED:
                 a = a * a
             if GATED:
-                u = _products(i_x, i_up, neuron, wanted, M, D, x_stride, dtype, BM, BN, BK, PRECISION)
-                if SCALED:
-                    u = u * x_scale * tl.load(i_up_scale + neuron, mask=wanted, other=0.0)[:, None]
+                u = _products(i_x, i_up, neuron, wanted, M, D, x_stride, BM, BN, BK, PRECISION)
                 if HAS_UP_BIAS:
                     u += tl.load(i_up_bias + neuron, mask=wanted, other=0.0).to(tl.float32)[:, None]
                 a = a * u
@@ -170,7 +150,6 @@ def sums_kernel(
     i_words,  # int64 [n_words]: bit b of word w is neuron w * STRIDE + b
     i_down,  # [F, D]
     i_down_bias,  # [D] or unused
-    i_down_scale,  # SCALED: fp32 [D]
     o_y,  # [M, D]
     M,
     D,
@@ -185,7 +164,6 @@ def sums_kernel(
     BD: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
     STAGES: tl.constexpr,
-    SCALED: tl.constexpr,
 ):
     start_after(OVERLAPS)
     m = tl.arange(0, BM)
@@ -206,13 +184,10 @@ def sums_kernel(
             row, column = neuron[:, None], neuron[None, :]
             w = tl.load(i_down + row.to(tl.int64) * D + d[None, :], mask=(row >= 0) & (d[None, :] < D), other=0.0)
             h = tl.load(i_h + column.to(tl.int64) * BM + m[:, None], mask=column >= 0, other=0.0)
-            w = w.to(h.dtype)
             if PRECISION == "ieee":
                 acc += tl.dot(h, w, nothing, input_precision=PRECISION)
             else:
                 acc = tl.dot(h, w, acc)
-    if SCALED:
-        acc = acc * tl.load(i_down_scale + d, mask=d < D, other=0.0)[None, :]
     if HAS_DOWN_BIAS:
         acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     inside = (m[:, None] < M) & (d[None, :] < D)

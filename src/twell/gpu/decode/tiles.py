@@ -115,7 +115,7 @@ def tiles_for(
     stages = max(1, min(6, shared // ((BN + BM) * BK * element_size)))
     neurons = NeuronTile(BN, BK, warps, stages, slots=16 if tokens <= 16 and has_room else 0)
     if capability >= 90 and BN == 64:
-        TN, programs = divided(F, BN, processors)
+        TN, programs = _divided(F, BN, processors)
         neurons = neurons._replace(TN=TN, programs=programs)
         if programs > processors and tokens > 16 and capability == 90 and element_size == 2:
             neurons = neurons._replace(stages=4 if tokens <= 32 else 3)  # so that a processor has two at once
@@ -123,7 +123,7 @@ def tiles_for(
     return neurons, sums
 
 
-def divided(F: int, most: int, processors: int) -> tuple[int, int]:
+def _divided(F: int, most: int, processors: int) -> tuple[int, int]:
     """(neurons of a program, at most ``most``; programs), so that all processors have as many programs.
 
     The words of bits are a multiple of what the sums kernel takes at once, if there are so many.
@@ -137,7 +137,7 @@ def _hopper_tile(tokens: int, D: int, F: int, processors: int) -> HopperTile | N
     """None where one processor's rows of the gate do not fit into its shared memory, beside a program of sums."""
     if tokens > 16:
         return None
-    TN, programs = divided(F, 64, processors)
+    TN, programs = _divided(F, 64, processors)
     depth = max(64, power_of_2(ceil_div(D, HOPPER_CHAINS)))
     size = 16 * ceil_div(TN, 16) * HOPPER_CHAINS * depth * 2
     return HopperTile(TN, programs, depth) if programs == processors and depth <= 256 and size <= 192 * 1024 else None
