@@ -18,6 +18,8 @@ from twell import backends
 from twell.bench import cases, ffn, fp8, rows, tables, timing
 from twell.bench.compare import compare
 from twell.cli.common import print_speed_table
+from twell.fp8 import Fp8Linear
+from twell.quantize import quantize_
 from twell.reference import Weights, forward, to_fp8
 
 ROOT = Path(__file__).parents[1]
@@ -165,6 +167,23 @@ def test_a_row_with_fp8(gated: bool, tmp_path: Path) -> None:
     assert few["error"]["fp8_weights"] < 1e-6 < few["quantisation_error"]["fp8_weights"]
 
 
+def test_a_row_with_sparse_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a GPU with kernels for it: here the layer computes its projections, slowly."""
+    monkeypatch.setattr(ffn.Case, "is_sparse_fp8", property(lambda case: case.is_fp8))
+    monkeypatch.setattr(ffn, "quantize_", functools.partial(quantize_, emulate=True))
+    monkeypatch.setenv("COLUMNS", "200")
+    (row,) = ffn.run([dataclasses.replace(CASE, fp8=True)], seconds=0.0)
+    assert [*row["called_ms"]][-1] == "sparse_fp8" and row["error"]["sparse_fp8"] <= 1.06 * row["error"]["fp8"]
+    dense = min(row[f"{name}_ms"]["p50"] for name in fp8.NAMES)
+    assert row["speedup_fp8"] == pytest.approx(dense / row["sparse_fp8_ms"]["p50"], abs=1e-3)
+    assert row["speedup_called_fp8"] > 0
+    print_speed_table([row | {"speedup_fp8": 12.3456}])
+    assert [line for line in capsys.readouterr().out.splitlines() if "sparse FP8" in line and "12.35x" in line]
+    monkeypatch.setattr(Fp8Linear, "forward", lambda self, x: 2 * x.new_ones(*x.shape[:-1], self.out_features))
+    with pytest.raises(ffn.WrongResult, match="sparse_fp8 output is wrong"):
+        next(ffn.run([dataclasses.replace(CASE, fp8=True)], seconds=0.0))
+
+
 def test_fp8_is_no_dense_ffn_of_16_bits() -> None:
     times = {name: timing.Spread(ms, ms, ms) for name, ms in (("dense", 8.0), ("compiled", 6.0), ("sparse", 3.0))}
     of_fp8 = {"fp8": timing.Spread(4.0, 4.0, 4.0), "fp8_weights": timing.Spread(5.0, 5.0, 5.0)}
@@ -236,13 +255,14 @@ def spread(ms: float) -> dict[str, float]:
 
 
 FIELDS = {"fp8_ms": spread(0.5), "fp8_weights_ms": spread(0.4), "speedup_over_fp8": 1.25}
+BOTH = {"sparse_fp8_ms": spread(0.16), "speedup_fp8": 2.5}
 
 
-def with_fp8(folder: Path, file: str, **wanted: object) -> None:
+def with_fp8(folder: Path, file: str, fields: dict[str, Any] = FIELDS, **wanted: object) -> None:
     """Fields of FP8 in the rows of a file that have what is wanted."""
     path = folder / file
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    marked = [row | FIELDS if all(row.get(k) == v for k, v in wanted.items()) else row for row in found]
+    marked = [row | fields if all(row.get(k) == v for k, v in wanted.items()) else row for row in found]
     assert marked != found
     path.write_text("".join(json.dumps(row) + "\n" for row in marked))
 
@@ -267,6 +287,9 @@ def test_the_table_of_ffns(name: str, file: str, unit: str, ms: str, results: Pa
     columns = after[0].count("|")
     assert all(line.count("|") == columns for line in after if line.startswith("|"))
     assert any("|  |  |" in line for line in after if line.startswith("| skew100 |"))
+    with_fp8(results, f"{file}.jsonl", BOTH, workload="skew29", D=2048)
+    last = tables.render(name, results, "r").splitlines()
+    assert f"{added}| sparse FP8 {unit} | over FP8 |" in last[0] and "| **2.50x** |" in "".join(last)
 
 
 @pytest.mark.parametrize(("name", "file"), [("ffn-layers", "ffn-h200"), ("ffn-between-layers", "ffn-few-h200")])

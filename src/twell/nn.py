@@ -519,8 +519,8 @@ class SparseFFNBase(nn.Module):
                 return None
             gate, *up, down = (linear.fp8() for linear in linears)
             self._fp8 = states, kernels.keep(gate, up[0] if up else None, down, self.plan)
-        kept, least = self._fp8[1], self._plan_tokens[captured][2]
-        plan, drift = self._plan_captured if captured else self._plan_eager, self._drift
+        plan: Any = self._plan_captured if captured else self._plan_eager
+        kept, drift, least = self._fp8[1], self._drift, tokens_of(plan)[2]
         if captured:
             self._keep_for_graphs(plan)
             self._keep_for_graphs(kept)

@@ -45,6 +45,7 @@ _SPEEDUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the times t
     "speedup_eager": (("dense_ms",), ("sparse_ms",)),
     "speedup_frozen": (_DENSE, ("frozen_ms",)),
     "speedup_over_fp8": (("fp8_ms", "fp8_weights_ms"), ("frozen_ms", "sparse_ms")),
+    "speedup_fp8": (("fp8_ms", "fp8_weights_ms"), ("sparse_fp8_ms",)),
     "speedup_called": (_CALLED, ("called_ms.sparse",)),
     "speedup_called_frozen": (_CALLED, ("called_ms.frozen",)),
     "speedup_called_eager": (("called_ms.dense",), ("called_ms.sparse",)),
@@ -53,6 +54,7 @@ _SPEEDUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the times t
         ("called_ms.fp8", "called_ms.fp8_weights"),
         ("called_ms.frozen", "called_ms.sparse"),
     ),
+    "speedup_called_fp8": (("called_ms.fp8", "called_ms.fp8_weights"), ("called_ms.sparse_fp8",)),
     "speedup_called_with_step": (_STEPS, ("called_with_step_ms.sparse",)),
 }
 _RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "kept_ratio", "joules_ratio", "memory.ratio", "memory_ratio")

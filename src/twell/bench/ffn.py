@@ -1,8 +1,9 @@
 """``twell bench ffn``: one FFN, dense against sparse, on workloads of known sparsity.
 
 Four ways: dense (a block as Hugging Face's, of ``nn.Linear``s), on a GPU the same compiled, sparse as ``sparsify_``
-leaves a layer, and frozen (``twell.freeze_``); on a GPU with FP8 also dense in FP8, compiled. Of each two times: the
-device's, and that of a call *as called*, in a plain loop of Python with the host's time included.
+leaves a layer, and frozen (``twell.freeze_``); on a GPU with FP8 also dense in FP8, compiled, and sparse in FP8
+(``twell.quantize_``) where there are kernels for it. Of each two times: the device's, and that of a call *as called*,
+in a plain loop of Python with the host's time included.
 
 A case is checked before it is timed: sparse output may err at most twice as much as PyTorch's own dense
 output does against float64. After it, the sparse output must still be the same. A case that fails raises, and no
@@ -27,6 +28,7 @@ from twell import backends, reference
 from twell.bench import cases, fp8, timing
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, neuron_major_, sparse_ffns
 from twell.plan import Plan, choose_plan, costs_for
+from twell.quantize import quantize_
 
 PLAN_TOKENS = 4096  # whose counts make the plan; they are not timed
 GRAPH_LAYERS = 16  # of a CUDA graph, with weights of their own: as in a model, none finds its weights in the L2 cache
@@ -38,6 +40,7 @@ _LEAST_READ = 1 / 8  # of a layer's weights: its gate in int8
 _SPARSE = ("sparse", "frozen")
 _SAME_DTYPE = ("dense", "compiled")  # dense ones, of the weights' own dtype
 DENSE = (*_SAME_DTYPE, *fp8.NAMES)
+SPARSE_FP8 = "sparse_fp8"
 _FP8_ERROR, _FP8_ROWS = 0.25, 16  # error beyond which FP8 is broken; in fewer rows y may be next to nothing
 
 
@@ -65,6 +68,13 @@ class Case:
     @property
     def is_fp8(self) -> bool:
         return fp8.applies(torch.device(self.device), self.dtype, self.D, self.F) if self.fp8 is None else self.fp8
+
+    @property
+    def is_sparse_fp8(self) -> bool:
+        if not self.is_fp8 or self.dtype != torch.bfloat16 or self.backend not in ("auto", "triton"):
+            return False
+        device = torch.device(self.device)
+        return device.type == "cuda" and backends.kernels().fp8.why_not(torch.device("cuda", device.index or 0)) is None
 
     @property
     def is_called(self) -> bool:
@@ -105,7 +115,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     errors = _check_all(case, inputs, x, checked)
     errors_fp8, quantisation = _check_fp8(case, inputs, x, checked)
     times = timing.compare(runs, seconds=seconds, device=x.device)
-    for name in _SPARSE:
+    for name in runs.keys() - {*DENSE}:
         _check_same(runs[name](), checked[name], name)
     memory = {}
     if x.device.type == "cuda" and not case.graph:  # besides y
@@ -181,12 +191,17 @@ def speedup(times: Mapping[str, timing.Spread], of: str) -> float:
 
 
 def over_fp8(times: Mapping[str, timing.Spread], *, called: bool = False) -> dict[str, Any]:
-    """Fields: of the faster of sparse and frozen over the faster dense FP8 one, where one was timed."""
+    """Fields: of the faster of sparse and frozen, and of sparse in FP8, over the faster dense FP8 one, where one was
+    timed."""
     dense = [times[name].p50 for name in fp8.NAMES if name in times]
     if not dense:
         return {}
-    ratio = round(min(dense) / min(times[name].p50 for name in _SPARSE), 3)
-    return {"speedup_called_over_fp8": ratio} if called else {"speedup_over_fp8": ratio, "fp8_accumulation": "fast"}
+    ratios = {"over_fp8": min(times[name].p50 for name in _SPARSE)}
+    if SPARSE_FP8 in times:
+        ratios["fp8"] = times[SPARSE_FP8].p50
+    way = "speedup_called_" if called else "speedup_"
+    fields: dict[str, Any] = {f"{way}{name}": round(min(dense) / ms, 3) for name, ms in ratios.items()}
+    return fields if called else {**fields, "fp8_accumulation": "fast"}
 
 
 def _like_against_like(times: Mapping[str, timing.Spread]) -> dict[str, float]:
@@ -214,10 +229,11 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     return {"hot": len(plan.hot), **numbers, **captured, "predicted": predicted}
 
 
-def _plan(case: Case, inputs: cases.FFNInputs) -> Plan:
+def _plan(case: Case, inputs: cases.FFNInputs, *, in_fp8: bool = False) -> Plan:
     """From the counts of other tokens than are timed."""
     r = torch.relu(nnf.linear(inputs.x[-PLAN_TOKENS:], inputs.w_gate))
-    return choose_plan((r != 0).sum(0), len(r), costs_for(r.device), width=case.D, gated=case.gated)
+    costs = costs_for(r.device, fp8=in_fp8)
+    return choose_plan((r != 0).sum(0), len(r), costs, width=case.D, gated=case.gated)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -254,7 +270,9 @@ def linear(weight: Tensor) -> nn.Linear:
 def make_layers(case: Case, inputs: cases.FFNInputs, plan: Plan | None, n: int) -> dict[str, list[Any]]:
     """n layers of equal weights, each with memory of its own, of every way."""
     in_fp8 = fp8.ways(case.M) if case.is_fp8 else {}
-    made: dict[str, list[Any]] = {name: [] for name in ("dense", *in_fp8, *_SPARSE)}
+    sparse = (*_SPARSE, SPARSE_FP8) if case.is_sparse_fp8 else _SPARSE
+    made: dict[str, list[Any]] = {name: [] for name in ("dense", *in_fp8, *sparse)}
+    plan_fp8 = _plan(case, inputs, in_fp8=True) if case.is_sparse_fp8 and plan is not None else None
     own = (inputs.w_gate, inputs.w_up, inputs.w_down)
     for i in range(n):
         w_gate, w_up, w_down = own if i == 0 else (w.clone() for w in own)
@@ -264,16 +282,18 @@ def make_layers(case: Case, inputs: cases.FFNInputs, plan: Plan | None, n: int) 
             made[name].append(ffn_of(*weights).eval())
         laid_out = DenseFFN(*weights).eval()
         neuron_major_(laid_out.down_proj)  # as sparsify_ does
-        for name in _SPARSE:
-            layer = sparse_layer(laid_out, case.backend, plan)
+        for name in sparse:
+            layer = sparse_layer(laid_out, case.backend, plan_fp8 if name == SPARSE_FP8 else plan)
             if name == "frozen":
                 layer.freeze()
+            elif name == SPARSE_FP8:
+                quantize_(layer)
             made[name].append(layer)
     if _compiles(torch.device(case.device)):
         compiled = {"compiled": [_compiled(layer) for layer in made["dense"]]}
         for name, (_, how) in in_fp8.items():
             compiled[name] = [_compiled(layer, **how) for layer in made[name]]
-        made = {"dense": made["dense"], **compiled, **{name: made[name] for name in _SPARSE}}
+        made = {"dense": made["dense"], **compiled, **{name: made[name] for name in sparse}}
     return made
 
 
@@ -314,7 +334,7 @@ def alternatives(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | No
     runs = {name: [functools.partial(layer, x) for layer in each] for name, each in layers.items()}
     if not case.graph:
         return {name: calls[0] for name, calls in runs.items()}
-    for name in _SPARSE:
+    for name in layers.keys() - {*DENSE}:
         with as_if_captured(*layers[name]):
             runs[name][0]()
     return {name: in_turn([replayed(calls) for _ in range(GRAPHS)]) for name, calls in runs.items()}
@@ -390,10 +410,11 @@ def _check_fp8(
     quantisation: dict[str, float | None] = {}
     rows = slice(None, None, max(1, len(x) // _TRUTH_ROWS))
     w = reference.Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
-    for name in (name for name in fp8.NAMES if name in outputs):
+    for name in (name for name in (*fp8.NAMES, SPARSE_FP8) if name in outputs):
         y, truth = outputs[name][rows], reference.forward(x[rows].double(), w.to(torch.float64), want_stats=False).y
         error = relative_error(y, fp8.meant(name, x[rows], w))
-        if not error <= (_FP8_ERROR if len(y) >= _FP8_ROWS else math.inf):
+        allowed = _FP8_ERROR if name != SPARSE_FP8 else 1.05 * (errors["fp8"] or 0.0) + 1e-3  # where both are dense
+        if not error <= (allowed if len(y) >= _FP8_ROWS else math.inf):
             raise WrongResult(f"{name} output is wrong: relative error {error:.2e}; no speedup is reported")
         errors[name], quantisation[name] = _rounded(error), _rounded(relative_error(y, truth))
     return errors, quantisation

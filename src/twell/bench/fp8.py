@@ -96,7 +96,7 @@ def ways(M: int) -> dict[str, tuple[type[_Fp8FFN], dict[str, Any]]]:
 def meant(name: str, x: Tensor, w: Weights) -> Tensor:
     """What a way computes, in float64: with weights as they are rounded, and x where it is rounded, too."""
     gate, up, down = to_fp8(w.gate), None if w.up is None else to_fp8(w.up), to_fp8(w.down)
-    if name == "fp8":
+    if name != "fp8_weights":
         return reference.fp8_forward(x, gate, up, down)
     f64 = torch.float64
     rounded = Weights(gate.to(f64), None if up is None else up.to(f64), down.to(f64))

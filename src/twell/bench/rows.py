@@ -21,7 +21,7 @@ Row = dict[str, Any]
 # What readers rely on, where a row has it.
 _WHOLE = ("M", "D", "F", "batch", "length")  # numbers of at least 1
 _TEXTS = ("workload", "dtype", "kind", "gpu", "cpu", "model")
-_SPREADS = ("dense_ms", "compiled_ms", "fp8_ms", "fp8_weights_ms", "sparse_ms", "frozen_ms")
+_SPREADS = ("dense_ms", "compiled_ms", "fp8_ms", "fp8_weights_ms", "sparse_ms", "frozen_ms", "sparse_fp8_ms")
 _SPREADS_BY_SIDE = ("called_ms", "first_token_ms")
 _FFN = {"name": str, "tokens": int, "mean_active": float, "speedup": float}  # of the list "ffns"
 
@@ -88,7 +88,7 @@ def _wrong_field(row: Row) -> str | None:
     for names, kind, what in (
         (_WHOLE, int, "a whole number of at least 1"),
         (_TEXTS, str, "a text"),
-        (("speedup", "speedup_over_fp8", "mean_active"), float, "a number"),
+        (("speedup", "speedup_over_fp8", "speedup_fp8", "mean_active"), float, "a number"),
         (("memory", "joules_per_token"), dict, "an object"),
     ):
         for name in names:

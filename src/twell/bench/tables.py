@@ -115,6 +115,12 @@ def _fp8(row: Row, unit: str = "ms") -> tuple[str, str]:
     return _ms(min(spreads, key=lambda spread: spread["p50"]), unit), _speedup(row["speedup_over_fp8"])
 
 
+def _sparse_fp8(row: Row, unit: str) -> tuple[str, str]:
+    """Cells: a sparse FFN in FP8, and its speedup over the faster dense one in FP8."""
+    spread = row.get("sparse_fp8_ms")
+    return ("", "") if spread is None else (_ms(spread, unit), _speedup(row["speedup_fp8"]))
+
+
 def _over_fp8(row: Row) -> str:
     """Behind a speedup."""
     return f", over FP8 {row['speedup_over_fp8']:.2f}x" if "speedup_over_fp8" in row else ""
@@ -213,10 +219,11 @@ def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
         dense = of["compiled" if _dense(row) == row.get("compiled_ms") else "dense"]
         return f"{dense / 1e6:.0f} -> {of['sparse'] / 1e6:.0f}"
 
-    has_memory, has_fp8 = _any_has(rows, "memory"), _any_has(rows, "fp8_ms")
+    has_memory, has_fp8, has_both = (_any_has(rows, name) for name in ("memory", "fp8_ms", "sparse_fp8_ms"))
     head: tuple[str, ...] = ("workload", "tokens", "active", f"dense {unit}", f"sparse {unit}", "speedup")
     head += (f"frozen {unit}", "speedup") if has_frozen else ()
     head += (f"dense FP8 {unit}", "over FP8") if has_fp8 else ()
+    head += (f"sparse FP8 {unit}", "over FP8") if has_both else ()
     return _lines(
         (*head, *(_called_head(unit) if has_calls else ()), *(("memory besides y, MB",) if has_memory else ())),
         (
@@ -229,6 +236,7 @@ def _ffn(rows: list[Row], unit: str = "ms") -> list[str]:
                 _speedup(r["speedup"]),
                 *(frozen(r) if has_frozen else ()),
                 *(_fp8(r, unit) if has_fp8 else ()),
+                *(_sparse_fp8(r, unit) if has_both else ()),
                 *(_called(r, unit) if has_calls else ()),
                 *((memory(r),) if has_memory else ()),
             )
