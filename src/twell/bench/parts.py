@@ -9,12 +9,13 @@ from torch import Tensor
 
 from twell import gpu, saved
 from twell.formats import SLOTS, TwELL
-from twell.gpu.prefill import gate, heavy, lists, split, up_down
+from twell.gpu.prefill import gate, heavy, lists, split, split_fp8, up_down
 from twell.gpu.prefill.split import Layout, Split
+from twell.gpu.shared.fp8 import room_for, round_rows
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import GateTile, RowTile
 from twell.plan import Plan
-from twell.reference import Weights
+from twell.reference import Weights, to_fp8
 
 
 class Parts:
@@ -111,3 +112,39 @@ class Parts:
         """Everything but the cold gate, as a frozen layer runs it."""
         given = self.order, self.places, self.split, "relu", self.tiles, self.programs, self.rows.down, self.layout
         return split.forward(self.x, self.weights, *given, cold_gate=self.in_twell)
+
+
+class Fp8Parts:
+    """The cold gate of a layer with FP8 weights, and all that comes after it. Gated, relu, no biases."""
+
+    def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
+        assert w.up is not None
+        self.x, self.plan = x, plan.on(x.device)
+        self.fp8 = to_fp8(w.gate), to_fp8(w.up), to_fp8(w.down)
+        self.w, layout = gpu.fp8.keep(*self.fp8, plan, x.dtype)
+        tiles = split_fp8.tiles_for(90)
+        assert layout is not None and tiles is not None
+        self.layout, self.tiles, self.split = layout, tiles, Split.of(self.plan)
+        self.programs = gpu.launch_facts(x)[1]
+        self.cold = self.plan.order[self.split.n_hot :].long()
+        self.q, self.scale = room_for(x.shape[0], x.shape[1], x.new_empty)
+        round_rows(x, (self.q, self.scale))
+        self.in_twell = self.cold_gate()
+
+    def cold_gate(self) -> TwELL:
+        """Of x as it was rounded: to round it is a part of what comes after the gate."""
+        tiles, scales = self.tiles, (self.scale, self.layout.cold_scale)
+        facts: dict[str, Any] = {"tile": tiles.gate, "programs": self.programs, "use_tma": tiles.use_tma}
+        return gate.gate_in_twell(self.q, self.layout.cold, None, scales=scales, dtype=self.x.dtype, **facts)
+
+    def replay(self, active: Tensor) -> Tensor:
+        """As ``Parts.replay``. Returns the cold gate [M, C]; that of heavy tokens is computed from x all the same."""
+        r = torch.rand(len(active), len(self.cold), dtype=self.x.dtype, device=self.x.device) + 0.1
+        r = r * active[:, self.cold]
+        self.in_twell = TwELL.pack(r, slots=SLOTS, compact=True, overflow="mark")
+        return r
+
+    def after_gate(self) -> Tensor:
+        order, places, *_ = self.plan
+        given = order, places, self.split, "relu", self.tiles, self.programs
+        return split_fp8.forward(self.x, self.w, self.layout, *given, cold_gate=self.in_twell)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from twell import gpu
 from twell.bench import cases, ffn, timing
-from twell.bench.parts import Parts
+from twell.bench.parts import Fp8Parts, Parts
 from twell.gpu.prefill import union
 from twell.plan import Plan, choose_plan, costs_for
-from twell.reference import Weights
+from twell.reference import Weights, to_fp8
 
 _CHECKED_ROWS = 256
 _IN_GRAPHS = 4096  # tokens: fewer are timed in CUDA graphs, where the host does not matter
@@ -47,24 +47,31 @@ def measure(
 ) -> dict[str, Any]:
     """A JSON-ready row for one layer, as a gated FFN on a GPU (or in Triton's interpreter)."""
     plan, timed = plan_and_rest(layer.active.to(device), M, D)
+    plan_fp8, _ = plan_and_rest(layer.active.to(device), M, D, fp8=True)
     mean = max(1, round(timed.sum().item() / M))
     with torch.inference_mode(False):
         inputs = cases.make(f"skew{mean}", M, D, timed.shape[1], dtype=dtype, device=device)
-    return _row(layer.name, inputs, timed, plan, seconds, fp8)
+    return _row(layer.name, inputs, timed, plan, plan_fp8, seconds, fp8)
 
 
-def plan_and_rest(active: Tensor, M: int, D: int) -> tuple[Plan, Tensor]:
+def plan_and_rest(active: Tensor, M: int, D: int, *, fp8: bool = False) -> tuple[Plan, Tensor]:
     """A plan by the first half of ``active`` [tokens, F], and the second half repeated to M tokens: bool [M, F]."""
     half = len(active) // 2
     if half < 1:
         raise ValueError(f"a trace of {len(active)} tokens has no two halves: one to plan by, one to time")
     seen, rest = active[:half], active[half:]
-    plan = choose_plan(seen.sum(0), half, costs_for(active.device), width=D)
+    plan = choose_plan(seen.sum(0), half, costs_for(active.device, fp8=fp8), width=D)
     return plan, rest.repeat(-(-M // len(rest)), 1)[:M]
 
 
 def _row(
-    name: str, inputs: cases.FFNInputs, active: Tensor, plan: Plan, seconds: float, fp8: bool | None
+    name: str,
+    inputs: cases.FFNInputs,
+    active: Tensor,
+    plan: Plan,
+    plan_fp8: Plan,
+    seconds: float,
+    fp8: bool | None,
 ) -> dict[str, Any]:
     x, w = inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
     (M, D), F = x.shape, w.gate.shape[0]
@@ -72,7 +79,7 @@ def _row(
     runs: dict[str, Callable[[], Any]] = {
         n: run for n, run in ffn.alternatives(case, inputs, x, plan).items() if n in ffn.DENSE
     }
-    parts_ms, error = {}, None
+    parts_ms, error, error_fp8 = {}, None, None
     few, most, least = plan.tokens(captured=True)
     in_graphs = min(least, _IN_GRAPHS) > M and x.device.type == "cuda"
     if in_graphs:
@@ -88,7 +95,16 @@ def _row(
         runs["layout"] = parts.lay_out
         runs["gate"] = lambda: parts.cold_gate(tiles.gate, tiles.use_tma)
         runs["after gate"] = parts.after_gate
+        if case.is_sparse_fp8 and plan_fp8.in_parts(M, captured=False):
+            in_fp8 = Fp8Parts(x, w, plan_fp8)
+            error_fp8 = _check_fp8(in_fp8, in_fp8.replay(active))
+            runs |= {"gate in fp8": in_fp8.cold_gate, "after gate in fp8": in_fp8.after_gate}
+        elif case.is_sparse_fp8:
+            kept = gpu.fp8.keep(to_fp8(inputs.w_gate), to_fp8(inputs.w_up), to_fp8(inputs.w_down), None).w
+            runs["sparse_fp8"] = lambda: gpu.fp8.dense(x, kept, "relu")
         times = timing.compare(runs, seconds=seconds, device=x.device)
+        if "gate in fp8" in times:
+            times["sparse_fp8"] = added(times.pop("gate in fp8"), times.pop("after gate in fp8"))
         times["frozen"] = added(times["gate"], times["after gate"])
         times["sparse"] = added(times["layout"], times["frozen"])
         parts_ms = ffn.parts_ms(parts, w, seconds)
@@ -107,7 +123,7 @@ def _row(
         "speedup": ffn.speedup(times, "sparse"),
         "speedup_frozen": ffn.speedup(times, "frozen"),
         **ffn.over_fp8(times),
-        "error": {"sparse": error},
+        "error": {"sparse": error} | ({} if error_fp8 is None else {"sparse_fp8": error_fp8}),
         "plan": ffn.plan_facts(plan),
         "parts_ms": parts_ms,
         **timing.environment(x.device),
@@ -177,4 +193,20 @@ def _check(parts: Parts, w: Weights, r: Tensor) -> float:
     error, allowed = ffn.relative_error(y, truth), 2 * ffn.relative_error(dense, true_dense) + 1e-3
     if not error <= allowed:
         raise ffn.WrongResult(f"sparse output is wrong: relative error {error:.2e}, allowed {allowed:.2e}")
+    return float(f"{error:.3g}")
+
+
+def _check_fp8(parts: Fp8Parts, r: Tensor) -> float:
+    """As ``_check``, on tokens that are not heavy. In FP8 no sum of the cold gate is taken, and h is not rounded."""
+    light = (r != 0).sum(1) <= parts.split.cap
+    light &= ~parts.in_twell.overflowed
+    rows = light.nonzero()[:: max(1, len(r) // _CHECKED_ROWS), 0]
+    gate, up, down = (t.to(torch.float64) for t in parts.fp8)
+    x, cold = to_fp8(parts.x[rows]).to(torch.float64), parts.cold
+    y, truth = parts.after_gate()[rows], (r[rows].double() * (x @ up[cold].T)) @ down[:, cold].T
+    hot = parts.plan.order[: parts.split.n_hot].long()
+    truth += (torch.relu(x @ gate[hot].T) * (x @ up[hot].T)) @ down[:, hot].T
+    error = ffn.relative_error(y, truth)
+    if not error <= 1e-2:
+        raise ffn.WrongResult(f"sparse FP8 output is wrong: relative error {error:.2e}")
     return float(f"{error:.3g}")

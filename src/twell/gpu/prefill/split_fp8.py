@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from twell.formats import TwELL
 from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy_fp8 import write_heavy_fp8_
 from twell.gpu.prefill.lists import list_active
@@ -28,7 +29,7 @@ from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, RowTile
 from twell.plan import PlanTensors
 from twell.reference import Fp8, Weights
-from twell.saved import index_dtype, list_size
+from twell.saved import COUNTERS, index_dtype, list_size
 
 
 class Fp8Tiles(NamedTuple):
@@ -103,13 +104,17 @@ def forward(
     tiles: Fp8Tiles,
     programs: int,
     watch: Tensor | None = None,
+    cold_gate: TwELL | None = None,
 ) -> Tensor:
-    """y [..., D] for x [..., D] in 16 bits. ``watch``: see ``split.forward``."""
+    """y [..., D] for x [..., D] in 16 bits. ``watch``, ``cold_gate``: see ``split.forward``."""
     x = aligned(x)
-    y = x.new_empty(x.shape)
-    key = (x.shape, x.stride(-2), x.dtype, w.gate.shape[0], split, activation, w.up is None, watch is None)
+    y, is_given = x.new_empty(x.shape), cold_gate is not None
+    key = (x.shape, x.stride(-2), x.dtype, w.gate.shape[0], split, activation, w.up is None, watch is None, is_given)
     hot, hot_scale, hot_down, cold, cold_scale = layout
-    tensors = (x, y, *w[:6], hot, hot_scale, cold, cold_scale, order, places, watch)
+    of_gate: tuple[Tensor | None, ...] = None, None, None
+    if cold_gate is not None:
+        of_gate = cold_gate.words, cold_gate.counts, order.new_zeros(COUNTERS)
+    tensors = (x, y, *w[:6], hot, hot_scale, cold, cold_scale, order, places, watch, *of_gate)
     of_hot = _launch(key, tensors, split, activation == "relu2", tiles, programs)
     if split.n_hot:
         (y if y.dim() == 2 else y.view(-1, y.shape[-1])).addmm_(of_hot[0], hot_down)
@@ -134,6 +139,9 @@ def _launch(
     order: Tensor,
     places: Tensor,
     watch: Tensor | None,
+    words: Tensor | None,
+    counts: Tensor | None,
+    counters: Tensor | None,
     split: Split,
     squared: bool,
     tiles: Fp8Tiles,
@@ -151,13 +159,13 @@ def _launch(
     round_rows(x, (q, x_scale))
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     with space.passing():
-        given: dict[str, Any] = {
-            "counters": turns.counters,
-            "space": space,
-            "scales": (x_scale, cold_scale),
-            "dtype": x.dtype,
-        }
-        in_twell = gate_in_twell(q, cold, None, **given, **common)
+        if words is None or counts is None or counters is None:
+            given: dict[str, Any] = {"counters": turns.counters, "space": space}
+            scales = x_scale, cold_scale
+            in_twell = gate_in_twell(q, cold, None, scales=scales, dtype=x.dtype, **given, **common)
+        else:
+            turns = turns._replace(counters=counters)
+            in_twell = TwELL.from_words(words, counts, shape=(M, len(cold)), dtype=x.dtype, check=False)
         with beside(h is not None):  # short, while the hot neurons' GEMM runs
             lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
             signals()
@@ -166,8 +174,8 @@ def _launch(
         watching = None if watch is None else (watch, cap)
         write_heavy_fp8_(y, *rows, squared=squared, tile=tiles.heavy, programs=programs, space=space, watch=watching)
     if h is not None:
-        scales = x_scale, hot_scale
-        hot_activations(q, hot, None, h, gated=up is not None, squared=squared, scales=scales, **common)
+        of_hot: dict[str, Any] = {"gated": up is not None, "squared": squared, "scales": (x_scale, hot_scale)}
+        hot_activations(q, hot, None, h, **of_hot, **common)
     waits()
     w = Weights(gate, up, down)
     of_tail = x_scale, up_scale, down_scale
