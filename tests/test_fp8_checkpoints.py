@@ -442,6 +442,30 @@ def test_a_llama_of_the_library_is_refused_on_a_cpu_as_well(twell: Twell, librar
     assert result.stderr.splitlines()[-1].startswith(f"twell: error: {tmp_path / 'model'} has FP8 weights: ")
 
 
+@pytest.mark.parametrize("kind", ["own", "llama"])
+def test_the_command(twell: Twell, kind: str, tmp_path: Path) -> None:
+    config = LlamaSparseReluConfig(**SHAPE) if kind == "own" else llama_config()
+    model = make(config)
+    model.save_pretrained(tmp_path / "model")
+    train_bpe(["hello world " * 50], 300).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "neuron_counts.npz").write_bytes(b"counts")
+    counted = twell("quantize", str(tmp_path / "model"), "--out", str(tmp_path / "out"))
+    assert counted.returncode == 2 and "neuron_counts.npz" in counted.stderr and not (tmp_path / "out").exists()
+    (tmp_path / "model" / "neuron_counts.npz").unlink()
+    result = twell("quantize", str(tmp_path / "model"), "--out", str(tmp_path / "out"), "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["layers"] == [f"model.layers.{i}.mlp" for i in range(2)]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {f"{name}.weight" for name in FFN_LAYERS} == {k for k, t in tensors.items() if t.dtype == E4M3}
+    assert is_rowwise_fp8(config_of(tmp_path / "out")["quantization_config"])
+    again = twell("quantize", str(tmp_path / "model"), "--out", str(tmp_path / "out"))
+    assert again.returncode == 2 and "is not empty" in again.stderr
+    if kind == "llama":
+        make(LlamaConfig(**SHAPE, hidden_act="silu")).save_pretrained(tmp_path / "model")
+        refused = twell("quantize", str(tmp_path / "model"), "--out", str(tmp_path / "other"))
+        assert refused.returncode == 2 and "has no feed-forward layers to quantize: " in refused.stderr, refused.stderr
+
+
 def test_conversions_refuse_fp8(twell: Twell, own_folder: Path, tmp_path: Path) -> None:
     result = twell("convert", str(own_folder), "--out", str(tmp_path / "out"))
     assert result.returncode == 2 and "has FP8 weights, which cannot be trained" in result.stderr

@@ -1,9 +1,10 @@
-"""``twell convert``: from a checkpoint with SiLU or GELU to a sparse one."""
+"""``twell convert``: from a checkpoint with SiLU or GELU to a sparse one; ``twell quantize``: FP8 weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -108,3 +109,49 @@ def convert(
             "no longer computes what it did: train it, by twell convert --train" if relufy else "computes what it did"
         )
         say(f"the model is in {out}; it {then}")
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")],
+    out: Annotated[Path, typer.Option(help="Folder of the new model.")],
+    as_json: Annotated[bool, typer.Option("--json", help="The layers as JSON.")] = False,
+) -> None:
+    """Round the feed-forward weights of a model to FP8, for inference, and save it as compressed-tensors would.
+
+    Example: [bold]twell quantize my-run/model --out my-run/model-fp8[/bold]
+
+    Attention, embeddings and head stay as they are. No GPU is needed for it, but one to run the new model.
+    """
+    try:
+        from twell.hf.convert import sparsify_
+        from twell.hf.counts import COUNTS_FILE
+        from twell.hf.loading import load_causal_lm
+        from twell.train.files import writing
+        from twell.train.run import quiet_libraries
+        from twell.train.tokenizer import load_tokenizer
+    except ImportError as error:
+        raise RuntimeError(f"quantizing needs more packages ({error}): pip install 'twell[train]'") from None
+    from twell.nn import sparse_ffns
+    from twell.quantize import quantize_
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty: choose another folder")
+    quiet_libraries()
+    tokenizer, language_model = load_tokenizer(model), load_causal_lm(model).eval()
+    found = sparsify_(language_model)
+    if next(sparse_ffns(language_model), None) is None:
+        why = found.rows[0].why if found.rows else "no feed-forward layers were found"
+        raise ValueError(f"{model} has no feed-forward layers to quantize: {why}")
+    report = quantize_(language_model)
+    if not report.layers:
+        raise ValueError(f"no feed-forward layer of {model} can be FP8: {report.left_alone[0][1]}")
+    with writing(out):
+        language_model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        if (counts := Path(model) / COUNTS_FILE).is_file():  # which plans follow
+            shutil.copy(counts, out)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(report)))
+    else:
+        print(f"{report}; the model is in {out}")
