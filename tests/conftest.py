@@ -28,6 +28,7 @@ from twell import cli, cpu, tuned
 
 if os.environ.get("PYTEST_XDIST_WORKER"):  # two processes on two cores
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of commands and examples: two busy threads wait for each other, 50 s for 2
 
 collect_ignore = ["cross_compile.py"]  # a script of its own, for a process without the interpreter
 

@@ -46,7 +46,7 @@ def fp8_layer(M: int, D: int, F: int) -> None:
     gate, up, down = (torch.randn(s, device="cuda") / 8 for s in ((F, D), (F, D), (D, F)))
     gate[:, 0] -= 1.5
     w = reference.to_fp8(gate), reference.to_fp8(up), reference.to_fp8(down)
-    rows, truth = split_fp8.Fp8Weights.of(*w), reference.fp8_forward(x, *w)
+    rows, truth = split_fp8.Fp8Weights.of(*w, by_neurons=True), reference.fp8_forward(x, *w)
     for n_hot, cap in ((0, 40), (128, 4), (128, 0)):
         plan = Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap, first=cap // 2, min_tokens=0).on(x.device)
         layout = split_fp8.lay_out(rows, plan, n_hot, x.dtype)

@@ -401,7 +401,36 @@ def test_plans_are_kept_and_change_no_result() -> None:
     assert layer(x).equal(expected)
 
 
-def test_an_fp8_layer_does_not_look_at_its_first_tokens(monkeypatch: Any) -> None:
+def test_plans_from_counts_are_made_anew_when_costs_change() -> None:
+    layer = GatedSparseFFN(D, F).eval()
+    layer.plan_from_counts(torch.ones(F, dtype=torch.int64), 100)
+    assert layer.plan is not None and not layer._plans_itself
+    twell.quantize_(layer, emulate=True)
+    assert layer.plan is None and layer._plans_itself
+    layer.plan_from_counts(torch.ones(F, dtype=torch.int64), 100)
+    twell.dequantize_(layer)
+    assert layer.plan is None and layer._plans_itself
+    by_hand = Plan(n_neurons=F, hot=torch.arange(16), cap=16)
+    layer.set_plan(by_hand)
+    twell.quantize_(layer, emulate=True)
+    assert layer.plan is by_hand
+
+
+def test_shared_projections_stay_shared() -> None:
+    model = torch.nn.Sequential(GatedSparseFFN(D, F), GatedSparseFFN(D, F)).eval()
+    model[1].gate_proj = model[0].gate_proj
+    twell.quantize_(model, emulate=True)
+    assert model[1].gate_proj is model[0].gate_proj and model[1].up_proj is not model[0].up_proj
+
+
+def test_writes_are_seen_wherever_it_was_quantised() -> None:
+    layer = GatedSparseFFN(D, F).eval()
+    with torch.inference_mode():
+        twell.quantize_(layer, emulate=True)
+    assert not any(p.is_inference() for p in layer.parameters())
+
+
+def test_an_fp8_layer_on_a_cpu_does_not_look_at_its_first_tokens(monkeypatch: Any) -> None:
     layer = quantised()
     monkeypatch.setattr(SparseFFNBase, "_look_at", lambda *args: pytest.fail("it reads a weight as it is"))
     assert layer(torch.randn(300, D)).shape == (300, D)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
+import twell
 from interpreted import shorten_lists
-from twell import gpu, reference
+from twell import GatedSparseFFN, gpu, reference
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split
 from twell.gpu.prefill.split_fp8 import Fp8Weights
 from twell.gpu.shared import fp8
-from twell.plan import Plan
+from twell.plan import Plan, dense_plan
+from twell.quantize import quantize_
 from twell.reference import Fp8, to_fp8
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -37,7 +42,7 @@ def make(M: int, D: int, F: int, *, gated: bool = True, shift: float = 0.4) -> t
 
 
 def run(x: Tensor, w: list[Fp8 | None], n_hot: int, cap: int, activation: str = "relu") -> Tensor:
-    rows = Fp8Weights.of(*w)  # type: ignore[arg-type]
+    rows = Fp8Weights.of(*w, by_neurons=True)  # type: ignore[arg-type]
     F = len(rows.gate)
     plan = Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap, first=cap // 2, min_tokens=0).on(x.device)
     layout = split_fp8.lay_out(rows, plan, n_hot, x.dtype)
@@ -98,11 +103,62 @@ def test_all_kinds_of_tokens_side_by_side() -> None:
 def test_what_a_layer_keeps() -> None:
     x, w = make(20, 48, 272)
     plan = Plan(n_neurons=272, hot=torch.arange(128), cap=48, first=16, min_tokens=0)
-    kept, tensors = gpu.fp8.keep(*w, plan, f16), plan.on(x.device)  # type: ignore[arg-type]
-    assert kept.nbytes() == 272 * 48 + 2 * 128 * 52 + 128 * 48 * 2 + 144 * 52
+    tensors = plan.on(x.device)
+    kept = gpu.fp8.keep(*w, tensors, f16)  # type: ignore[arg-type]
+    assert sum(t.nbytes for t in kept.derived()) == 272 * 48 + 2 * 128 * 52 + 128 * 48 * 2 + 144 * 52
     assert_right(gpu.fp8.forward(x, kept.w, "relu", tensors, 0, kept.layout), x, w)
     assert gpu.fp8.forward(x[:0], kept.w, "relu", tensors, 0, kept.layout).shape == (0, 48)
-    assert gpu.fp8.keep(*w, None).layout is None  # type: ignore[arg-type]
+    for dense in (None, dense_plan(272).on(x.device)):
+        assert gpu.fp8.keep(*w, dense).derived() == ()  # type: ignore[arg-type]
+    _, other = make(20, 48, 272)
+    before = kept.derived()
+    kept.rewrite_(gpu.fp8.keep(*other, tensors, f16))  # type: ignore[arg-type]
+    assert all(a is b for a, b in zip(before, kept.derived(), strict=True))
+    assert torch.equal(kept.w.down.float(), other[2].q.t().float())  # type: ignore[union-attr]
+
+
+def test_what_is_kept_follows_weights_and_plans() -> None:
+    torch.manual_seed(0)
+    layer = GatedSparseFFN(48, 272).eval()
+    quantize_(layer)
+    linears = [layer.gate_proj, layer.up_proj, layer.down_proj]
+
+    def kept(captured: bool = False, is_sparse: bool = True) -> Any:
+        return layer._kept_of_fp8(linears, layer._plan_eager, is_sparse=is_sparse, captured=captured)
+
+    def plan(n_hot: int) -> Plan:
+        return Plan(n_neurons=272, hot=torch.randperm(272)[:n_hot], cap=48, min_tokens=0)
+
+    assert kept(captured=True, is_sparse=False).derived() == () and layer._fp8 is None
+    layer.set_plan(plan(128))
+    with pytest.raises(RuntimeError, match="call it once before capturing"):
+        kept(captured=True)
+    first = kept()
+    assert kept() is first and kept(captured=True) is first and layer.frozen_bytes() > 272 * 48
+    tensors, before = first.derived(), first.layout.hot_down.clone()
+    with torch.no_grad():
+        layer.down_proj.weight_scale.mul_(2)
+    with pytest.raises(RuntimeError, match="call it once before capturing"):
+        kept(captured=True)
+    second = kept()
+    assert all(a is b for a, b in zip(tensors, second.derived(), strict=True))
+    assert torch.equal(second.layout.hot_down, 2 * before)
+    layer.down_proj.weight_scale.data.div_(2)  # which nobody sees
+    assert torch.equal(kept().layout.hot_down, 2 * before)
+    assert twell.refresh_(layer) == 1 and torch.equal(kept().layout.hot_down, before)
+    layer.set_plan(plan(128))  # as many hot neurons, and others
+    assert kept().derived()[0] is not tensors[0] and not torch.equal(kept().layout.hot_down, before)
+    assert twell.thaw_(layer) == 0 and layer._fp8 is None and copy.deepcopy(layer)._fp8 is None
+
+
+def test_which_weights_can_be_read() -> None:
+    _, (gate, _, down) = make(1, 48, 272)
+    assert gate is not None and down is not None and gpu.fp8.can_read(gate, down)
+    assert not gpu.fp8.can_read(gate, Fp8(down.q.t().contiguous().t(), down.scale))
+    assert not gpu.fp8.can_read(gate, Fp8(down.q, down.scale.bfloat16()))
+    assert not gpu.fp8.can_read(Fp8(gate.q.to(f16), gate.scale), down)
+    wide = Fp8(torch.zeros(40000, 16, dtype=gate.q.dtype), torch.ones(40000))
+    assert not gpu.fp8.can_read(wide, down)
 
 
 def test_shapes_of_x() -> None:

@@ -91,7 +91,8 @@ def test_all_ways_give_the_meaning(workload: str, gated: bool, activation: str) 
     x[7] *= 30  # a heavy token
     for n_hot, cap in ((0, 64), (512, 64), (512, 2)):
         plan = Plan(n_neurons=5632, hot=torch.randperm(5632)[:n_hot], cap=cap, first=32, min_tokens=0)
-        kept, tensors = gpu.fp8.keep(*w, plan), plan.on(x.device)
+        tensors = plan.on(x.device)
+        kept = gpu.fp8.keep(*w, tensors)
         y = gpu.fp8.forward(x, kept.w, activation, tensors, 0, kept.layout)
         assert_right(y, x, w, activation)
         assert torch.equal(y, gpu.fp8.forward(x, kept.w, activation, tensors, 0, kept.layout))
@@ -103,7 +104,8 @@ def test_inf_nan_zeros_and_empty_batches() -> None:
     x, w = inputs.x, in_fp8(inputs)
     x[3, 5], x[4, 5], x[5] = torch.nan, torch.inf, 0
     plan = Plan(n_neurons=1536, hot=torch.arange(256), cap=32, first=16, min_tokens=0)
-    kept, tensors = gpu.fp8.keep(*w, plan), plan.on(x.device)
+    tensors = plan.on(x.device)
+    kept = gpu.fp8.keep(*w, tensors)
     for least in (0, 1000):
         y = gpu.fp8.forward(x, kept.w, "relu", tensors, least, kept.layout)
         assert y.isfinite().all(1).nonzero()[:, 0].tolist() == [i for i in range(len(x)) if i not in (3, 4)]
@@ -147,7 +149,15 @@ def test_a_quantised_layer_plans_itself_and_is_captured() -> None:
             y = layer(x)
         graph.replay()
         assert torch.equal(y, layer(x))
-        layer.down_proj.weight_scale.mul_(2)  # seen, and what is kept made anew
-        assert_right(layer(x), x, (*w[:2], Fp8(w[2].q, w[2].scale * 2)))
+        layer.down_proj.weight_scale.mul_(2)  # seen, and what is kept written over, where the graph reads it
+        doubled = (*w[:2], Fp8(w[2].q, w[2].scale * 2))
+        assert_right(layer(x), x, doubled)
+        graph.replay()
+        assert_right(y, x, doubled)
+        layer.down_proj.weight_scale.data.div_(2)
+        assert twell.refresh_(layer) == 1
+        graph.replay()
+        assert torch.equal(y, layer(x))
+        assert_right(y, x, w)
         compiled = torch.compile(layer, fullgraph=True)
         assert ffn.relative_error(compiled(x[:512]), layer(x[:512]).double()) < 0.05

@@ -1,7 +1,8 @@
 """Linear layers with FP8 weights: what each holds, how it runs, and what it takes over from other libraries.
 
 A weight is e4m3 with one float32 scale for each output row. x is rounded row by row in the call, each row by its own
-largest value: ``reference.to_fp8``. ``twell.quantize_`` makes such layers; a sparse FFN calls them, densely so far.
+largest value: ``reference.to_fp8``. ``twell.quantize_`` makes such layers. A sparse FFN calls them, or reads them where
+there are kernels: gpu/fp8.py.
 
 Names and shapes of the parameters are those of compressed-tensors: ``weight`` [out, in], ``weight_scale`` [out, 1]."""
 
@@ -48,6 +49,12 @@ def why_not_sizes(in_features: int, out_features: int) -> str | None:
         sizes = f"{in_features} and {out_features}"
         return f"FP8 weights need in_features and out_features that are multiples of {MULTIPLE}, got {sizes}"
     return None
+
+
+def _has_rowwise_cublas(device: torch.device) -> bool:
+    """``_scaled_mm`` with scales of rows is then cuBLAS's and gives any dtype; PyTorch's own is sure of bf16 alone."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
 
 class Fp8Linear(nn.Module):
@@ -154,16 +161,18 @@ class Fp8Linear(nn.Module):
         if rows.shape[0] == 0:
             return rows.new_empty(0, self.out_features)
         q, scale = to_fp8(rows)
-        inside = None if dtype == torch.float32 else bias  # which _scaled_mm does not add in float32
+        any_dtype = _has_rowwise_cublas(rows.device)
+        out = dtype if any_dtype else torch.bfloat16
+        inside = None if dtype == torch.float32 or not any_dtype else bias  # which _scaled_mm does not add in float32
         y = torch._scaled_mm(
             q,
             self.weight.detach().t(),
             scale_a=scale[:, None],
             scale_b=self.weight_scale.detach().t(),
             bias=inside,
-            out_dtype=dtype,
+            out_dtype=out,
             use_fast_accum=True,
-        )
+        ).to(dtype)
         return y if bias is None or inside is not None else y + bias
 
     def _emulated(self, rows: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from twell import backends, ops, reference, registered
 from twell.drift import Drift
 from twell.fp8 import Fp8Linear
 from twell.frozen import Frozen
-from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan, tokens_of
+from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan, sizes_of, tokens_of
 from twell.reference import ACTIVATIONS, Weights, is_neuron_major
 
 # Activation modules and functions by name, as PyTorch and transformers call them.
@@ -41,7 +41,7 @@ _PARAMETERS_AND_HOOKS = operator.itemgetter(  # of a module's __dict__
     "_parameters", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
 _KERNELS = ("auto", "triton")  # backends that are the kernels on a GPU
-FP8_WEIGHTS = "FP8 weights (sparse in inference on Hopper GPUs)"
+FP8_WEIGHTS = "FP8 weights (without biases, Hopper GPUs run many tokens sparsely)"
 INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as OPT's decoder layer does
 
 
@@ -154,7 +154,8 @@ class SparseFFNBase(nn.Module):
         self._plans_itself = True
         self._replans = 0
         self._graph_plans: list[Any] = []
-        self._fp8: tuple[list[Any], Any] | None = None  # states of FP8 weights, and what kernels keep of them
+        # States of FP8 weights, the plan's order, and what kernels keep of both; None where they cannot.
+        self._fp8: tuple[list[Any], Tensor, Any] | None = None
         for name, linear in zip(self.projections, linears, strict=True):
             setattr(self, name, linear)
         first = linears[0].weight
@@ -361,13 +362,29 @@ class SparseFFNBase(nn.Module):
 
     def refresh(self) -> None:
         """Write frozen state over, from the weights as they are now: see ``twell.refresh_``."""
-        self._fp8 = None
         if self.frozen is not None:
             self.frozen.rewrite(self._weights(), self.plan)
 
+    def refresh_fp8(self) -> bool:
+        """Likewise what is kept of FP8 weights, if anything is."""
+        found, plan = self._fp8, self._plan_eager
+        if found is None:
+            return False
+        self._fp8 = [], found[1], found[2]
+        self._kept_of_fp8([self._modules[n] for n in self.projections], plan, is_sparse=False, captured=False)
+        return True
+
+    def forget_counted_plan(self) -> None:
+        """Where the weights' type has changed, and with it what things cost: plan anew, unless the plan was made by
+        hand."""
+        if self.plan is not None and self.plan.mean_active is not None:
+            self._plans_itself, self._first_batches = True, None
+            self._set_plan(None)
+
     def frozen_bytes(self) -> int:
-        kept = 0 if self._fp8 is None else self._fp8[1].nbytes()
-        return kept if self.frozen is None else self.frozen.nbytes
+        if self._fp8 is not None and self._fp8[2] is not None:
+            return sum(t.nbytes for t in self._fp8[2].derived())
+        return 0 if self.frozen is None else self.frozen.nbytes
 
     def train(self, mode: bool = True) -> Self:
         if mode:
@@ -512,19 +529,14 @@ class SparseFFNBase(nn.Module):
             return None
         if self._plans_itself and not captured:
             self._look_at(x)
-        tensors = [t for linear in linears for t in (linear.weight, linear.weight_scale)]
-        states = [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
-        if self._fp8 is None or self._fp8[0] != states:
-            if captured:  # a graph would own it
-                return None
-            gate, *up, down = (linear.fp8() for linear in linears)
-            self._fp8 = states, kernels.keep(gate, up[0] if up else None, down, self.plan)
-        plan: Any = self._plan_captured if captured else self._plan_eager
-        kept, drift, least = self._fp8[1], self._drift, tokens_of(plan)[2]
+        plan: Any = self._plan_captured if captured else self._plan_eager  # read once: another thread may change it
+        drift, least, tokens = self._drift, tokens_of(plan)[2], x.numel() // x.shape[-1]
+        kept = self._kept_of_fp8(linears, plan, is_sparse=tokens >= least, captured=captured)
+        if kept is None:
+            return None
         if captured:
             self._keep_for_graphs(plan)
             self._keep_for_graphs(kept)
-        tokens = x.numel() // x.shape[-1]
         watch = None if drift is None or captured or tokens < least else drift.room(x.device)
         y: Tensor = kernels.forward(x, kept.w, self.activation, plan, least, kept.layout, watch)
         if watch is not None and drift is not None:
@@ -532,6 +544,31 @@ class SparseFFNBase(nn.Module):
         elif drift is not None and not captured and tokens >= least and drift.is_too_far():
             self._plan_anew()
         return y
+
+    def _kept_of_fp8(self, linears: list[Any], plan: Any, *, is_sparse: bool, captured: bool) -> Any:
+        """What kernels read, made anew where a weight or the plan is another; None where they cannot read them."""
+        kernels, found = backends.kernels().fp8, self._fp8
+        tensors = [t for linear in linears for t in (linear.weight, linear.weight_scale)]
+        states = [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
+        if found is not None and found[0] == states and found[1] is plan.order:
+            return found[2]
+        weights = [linear.fp8() for linear in linears]
+        gate, *up, down = weights
+        if not kernels.can_read(*weights):
+            kept = None
+        elif captured:  # a graph would own what is made here, but dense batches need nothing
+            if is_sparse and sizes_of(plan)[0] < len(gate.q):
+                raise RuntimeError(
+                    "a layer with FP8 weights that are new, or have changed: call it once before capturing it"
+                )
+            return kernels.keep(gate, up[0] if up else None, down, None)
+        else:
+            kept = kernels.keep(gate, up[0] if up else None, down, plan)
+            if found is not None and found[1] is plan.order and found[2] is not None:
+                found[2].rewrite_(kept)  # where graphs read it, too
+                kept = type(kept)(kept.w._replace(down=found[2].w.down), found[2].layout)
+        self._fp8 = states, plan.order, kept
+        return kept
 
     def _call_projections(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
         *inputs, down = (getattr(self, name) for name in self.projections)
@@ -647,20 +684,26 @@ def freeze_(model: nn.Module) -> FreezeReport:
 
 
 def thaw_(model: nn.Module) -> int:
-    """Let go of what ``freeze_`` made; returns how many layers were frozen."""
+    """Let go of what ``freeze_`` made, and of what is kept of FP8 weights, until they run sparsely again; returns how
+    many layers were frozen."""
     frozen = [ffn for _, ffn in list(sparse_ffns(model)) if ffn.frozen is not None]
     for ffn in frozen:
         ffn.frozen = None
+    for _, ffn in list(sparse_ffns(model)):
+        ffn._fp8 = None
     return len(frozen)
 
 
 def refresh_(model: nn.Module) -> int:
-    """Write frozen state over in place, from the weights as they are now; returns how many layers have one. What is
-    kept of FP8 weights is made anew at the next call: a CUDA graph has to be captured again."""
-    frozen = [ffn for _, ffn in list(sparse_ffns(model)) if ffn.frozen is not None or ffn._fp8 is not None]
-    for ffn in frozen:
-        ffn.refresh()
-    return len(frozen)
+    """Write frozen state, and what is kept of FP8 weights, over in place, from the weights as they are now; returns how
+    many layers have either."""
+    refreshed = 0
+    for _, ffn in list(sparse_ffns(model)):
+        has_fp8 = ffn.refresh_fp8()
+        if ffn.frozen is not None:
+            ffn.refresh()
+        refreshed += has_fp8 or ffn.frozen is not None
+    return refreshed
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -41,11 +41,14 @@ class QuantizeReport:
     __repr__ = __str__
 
 
+@torch.inference_mode(False)  # writes to tensors that are made in it cannot be seen
+@torch.no_grad()
 def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -> QuantizeReport:
     """Round the projections of a model's sparse FFNs to FP8, in place, for inference; biases stay.
 
-    Weights become e4m3 with a scale for each output row, x is rounded token by token in the call. A layer then runs
-    densely in FP8, on GPUs of compute capability 8.9 or newer; ``emulate=True`` computes the same slowly, anywhere.
+    Weights become e4m3 with a scale for each output row, x is rounded token by token in the call. On Hopper GPUs many
+    tokens then run sparsely; all else is dense in FP8, on GPUs of compute capability 8.9 or newer. ``emulate=True``
+    computes the same slowly, anywhere. Plans that were made from counts are made anew: costs are others.
 
     Layers whose projections are more than a plain ``nn.Linear`` are left alone, and so are those with weights that are
     not finite; the report says why. FP8 weights of compressed-tensors and torchao are taken over as they are. Layers
@@ -62,9 +65,10 @@ def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -
     if method is not None:
         raise ValueError(f"quantize_: the model is quantised by {method} already, and can be saved as one of both only")
     names, left_alone, before, after, thawed = [], [], 0, 0, 0
+    known: dict[int, tuple[nn.Module, Fp8Linear]] = {}  # of projections that layers share
     for name, ffn in ffns:
         linears = [getattr(ffn, projection) for projection in ffn.projections]
-        made = _in_fp8(ffn, linears, emulate)
+        made = _in_fp8(ffn, linears, emulate, known)
         if isinstance(made, str):
             left_alone.append((name, made))
             continue
@@ -74,12 +78,15 @@ def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -
         after += sum(map(_bytes_of, made))
         for projection, new in zip(ffn.projections, made, strict=True):
             ffn.set_projection(projection, new)
+        ffn.forget_counted_plan()
         names.append(name)
     record_(model)
     return QuantizeReport(tuple(names), before, after, tuple(left_alone), thawed)
 
 
-def _in_fp8(ffn: SparseFFNBase, linears: list[Any], emulate: bool) -> list[Fp8Linear] | str:
+def _in_fp8(
+    ffn: SparseFFNBase, linears: list[Any], emulate: bool, known: dict[int, tuple[nn.Module, Fp8Linear]]
+) -> list[Fp8Linear] | str:
     """A layer's projections in FP8, or why they stay as they are."""
     if all(isinstance(linear, Fp8Linear) for linear in linears):
         for linear in linears:
@@ -87,7 +94,8 @@ def _in_fp8(ffn: SparseFFNBase, linears: list[Any], emulate: bool) -> list[Fp8Li
         return _ALREADY
     made = []
     for projection, linear in zip(ffn.projections, linears, strict=True):
-        new = linear if isinstance(linear, Fp8Linear) else take_over(linear)
+        _, shared = known.get(id(linear), (None, None))
+        new = shared or (linear if isinstance(linear, Fp8Linear) else take_over(linear))
         if new is None:
             forward, steps = vars(linear).get("forward"), getattr(ffn, "steps", ())  # of OPT's FFN: see hf/inline.py
             reason = why_called(linear, projection, forward if forward in steps else None)
@@ -98,8 +106,9 @@ def _in_fp8(ffn: SparseFFNBase, linears: list[Any], emulate: bool) -> list[Fp8Li
             if not new.weight.is_meta and not bool(new.weight_scale.isfinite().all()):
                 return f"{projection} has weights that are not finite"
         made.append(new)
-    for new in made:
+    for linear, new in zip(linears, made, strict=True):
         new.emulate = emulate
+        known[id(linear)] = linear, new
     return made
 
 
@@ -125,6 +134,8 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> int:
             if isinstance(layer, Fp8Linear):
                 held.append(layer)
                 ffn.set_projection(projection, plain(layer))
+        if any(getattr(ffn, projection) in made.values() for projection in ffn.projections):
+            ffn.forget_counted_plan()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, Fp8Linear):

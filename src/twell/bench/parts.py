@@ -121,7 +121,7 @@ class Fp8Parts:
         assert w.up is not None
         self.x, self.plan = x, plan.on(x.device)
         self.fp8 = to_fp8(w.gate), to_fp8(w.up), to_fp8(w.down)
-        self.w, layout = gpu.fp8.keep(*self.fp8, plan, x.dtype)
+        self.w, layout = gpu.fp8.keep(*self.fp8, self.plan, x.dtype)
         tiles = split_fp8.tiles_for(90)
         assert layout is not None and tiles is not None
         self.layout, self.tiles, self.split = layout, tiles, Split.of(self.plan)

@@ -102,6 +102,9 @@ def _row(
         elif case.is_sparse_fp8:
             kept = gpu.fp8.keep(to_fp8(inputs.w_gate), to_fp8(inputs.w_up), to_fp8(inputs.w_down), None).w
             runs["sparse_fp8"] = lambda: gpu.fp8.dense(x, kept, "relu")
+            apart = ffn.relative_error(runs["sparse_fp8"](), runs["fp8"]().double())
+            if not apart <= 0.05:
+                raise ffn.WrongResult(f"dense FP8 output is wrong: {apart:.2e} from the compiled one")
         times = timing.compare(runs, seconds=seconds, device=x.device)
         if "gate in fp8" in times:
             times["sparse_fp8"] = added(times.pop("gate in fp8"), times.pop("after gate in fp8"))

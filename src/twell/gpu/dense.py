@@ -127,6 +127,8 @@ def _fused_tile(x: Tensor, w: Weights) -> GateTile | None:
         return None
     if not (x.is_contiguous() and gate.is_contiguous() and up.is_contiguous()):
         return None
+    if up.dtype != x.dtype or up.shape != gate.shape or up.device != x.device:
+        return None
     F, D = gate.shape
     M = x.numel() // D
     if M == 0 or F % 16 or D % 16 or (x.data_ptr() | gate.data_ptr() | up.data_ptr()) % 16:
@@ -134,7 +136,7 @@ def _fused_tile(x: Tensor, w: Weights) -> GateTile | None:
     if INTERPRETED:
         return _FUSED_INTERPRETED if x.dtype == torch.float16 else None
     of, processors = device_facts(x.device.index)
-    if of != 90:
+    if of != 90 or not 32 * processors <= F <= 64 * processors or not 1024 <= D <= 4096:  # others were not measured
         return None
     for least, tile in _FUSED:
         if least <= M and processors // 2 <= ceil_div(M, tile.BM) * ceil_div(F, tile.BN) <= processors:

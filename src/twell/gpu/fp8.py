@@ -13,22 +13,30 @@ from torch import Tensor
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split, aligned
 from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
-from twell.gpu.shared.fp8 import room_for, round_hidden, round_rows
+from twell.gpu.shared.fp8 import E4M3, room_for, round_hidden, round_rows
 from twell.gpu.shared.replay import INTERPRETED, Recorded, Space
 from twell.gpu.shared.tiles import device_facts
-from twell.plan import Plan, PlanTensors
+from twell.plan import PlanTensors
 from twell.reference import Fp8
+
+_WIDEST = 1 << 15  # of D and F: a program rounds a row
 
 
 class Kept(NamedTuple):
-    """What kernels read of a layer: its weights, Wd also neuron by neuron, and rows in its plan's order."""
+    """What kernels read of a layer: its weights and, where some batches are sparse, Wd neuron by neuron and rows in its
+    plan's order."""
 
     w: Fp8Weights
     layout: Fp8Layout | None  # None: all batches are dense
 
-    def nbytes(self) -> int:
-        """Besides the weights as the model has them."""
-        return self.w.down.nbytes + (0 if self.layout is None else sum(t.nbytes for t in self.layout))
+    def derived(self) -> tuple[Tensor, ...]:
+        """All that is not the model's own."""
+        return () if self.layout is None or self.w.down is None else (self.w.down, *self.layout)
+
+    def rewrite_(self, new: Kept) -> None:
+        """With what another of the same plan has: CUDA graphs go on reading it."""
+        for t, now in zip(self.derived(), new.derived(), strict=True):
+            t.copy_(now)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -38,12 +46,23 @@ def why_not(device: torch.device) -> str | None:
     return "the sparse kernels for FP8 weights are for Hopper GPUs (compute capability 9.0)"
 
 
-def keep(gate: Fp8, up: Fp8 | None, down: Fp8, plan: Plan | None, dtype: torch.dtype = torch.bfloat16) -> Kept:
+def can_read(*weights: Fp8) -> bool:
+    """Whether kernels can go by the addresses of these weights."""
+    device, sizes = weights[0].q.device, weights[0].q.shape
+    return max(sizes) <= _WIDEST and all(
+        t.is_contiguous() and t.dtype == dtype and t.device == device and t.data_ptr() % 16 == 0
+        for w in weights
+        for t, dtype in zip(w, (E4M3, torch.float32), strict=True)
+    )
+
+
+def keep(gate: Fp8, up: Fp8 | None, down: Fp8, plan: PlanTensors | None, dtype: torch.dtype = torch.bfloat16) -> Kept:
     """Of a layer with these weights, down [D, F], and a plan."""
-    w = Fp8Weights.of(gate, up, down)
-    if plan is None or plan.is_dense:
-        return Kept(w, None)
-    return Kept(w, split_fp8.lay_out(w, plan.on(gate.q.device), len(plan.hot), dtype))
+    n_hot = len(gate.q) if plan is None else Split.of(plan).n_hot
+    if plan is None or n_hot == len(gate.q):
+        return Kept(Fp8Weights.of(gate, up, down), None)
+    w = Fp8Weights.of(gate, up, down, by_neurons=True)
+    return Kept(w, split_fp8.lay_out(w, plan, n_hot, dtype))
 
 
 def forward(

@@ -7,8 +7,8 @@
     tail        rows of Wu and Wd                                             fp32 sums, h is not rounded
     hot         gate and up on tensor cores                                   y += h Wd_hot, in x's dtype
 
-Wd is there twice: [D, F] as the model has it, for dense batches, and neuron by neuron. With gate and up that is two
-thirds of what 16-bit weights take. Rows in a plan's order belong to the layer (``lay_out``): nobody trains FP8 weights.
+Wd is there twice: [D, F] as the model has it, for dense batches, and neuron by neuron. Rows in a plan's order are kept,
+too (``lay_out``): nobody trains FP8 weights.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ class Fp8Weights(NamedTuple):
     gate_scale: Tensor  # [F]
     up: Tensor | None  # e4m3 [F, D]
     up_scale: Tensor | None  # [F]
-    down: Tensor  # e4m3 [F, D], neuron by neuron
+    down: Tensor | None  # e4m3 [F, D], neuron by neuron; None: for dense batches alone
     down_scale: Tensor  # [D]
     model_down: Tensor  # e4m3 [D, F], as the model has it
 
     @classmethod
-    def of(cls, gate: Fp8, up: Fp8 | None, down: Fp8) -> Fp8Weights:
-        """``down`` [D, F], of which there is a transpose then."""
+    def of(cls, gate: Fp8, up: Fp8 | None, down: Fp8, *, by_neurons: bool = False) -> Fp8Weights:
+        """``down`` [D, F]; ``by_neurons``: with its transpose."""
         of_up, up_scale = (None, None) if up is None else up
-        return cls(gate.q, gate.scale, of_up, up_scale, down.q.t().contiguous(), down.scale, down.q)
+        turned = down.q.t().contiguous() if by_neurons else None
+        return cls(gate.q, gate.scale, of_up, up_scale, turned, down.scale, down.q)
 
 
 class Fp8Layout(NamedTuple):
@@ -77,7 +78,8 @@ def lay_out(w: Fp8Weights, plan: PlanTensors, n_hot: int, dtype: torch.dtype) ->
     def rows(t: Tensor, of: Tensor) -> Tensor:  # index_select knows no e4m3
         return t.view(torch.int8)[of].view(t.dtype)
 
-    down = (w.down[:0] if n_hot == 0 else rows(w.down, hot)).to(torch.float32) * w.down_scale
+    assert w.down is not None
+    down = rows(w.down, hot).to(torch.float32) * w.down_scale
     of_hot, scale = rows(w.gate, hot), w.gate_scale[hot]
     if w.up is not None and w.up_scale is not None:
         both = [t.view(torch.int8) for t in (of_hot, rows(w.up, hot))]
