@@ -19,6 +19,7 @@ from twell.bench import cases, ffn, fp8, rows, tables, timing
 from twell.bench.compare import compare
 from twell.cli.common import print_speed_table
 from twell.fp8 import Fp8Linear
+from twell.plan import Plan
 from twell.quantize import quantize_
 from twell.reference import Weights, forward, to_fp8
 
@@ -177,6 +178,12 @@ def test_a_row_with_sparse_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     dense = min(row[f"{name}_ms"]["p50"] for name in fp8.NAMES)
     assert row["speedup_fp8"] == pytest.approx(dense / row["sparse_fp8_ms"]["p50"], abs=1e-3)
     assert row["speedup_called_fp8"] > 0
+    inputs = cases.make("skew10", 5000, 64, 256, dtype=torch.float32)
+    layers = ffn.make_layers(
+        dataclasses.replace(CASE, fp8=True), inputs, Plan(n_neurons=256, hot=inputs.x[0, :0].long(), cap=16), 1
+    )
+    (layer,) = layers["sparse_fp8"]  # with a plan by other tokens and FP8's costs, which stays
+    assert layer.plan is not None and layer.plan.mean_active is not None and not layer._plans_itself
     print_speed_table([row | {"speedup_fp8": 12.3456}])
     assert [line for line in capsys.readouterr().out.splitlines() if "sparse FP8" in line and "12.35x" in line]
     monkeypatch.setattr(Fp8Linear, "forward", lambda self, x: 2 * x.new_ones(*x.shape[:-1], self.out_features))

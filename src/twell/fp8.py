@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from twell.reference import Fp8, to_fp8
+from twell.reference import E4M3, Fp8, to_fp8
 
-E4M3 = torch.float8_e4m3fn
 MULTIPLE = 16  # of both sizes of a weight: what FP8 matrix products take
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INFERENCE = (

@@ -100,7 +100,8 @@ def slope(r: Tensor, activation: str) -> Tensor:
 # FP8
 # ---------------------------------------------------------------------------------------------------------
 
-FP8_MAX = 448.0  # of e4m3
+E4M3 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # of it
 _FP8_LEAST = 1e-12  # of a row's largest value: rows of zeros have a scale, too
 
 
@@ -119,7 +120,7 @@ def to_fp8(rows: Tensor) -> Fp8:
     """Each row times 1 / scale, which makes its largest value 448, then rounded to nearest even. A row with inf or NaN
     becomes NaN."""
     scale = rows.abs().amax(1).float().clamp(min=_FP8_LEAST) * (1 / FP8_MAX)  # CUDA divides otherwise than CPUs
-    q = (rows.float() * scale.reciprocal()[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    q = (rows.float() * scale.reciprocal()[:, None]).clamp(-FP8_MAX, FP8_MAX).to(E4M3)
     return Fp8(q, scale)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from twell import reference
+from twell.fp8 import why_not_sizes, why_unavailable
 from twell.reference import Fp8, Weights, to_fp8
 
 NAMES = ("fp8", "fp8_weights")  # in rows
@@ -22,9 +23,8 @@ _SHRINK = 2.0**-8  # of weights up to 448, exact in 16 bits: sums stay in the ra
 
 def applies(device: torch.device, dtype: torch.dtype, D: int, F: int) -> bool:
     """Whether there is a dense FP8 FFN to compare with: FP8 tensor cores, 16 bits, sizes that ``_scaled_mm`` takes."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or D % 16 or F % 16:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    in_16_bits = dtype in (torch.bfloat16, torch.float16)
+    return in_16_bits and why_not_sizes(D, F) is None and why_unavailable(device) is None
 
 
 class _Weight(nn.Module):

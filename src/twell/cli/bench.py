@@ -54,7 +54,7 @@ def bench_ffn(
     ] = None,
     fp8: Annotated[
         bool | None,
-        typer.Option("--fp8/--no-fp8", help="Also time dense FFNs in FP8. Default: on GPUs that have it, in 16 bits."),
+        typer.Option("--fp8/--no-fp8", help="Also time FP8, dense and sparse. Default: on GPUs with it, in 16 bits."),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")

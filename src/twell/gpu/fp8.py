@@ -13,11 +13,11 @@ from torch import Tensor
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split, aligned
 from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
-from twell.gpu.shared.fp8 import E4M3, room_for, round_hidden, round_rows
+from twell.gpu.shared.fp8 import room_for, round_hidden, round_rows
 from twell.gpu.shared.replay import INTERPRETED, Recorded, Space
 from twell.gpu.shared.tiles import device_facts
 from twell.plan import PlanTensors
-from twell.reference import Fp8
+from twell.reference import E4M3, Fp8
 
 _WIDEST = 1 << 15  # of D and F: a program rounds a row
 

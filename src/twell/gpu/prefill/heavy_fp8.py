@@ -18,10 +18,10 @@ from torch import Tensor
 
 from twell.gpu.prefill.heavy import count_for_drift, leave_for_all, wait_for_all
 from twell.gpu.prefill.lists import LONG, N_WAITING, count_heavy, heavy_tokens
-from twell.gpu.shared.fp8 import E4M3
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, relu
+from twell.reference import E4M3
 from twell.saved import Turns
 
 CHUNK = 2048  # heavy tokens at once

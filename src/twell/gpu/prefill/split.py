@@ -179,9 +179,7 @@ def forward(
         x.shape, x.stride(-2), x.dtype, gate.shape[0], split, activation, transposes, layout is None, up is None,
         b_up is None, b_down is None, hot_bias is None, cold_bias is None, watch is None, cold_gate is None,
     )  # fmt: skip
-    of_gate: tuple[Tensor | None, ...] = None, None, None
-    if cold_gate is not None:  # which else sets the counters to 0
-        of_gate = cold_gate.words, cold_gate.counts, order.new_zeros(COUNTERS)
+    of_gate = given_gate(cold_gate, order)
     tensors = (x, y, gate, up, down, b_up, b_down, order, places, *kept, hot_bias, cold_bias, watch, *of_gate)
     hot = _launch(key, tensors, split, activation == "relu2", transposes, tiles, programs)
     if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
@@ -251,6 +249,13 @@ def _launch(
     if h is None:
         return ()
     return (h, layout.hot_down) if hot is None else (h,)
+
+
+def given_gate(cold_gate: TwELL | None, order: Tensor) -> tuple[Tensor | None, ...]:
+    """Words, counts, and counters at 0, which the gate's kernel else sets; three times None where there is no gate."""
+    if cold_gate is None:
+        return None, None, None
+    return cold_gate.words, cold_gate.counts, order.new_zeros(COUNTERS)
 
 
 def room_for_turns(tokens: int, space: Space) -> Turns:

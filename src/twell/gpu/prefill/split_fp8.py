@@ -22,14 +22,14 @@ from twell.formats import TwELL
 from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy_fp8 import write_heavy_fp8_
 from twell.gpu.prefill.lists import list_active
-from twell.gpu.prefill.split import Split, aligned, room_for_turns
+from twell.gpu.prefill.split import Split, aligned, given_gate, room_for_turns
 from twell.gpu.prefill.up_down import write_tail
 from twell.gpu.shared.fp8 import room_for, round_rows
 from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, RowTile
 from twell.plan import PlanTensors
 from twell.reference import Fp8, Weights
-from twell.saved import COUNTERS, index_dtype, list_size
+from twell.saved import index_dtype, list_size
 
 
 class Fp8Tiles(NamedTuple):
@@ -113,9 +113,7 @@ def forward(
     y, is_given = x.new_empty(x.shape), cold_gate is not None
     key = (x.shape, x.stride(-2), x.dtype, w.gate.shape[0], split, activation, w.up is None, watch is None, is_given)
     hot, hot_scale, hot_down, cold, cold_scale = layout
-    of_gate: tuple[Tensor | None, ...] = None, None, None
-    if cold_gate is not None:
-        of_gate = cold_gate.words, cold_gate.counts, order.new_zeros(COUNTERS)
+    of_gate = given_gate(cold_gate, order)
     tensors = (x, y, *w[:6], hot, hot_scale, cold, cold_scale, order, places, watch, *of_gate)
     of_hot = _launch(key, tensors, split, activation == "relu2", tiles, programs)
     if split.n_hot:

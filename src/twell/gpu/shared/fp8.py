@@ -18,8 +18,8 @@ from torch import Tensor
 
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.tiles import INTERPRETED, relu, start_after
+from twell.reference import E4M3
 
-E4M3 = torch.float8_e4m3fn
 _AT_ONCE = 8192  # elements of a program: some short rows, or a long one
 
 
