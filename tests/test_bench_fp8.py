@@ -180,7 +180,7 @@ def test_a_row_with_sparse_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert row["speedup_called_fp8"] > 0
     inputs = cases.make("skew10", 5000, 64, 256, dtype=torch.float32)
     layers = ffn.make_layers(
-        dataclasses.replace(CASE, fp8=True), inputs, Plan(n_neurons=256, hot=inputs.x[0, :0].long(), cap=16), 1
+        dataclasses.replace(CASE, fp8=True), inputs, Plan(n_neurons=256, hot=torch.arange(16), cap=16), 1
     )
     (layer,) = layers["sparse_fp8"]  # with a plan by other tokens and FP8's costs, which stays
     assert layer.plan is not None and layer.plan.mean_active is not None and not layer._plans_itself
