@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from twell.bench import decode, ffn
+from twell.bench import decode, ffn, fp8
 from twell.cli import app
+from twell.fp8 import Fp8Linear
 from twell.nn import SparseFFNBase
+from twell.quantize import quantize_
 
 
 def llama(layers: int = 2) -> Any:
@@ -92,6 +95,61 @@ def test_compiled_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compilers == [{"dynamic": False}] * 2
 
 
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with kernels for FP8 weights: here layers call their projections, slowly."""
+    monkeypatch.setattr(fp8, "applies_sparsely", lambda device, dtype: True)
+    monkeypatch.setattr(decode, "quantize_", functools.partial(quantize_, emulate=True))
+
+
+def test_a_row_with_fp8(with_kernels: None) -> None:
+    row = decode.measure(llama(), "skew29", 2, 4, graph=False, seconds=0, in_fp8=True)
+    ways = ["dense", "sparse", "fp8", "fp8_weights", "sparse_fp8"]
+    assert [way for way in ways if f"{way}_ms" in row] == list(row["tokens_per_second"]) == ways
+    dense = min(row["fp8_ms"]["p50"], row["fp8_weights_ms"]["p50"])
+    assert row["speedup_fp8"] == pytest.approx(dense / row["sparse_fp8_ms"]["p50"], abs=1e-3)
+    assert row["speedup_over_fp8"] == pytest.approx(dense / row["sparse_ms"]["p50"], abs=1e-3)
+    assert row["difference_fp8"] < 0.03 and row["difference"] < 1e-5
+    assert list(row["error"]) == list(row["quantisation_error"]) == ways[2:]
+    assert all(0.01 < error < 0.2 for error in row["quantisation_error"].values())
+    without = decode.measure(llama(), "skew29", 2, 4, graph=False, seconds=0)
+    assert not [name for name in without if "fp8" in name or "quantisation" in name]
+
+
+@pytest.mark.parametrize(("kind", "says"), [(fp8.DenseFp8FFN, "fp8 output"), (Fp8Linear, "sparse_fp8 output")])
+def test_wrong_fp8_is_not_timed(with_kernels: None, kind: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 1.5 * right(self, x))
+    with pytest.raises(ffn.WrongResult, match=says):
+        decode.measure(llama(4), "skew29", 4, 4, graph=False, seconds=0, in_fp8=True)
+
+
+def test_wrong_logits_of_fp8_are_not_timed() -> None:
+    logits = {"dense": torch.ones(1, 1, 8), "sparse": torch.ones(1, 1, 8), "fp8": 1.2 * torch.ones(1, 1, 8)}
+    near = {**logits, "sparse_fp8": 1.15 * torch.ones(1, 1, 8)}
+    assert decode._check(near) == {"difference": 0.0, "difference_fp8": pytest.approx(0.0417, abs=1e-4)}
+    for name, wrong in (("fp8", 1.5), ("sparse_fp8", 1.0), ("sparse_fp8", torch.nan)):
+        with pytest.raises(ffn.WrongResult, match=f"the {name} model's logits"):
+            decode._check({**near, name: wrong * torch.ones(1, 1, 8)})
+
+
+def test_sparse_fp8_is_called_in_a_compiled_model(with_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling: list[bool] = []
+    forward, original = Fp8Linear.forward, torch.compile
+
+    def watched(self: Fp8Linear, x: torch.Tensor) -> torch.Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return forward(self, x)
+
+    def compile_without_inductor(model: Any, dynamic: bool, options: Any = None) -> Any:
+        return original(model, dynamic=dynamic, fullgraph=True, backend="aot_eager")
+
+    monkeypatch.setattr(Fp8Linear, "forward", watched)
+    monkeypatch.setattr(torch, "compile", compile_without_inductor)
+    row = decode.measure(llama(), "skew29", 1, 4, graph=False, compiled=True, seconds=0, in_fp8=True)
+    assert compiling and not any(compiling) and row["difference_fp8"] < 0.03
+
+
 def test_models_that_disagree_have_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
     convert = decode.sparsify_
 
@@ -113,5 +171,14 @@ def test_command() -> None:
     told = CliRunner().invoke(app, command)
     assert "1 sequences after 8 tokens: tokens/s dense" in told.output
     assert "the sparse model is frozen: 0.0 MB beside its weights" in told.output
-    for wrong in (["--batch", "0"], ["--context", "0"], ["-w", "skew"], ["--preset", "huge"]):
+    for wrong in (["--batch", "0"], ["--context", "0"], ["-w", "skew"], ["--preset", "huge"], ["--fp8"]):
         assert CliRunner().invoke(app, [*command, *wrong]).exit_code != 0
+
+
+def test_command_with_fp8(with_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "applies", lambda *_: True)
+    command = ["bench", "decode", "--preset", "tiny", "--device", "cpu", "--context", "4", "--seconds", "0"]
+    told = " ".join(CliRunner().invoke(app, command).output.split())
+    assert "with FP8 FFNs: tokens/s dense FP8" in told and "FP8 weights" in told and "sparse FP8" in told
+    assert "x in 16 bits, " in told and told.endswith("x in FP8")
+    assert "FP8" not in CliRunner().invoke(app, [*command, "--no-fp8"]).output

@@ -235,10 +235,9 @@ def test_broken_fp8_is_not_timed(kind: Any, wrong: float, monkeypatch: pytest.Mo
 def test_a_token_that_fires_nothing_has_no_relative_error() -> None:
     inputs = cases.make("skew10", 1, 64, 256, dtype=torch.float32)
     silent = dataclasses.replace(inputs, x=torch.zeros(1, 64))
-    case = dataclasses.replace(CASE, M=1)
     y = torch.zeros(1, 64)
-    assert ffn._check_fp8(case, silent, silent.x, {"fp8": y}) == ({"fp8": 0.0}, {"fp8": 0.0})
-    assert ffn._check_fp8(case, silent, silent.x, {"fp8": y + 1}) == ({"fp8": None}, {"fp8": None})
+    assert ffn.check_fp8(silent.x, silent, True, {"fp8": y}) == ({"fp8": 0.0}, {"fp8": 0.0})
+    assert ffn.check_fp8(silent.x, silent, True, {"fp8": y + 1}) == ({"fp8": None}, {"fp8": None})
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or not backends._HAS_TRITON, reason="the interpreter runs without a GPU")
@@ -310,6 +309,16 @@ def test_the_tables_of_layers(name: str, file: str, results: Path) -> None:
     else:
         assert "x, over FP8 1.25x |" in after
     assert len({line.count("|") for line in after.splitlines() if line.startswith("|")}) == 1
+
+
+def test_the_tables_of_generation(results: Path) -> None:
+    assert "FP8" not in tables.render("gpu-decode", results, "r")
+    with_fp8(results, "decode-h200.jsonl", FIELDS | BOTH, batch=1)
+    lines = tables.render("gpu-decode", results, "r").splitlines()
+    assert lines[0].endswith("| speedup | dense FP8 ms | over FP8 | sparse FP8 ms | over FP8 |")
+    assert lines[2].endswith("| 0.400 ±0 % | **1.25x** | 0.160 ±0 % | **2.50x** |")
+    assert lines[3].endswith("|  |  |  |  |")
+    assert "x, FP8 2.50x |" in tables.render("readme-models", results, "r")
 
 
 @pytest.mark.parametrize(("name", "file"), [("readme-gpu", "ffn-h200"), ("readme-few", "ffn-few-h200")])

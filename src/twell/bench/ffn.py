@@ -72,10 +72,8 @@ class Case:
 
     @property
     def is_sparse_fp8(self) -> bool:
-        if not self.is_fp8 or self.dtype != torch.bfloat16 or self.backend not in ("auto", "triton"):
-            return False
-        device = torch.device(self.device)
-        return device.type == "cuda" and backends.kernels().fp8.why_not(torch.device("cuda", device.index or 0)) is None
+        is_by_kernels = self.is_fp8 and self.backend in ("auto", "triton")
+        return is_by_kernels and fp8.applies_sparsely(torch.device(self.device), self.dtype)
 
     @property
     def is_called(self) -> bool:
@@ -114,7 +112,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     runs = alternatives(case, inputs, x, plan)
     checked = {name: run().clone() for name, run in runs.items()}
     errors = _check_all(case, inputs, x, checked)
-    errors_fp8, quantisation = _check_fp8(case, inputs, x, checked)
+    errors_fp8, quantisation = check_fp8(x, inputs, case.gated, checked)
     times = timing.compare(runs, seconds=seconds, device=x.device)
     for name in runs.keys() - {*DENSE}:
         _check_same(runs[name](), checked[name], name)
@@ -161,7 +159,7 @@ def _as_called(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan | None
     calls = {name: [functools.partial(layer, x) for layer in each] for name, each in layers.items()}
     checked = {name: each[0]() for name, each in calls.items()}
     _check_all(case, inputs, x, checked)
-    _check_fp8(case, inputs, x, checked)
+    check_fp8(x, inputs, case.gated, checked)
 
     def check_again() -> None:
         for name in calls.keys() - {*DENSE}:
@@ -197,7 +195,7 @@ def over_fp8(times: Mapping[str, timing.Spread], *, called: bool = False) -> dic
     dense = [times[name].p50 for name in fp8.NAMES if name in times]
     if not dense:
         return {}
-    ratios = {"over_fp8": min(times[name].p50 for name in _SPARSE)}
+    ratios = {"over_fp8": min(times[name].p50 for name in _SPARSE if name in times)}
     if SPARSE_FP8 in times:
         ratios["fp8"] = times[SPARSE_FP8].p50
     way = "speedup_called_" if called else "speedup_"
@@ -403,15 +401,15 @@ def _check_all(case: Case, inputs: cases.FFNInputs, x: Tensor, outputs: Mapping[
     return {"dense": errors["sparse"]["dense"], **{name: of["sparse"] for name, of in errors.items()}}
 
 
-def _check_fp8(
-    case: Case, inputs: cases.FFNInputs, x: Tensor, outputs: Mapping[str, Tensor]
+def check_fp8(
+    x: Tensor, inputs: cases.FFNInputs, gated: bool, outputs: Mapping[str, Tensor]
 ) -> tuple[dict[str, float | None], dict[str, float | None]]:
     """Relative errors of FP8 FFNs against float64, on rows as ``check`` takes them: of weights and x as FP8 has them
     (``fp8.meant``), and as they were before. Raises WrongResult where FP8 is broken."""
     errors: dict[str, float | None] = {}
     quantisation: dict[str, float | None] = {}
     rows = slice(None, None, max(1, len(x) // _TRUTH_ROWS))
-    w = reference.Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
+    w = reference.Weights(inputs.w_gate, inputs.w_up if gated else None, inputs.w_down)
     if "fp8" not in outputs:
         return errors, quantisation
     truth = reference.forward(x[rows].double(), w.to(torch.float64), want_stats=False).y

@@ -1,4 +1,4 @@
-"""Dense FFNs in FP8, as users of Hopper run them: baselines of ``twell bench ffn``.
+"""Dense FFNs in FP8, as users of Hopper run them: baselines of ``twell bench ffn`` and ``twell bench decode``.
 
 Weights are e4m3 with a scale for each output, by ``reference.to_fp8``. Both FFNs are meant to be compiled: Inductor
 then fuses what stands between the GEMMs. On a CPU they multiply dequantised matrices, for tests.
@@ -6,13 +6,14 @@ then fuses what stands between the GEMMs. On a CPU they multiply dequantised mat
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from twell import reference
+from twell import backends, reference
 from twell.fp8 import why_not_sizes, why_unavailable
 from twell.reference import Fp8, Weights, to_fp8
 
@@ -25,6 +26,13 @@ def applies(device: torch.device, dtype: torch.dtype, D: int, F: int) -> bool:
     """Whether there is a dense FP8 FFN to compare with: FP8 tensor cores, 16 bits, sizes that ``_scaled_mm`` takes."""
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
     return in_16_bits and why_not_sizes(D, F) is None and why_unavailable(device) is None
+
+
+def applies_sparsely(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are sparse kernels for FP8 weights to compare it with."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    return backends.kernels().fp8.why_not(torch.device("cuda", device.index or 0)) is None
 
 
 class _Weight(nn.Module):
@@ -46,17 +54,17 @@ class _Fp8FFN(nn.Module):
 
 
 class DenseFp8FFN(_Fp8FFN):
-    """x [M, D] and h [M, F] are rounded in the call, each row by a scale of its own; products are FP8 GEMMs."""
+    """x [..., D] and h [..., F] are rounded in the call, each row by a scale of its own; products are FP8 GEMMs."""
 
     def __init__(self, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, *, use_fast_accum: bool = True) -> None:
         super().__init__(w_gate, w_up, w_down)
         self.use_fast_accum = use_fast_accum
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = to_fp8(x)
+        rows = to_fp8(x.flatten(0, -2))
         h = self._product(rows, self.up)
         h = torch.relu(h) if self.gate is None else torch.relu(self._product(rows, self.gate)) * h
-        return self._product(to_fp8(h), self.down).to(x.dtype)
+        return self._product(to_fp8(h), self.down).to(x.dtype).view(x.shape)
 
     def _product(self, a: Fp8, w: _Weight) -> Tensor:
         if a.q.device.type == "cpu":
@@ -91,6 +99,15 @@ def ways(M: int) -> dict[str, tuple[type[_Fp8FFN], dict[str, Any]]]:
     """Those to time for M tokens, and how to compile them."""
     few: dict[str, tuple[type[_Fp8FFN], dict[str, Any]]] = {"fp8_weights": (Fp8WeightsFFN, _FUSED)}
     return {"fp8": (DenseFp8FFN, {}), **(few if M <= FEW_TOKENS else {})}
+
+
+def in_model(model: Any, kind: type[_Fp8FFN]) -> Any:
+    """A copy of a Llama-like model with ReLU whose FFNs are ``kind``; all else stays as it is."""
+    made = copy.deepcopy(model)
+    for layer in made.model.layers:
+        mlp = layer.mlp
+        layer.mlp = kind(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight).eval()
+    return made
 
 
 def meant(name: str, x: Tensor, w: Weights) -> Tensor:

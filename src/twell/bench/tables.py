@@ -115,7 +115,7 @@ def _fp8(row: Row, unit: str = "ms") -> tuple[str, str]:
     return _ms(min(spreads, key=lambda spread: spread["p50"]), unit), _speedup(row["speedup_over_fp8"])
 
 
-def _sparse_fp8(row: Row, unit: str) -> tuple[str, str]:
+def _sparse_fp8(row: Row, unit: str = "ms") -> tuple[str, str]:
     """Cells: a sparse FFN in FP8, and its speedup over the faster dense one in FP8."""
     spread = row.get("sparse_fp8_ms")
     return ("", "") if spread is None else (_ms(spread, unit), _speedup(row["speedup_fp8"]))
@@ -514,7 +514,8 @@ def _readme_models(rows: list[Row]) -> list[str]:
         if row["bench"] == "decode":
             of = row["joules_per_token"]
             energy = f"{of['sparse'] / of['dense']:.2f}x" if of["sparse"] else ""
-            return f"generation, a token of a model, {row['workload']}", f"{row['speedup']:.2f}x", "", energy
+            in_fp8 = f", FP8 {row['speedup_fp8']:.2f}x" if "speedup_fp8" in row else ""
+            return f"generation, a token of a model, {row['workload']}", f"{row['speedup']:.2f}x{in_fp8}", "", energy
         if row["level"] == "ffn":
             energy = f"{row['joules']['sparse'] / row['joules']['dense']:.2f}x"
             return (
@@ -558,8 +559,11 @@ def _range(rows: list[Row]) -> str:
 
 def _decode(rows: list[Row]) -> list[str]:
     """Steps of generation."""
+    has_fp8, has_both = _any_has(rows, "fp8_ms"), _any_has(rows, "sparse_fp8_ms")
+    in_fp8: tuple[str, ...] = ("dense FP8 ms", "over FP8") if has_fp8 else ()
+    in_fp8 += ("sparse FP8 ms", "over FP8") if has_both else ()
     return _lines(
-        ("model", "workload", "sequences", "context", "dense ms", "sparse ms", "tokens/s", "speedup"),
+        ("model", "workload", "sequences", "context", "dense ms", "sparse ms", "tokens/s", "speedup", *in_fp8),
         (
             (
                 f"{row['preset']}, {row['dtype']}",
@@ -570,6 +574,8 @@ def _decode(rows: list[Row]) -> list[str]:
                 _ms(row["sparse_ms"]),
                 f"{row['tokens_per_second']['dense']} -> {row['tokens_per_second']['sparse']}",
                 _speedup(row["speedup"]),
+                *(_fp8(row) if has_fp8 else ()),
+                *(_sparse_fp8(row) if has_both else ()),
             )
             for row in rows
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 
 from twell.cli.app import bench_app
 from twell.cli.common import (
+    WAYS,
     Seconds,
     collect,
     dense_config,
@@ -25,6 +26,7 @@ from twell.cli.common import (
 )
 
 _SIDES = ("dense", "sparse")
+_FP8 = ("fp8", "fp8_weights", "sparse_fp8")
 
 
 @bench_app.command("ffn")
@@ -403,8 +405,12 @@ def bench_decode(
     context: Annotated[int, typer.Option(help="Tokens before the one that is timed.")] = 256,
     eager: Annotated[bool, typer.Option("--eager", help="On a GPU: without CUDA graphs.")] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Both models compiled, as transformers does with a static cache.")
+        bool, typer.Option("--compile", help="All models compiled, as transformers does with a static cache.")
     ] = False,
+    fp8: Annotated[
+        bool | None,
+        typer.Option("--fp8/--no-fp8", help="Also time FP8 FFNs, dense and sparse. Default: on GPUs with FP8."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
     seconds: Seconds = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
@@ -418,6 +424,7 @@ def bench_decode(
     import torch
 
     from twell.bench import cases
+    from twell.fp8 import why_unavailable
     from twell.train import recipes
 
     if min([*(batch or []), context]) < 1:
@@ -425,6 +432,8 @@ def bench_decode(
     torch_device = device_of(device)
     recipe = recipes.preset(preset)
     cases.get_workload(workload)
+    if fp8 and (reason := why_unavailable(torch_device)):
+        raise ValueError(f"--fp8: {reason}")
 
     def rows() -> Iterator[dict[str, Any]]:
         from transformers import LlamaForCausalLM
@@ -436,7 +445,7 @@ def bench_decode(
             with torch_device:
                 model: Any = LlamaForCausalLM(dense_config(recipe, context + 1))
             model.to(torch.bfloat16 if on_gpu else torch.float32).eval()
-            how = {"graph": on_gpu and not eager, "compiled": compiled}
+            how: dict[str, Any] = {"graph": on_gpu and not eager, "compiled": compiled, "in_fp8": fp8}
             row = decode.measure(model, workload, n, context, **how, seconds=seconds)
             yield {**row, "preset": preset}
 
@@ -450,9 +459,18 @@ def bench_decode(
     if not as_json:
         for row in measured:
             where = f"{preset}, {workload}, {row['dtype']}, {machine_of(row)}, {row['batch']} sequences"
-            rates = [f"{side} {row['tokens_per_second'][side]:,} ({ms(row[f'{side}_ms'])} ms)" for side in _SIDES]
-            print(f"{where} after {context} tokens: tokens/s {', '.join(rates)}: {row['speedup']:.2f}x")
+            print(f"{where} after {context} tokens: {_rates(row, _SIDES)}: {row['speedup']:.2f}x")
             print(f"the sparse model is frozen: {row['frozen_bytes'] / 1e6:,.1f} MB beside its weights")
+            if "fp8_ms" in row:
+                ratios = f"{row['speedup_over_fp8']:.2f}x in 16 bits"
+                ratios += f", {row['speedup_fp8']:.2f}x in FP8" if "speedup_fp8" in row else ""
+                print(f"with FP8 FFNs: {_rates(row, _FP8)}; sparse over the faster dense FP8: {ratios}")
+
+
+def _rates(row: dict[str, Any], ways: Iterable[str]) -> str:
+    there = [way for way in ways if f"{way}_ms" in row]
+    rates = [f"{WAYS.get(way, way)} {row['tokens_per_second'][way]:,} ({ms(row[f'{way}_ms'])} ms)" for way in there]
+    return f"tokens/s {', '.join(rates)}"
 
 
 @bench_app.command("plot")

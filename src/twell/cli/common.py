@@ -158,7 +158,7 @@ def ms(s: dict[str, float]) -> str:
 
 
 _DENSE = ("dense", "compiled", "fp8", "fp8_weights")
-_WAYS = {
+WAYS = {
     "fp8": "dense FP8",
     "fp8_weights": "FP8 weights",
     "sparse_fp8": "sparse FP8",
@@ -205,7 +205,7 @@ def print_speed_table(rows: list[dict[str, Any]]) -> None:
                 cells = [ms(row["called_ms"][way]), speedup, f"{row['host_us'][way]:.0f}"]
             table.add_row(
                 *((row["workload"], str(row["M"]), f"{row['mean_active']:.0f}") if way == ways[0] else ("", "", "")),
-                _WAYS.get(way, way),
+                WAYS.get(way, way),
                 ms(row[f"{way}_ms"]) if has_time else "",
                 f"[bold]{row[f'speedup{more}']:.2f}x[/bold]" if is_sparse and has_time and not in_fp8 else "",
                 *((ratio,) if has_fp8 else ()),
