@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,17 +19,23 @@ from twell.evaluate import (
     Metrics,
     TaskData,
     average,
+    compare_predictions,
     difference,
     mean_of,
     read_folder,
     read_passages,
+    read_validation,
     score_last_words,
     score_task,
     score_text,
+    tokens_of,
 )
+from twell.evaluate.fp8 import Fired, plan_all_
 from twell.evaluate.predictions import Row, encode, predict
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
-from twell.train.data import SAMPLE, read_texts
+from twell.nn import sparse_ffns
+from twell.quantize import quantize_
+from twell.train.data import END_OF_TEXT, SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 
 TEXT = next(iter(read_texts(SAMPLE)))[:2000]
@@ -226,8 +234,65 @@ def test_documents_are_predicted_with_an_end_of_text_after_each(model: Any, toke
 def test_metrics_of_texts_are_means_over_their_parts(model: Any, tokenizer: Any) -> None:
     score = score_text(model, tokenizer, TEXT)
     assert score.metrics.mean("bits_per_byte").value == pytest.approx(score.bits_per_byte)
+    assert score.metrics.mean("loss").value == pytest.approx(score.loss) and score.metrics.mean("loss").error > 0
     words = score_last_words(model, tokenizer, ["one two three", "four five"])
     assert words.metrics.mean("accuracy") == (words.accuracy, words.accuracy_error)
+
+
+def test_validation_is_read_as_training_reads_it(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    documents = [TEXT[:99].strip(), TEXT[100:250].strip()]
+    (tmp_path / "val.txt").write_text(f"\n{END_OF_TEXT}\n".join(documents))
+    expected = tokens_of(tokenizer, documents)
+    np.array(expected.ids, dtype="<u2").tofile(tmp_path / "val.u16")
+    for name in ("val.txt", "val.u16"):
+        assert read_validation(tokenizer, tmp_path / name) == expected
+    assert score_text(model, tokenizer, expected) == score_text(model, tokenizer, documents)
+    np.array([999], dtype="<u2").tofile(tmp_path / "val.u16")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        read_validation(tokenizer, tmp_path / "val.u16")
+
+
+@torch.no_grad()
+def test_predictions_are_compared_token_by_token(model: Any, tokenizer: Any) -> None:
+    other = copy.deepcopy(model)
+    other.lm_head.weight += 0.2 * torch.randn(other.lm_head.weight.shape, generator=torch.Generator().manual_seed(0))
+    rows = tokens_of(tokenizer, TEXT[:400]).windows(model, tokenizer)
+    seen: list[tuple[int, int]] = []
+    found = compare_predictions(model, other, rows, batch_size=3, progress=lambda *at: seen.append(at))
+    expected = {}
+    for window, row in enumerate(rows):
+        a, b = (each(torch.tensor([row.ids[:-1]])).logits[0] for each in (model, other))
+        for position, (x, y) in enumerate(zip(a, b, strict=True)):
+            i, j = int(x.argmax()), int(y.argmax())
+            if i != j:
+                expected[window, position] = (i, j, float(x[i] - x[j]), float(y[j] - y[i]))
+    assert 10 < len(found.partings) == len(expected) < found.tokens == sum(row.n for row in rows)
+    for p in found.partings:
+        margins = p.dense_token, p.sparse_token, p.dense_margin, p.sparse_margin
+        assert margins == pytest.approx(expected[p.prompt, p.position], abs=1e-4)
+    moved = [p.moved for p in found.partings]
+    assert moved == sorted(moved, reverse=True) and found.real == len([m for m in moved if m > 1e-2])
+    assert found.logits_difference >= max(moved) / 2 and seen[-1] == (len(rows), len(rows))
+    same = compare_predictions(model, model, rows, batch_size=8)
+    assert (same.partings, same.logits_difference, same.real) == ([], 0.0, 0)
+    other.lm_head.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="not numbers"):
+        compare_predictions(model, other, rows, batch_size=8)
+
+
+def test_fp8_layers_are_planned_to_run_sparsely_always(model: Any) -> None:
+    quantized = copy.deepcopy(model)
+    quantize_(quantized, emulate=True)
+    fired = [Fired(), Fired()]
+    for of, often in zip(fired, (0.01, 0.9), strict=True):
+        of(quantized.lm_head, (), (torch.rand(2, 500, 32, generator=torch.Generator().manual_seed(0)) < often).float())
+        assert of.tokens == 1000
+    plan_all_(quantized, fired)
+    few, many = (ffn.plan for _, ffn in sparse_ffns(quantized))
+    assert few is not None and few.in_parts(1, captured=False) and few.tail is None  # which stays
+    assert many is not None and many.is_dense  # as nearly all neurons fire
+    plan_all_(plain := copy.deepcopy(model), fired)
+    assert [ffn.plan for _, ffn in sparse_ffns(plain)] == [None, None]
 
 
 def test_training_mode_is_left_as_it_was(model: Any, tokenizer: Any) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from command_line import Twell
+from twell.cli.common import load_model
+from twell.cli.eval_subjects import Subject, _in_ways
 from twell.evaluate import TASKS, harness
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from twell.nn import SparseFFNBase
+from twell.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 
@@ -91,6 +96,46 @@ def test_dense_against_sparse(twell: Twell, models: dict[str, str], tmp_path: Pa
     assert "sparse chooses otherwise than dense in 0 of 6 items" in shown
 
 
+def test_fp8_dense_and_sparse(
+    twell: Twell, models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, out = tmp_path / "val.txt", tmp_path / "rows.jsonl"
+    text.write_text(TEXT)
+    command = ["eval", models["one"], "--fp8", "--data", ITEMS, "--scorer", "own", "--tasks", "piqa"]
+    result = twell(*command, "--validation", str(text), "--json", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["eval"], row["mode"]) for row in rows] == [
+        (what, mode) for mode in ("dense", "FP8 dense", "FP8 sparse") for what in ("text", "task")
+    ]
+    dense, fp8, sparse = rows[::2]
+    assert [row.get("against", {}).get("mode") for row in (dense, fp8, sparse)] == [None, "dense", "FP8 dense"]
+    for before, row in ((dense, fp8), (fp8, sparse)):
+        assert row["against"]["loss"] == pytest.approx(row["loss"] - before["loss"])
+        assert (row["fp8_layers"], row["emulated"]) == (2, True) and row["loss_error"] > 0
+    assert 1e-5 < abs(fp8["against"]["loss"]) < 0.1 and sparse["against"]["loss"] == 0  # what FP8 changes
+    assert sparse["sparse_layers"] == 0 and sparse["predictions"]["tokens"] == sparse["tokens"]
+    assert sparse["predictions"]["other"] == 0 and "predictions" not in fp8
+
+    forward = SparseFFNBase._call_projections
+
+    def otherwise(self: SparseFFNBase, *args: Any) -> Any:
+        return forward(self, *args) * (1.0 if self.backend == "reference" else 0.8)
+
+    monkeypatch.setattr(SparseFFNBase, "_call_projections", otherwise)
+    result = twell(*command, "--validation", str(text), "--json")
+    found = json.loads(result.stdout.splitlines()[4])["predictions"]
+    assert 0 < found["beyond_rounding"] <= found["other"] == len(found["moved"]) < found["tokens"]
+    assert found["moved"] == sorted(found["moved"], reverse=True) and len(found["worst"]) == 5
+    worst = found["worst"][0]
+    assert worst["verdict"] == "a real difference" and len(worst["texts"]) == 2
+    assert worst["dense_margin"] + worst["sparse_margin"] == pytest.approx(found["moved"][0], rel=1e-2)
+    shown = twell(*command, "--validation", str(text)).stdout
+    assert "FP8 dense - dense" in shown and "FP8 sparse - FP8 dense" in shown
+    assert f"predicts another token than FP8 dense at {found['other']} of {found['tokens']:,} places" in shown
+    assert "FP8 sparse: by sparse kernels in 0 of 2 layers; FP8 is emulated: the device has none" in shown
+
+
 def test_several_models_side_by_side(twell: Twell, models: dict[str, str], tmp_path: Path) -> None:
     passages = tmp_path / "passages.jsonl"
     passages.write_text("".join(json.dumps({"text": " ".join(TEXT.split()[i : i + 9])}) + "\n" for i in range(9)))
@@ -116,6 +161,8 @@ def test_several_models_side_by_side(twell: Twell, models: dict[str, str], tmp_p
         (["--data", ITEMS, "--device", "abacus"], "unknown device 'abacus'"),
         (["--data", ITEMS, "--dtype", "int8"], "unknown dtype 'int8'"),
         (["--last-words", "missing.jsonl"], "missing.jsonl"),
+        (["--validation", "missing.u16"], "missing.u16 does not exist"),
+        (["--fp8", "--compare"], "--fp8 compares dense and sparse itself: leave out --compare"),
     ],
 )
 def test_bad_input_is_one_clear_line(twell: Twell, args: list[str], message: str) -> None:
@@ -129,6 +176,16 @@ def test_a_model_without_relu_has_nothing_to_compare(twell: Twell, models: dict[
     result = twell("eval", models["silu"], "--data", ITEMS, "--scorer", "own", "--compare")
     assert result.returncode == 2
     assert "has no FFN that can run sparsely" in result.stderr
+    result = twell("eval", models["silu"], "--data", ITEMS, "--scorer", "own", "--fp8")
+    assert result.returncode == 2 and "has no FFN that can run sparsely" in result.stderr
+
+
+def test_a_model_with_fp8_weights_has_none_of_16_bits_to_compare_with(models: dict[str, str]) -> None:
+    model, _ = load_model(models["one"], "cpu")
+    quantize_(model, emulate=True)
+    subject = Subject("one", model, None, {"model": "one"}, None)
+    with pytest.raises(ValueError, match="one has FP8 weights already"):
+        next(_in_ways(subject, "fp8", torch.device("cpu")))
 
 
 @pytest.mark.skipif(harness.is_installed(), reason="lm-eval is installed")

@@ -22,7 +22,8 @@ from twell.generate import Parting, Settings
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
 from twell.hf.text import TextStream, decoder
-from twell.nn import SparseFFNBase
+from twell.nn import SparseFFNBase, sparse_ffns
+from twell.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import load_tokenizer, train_bpe
 
@@ -383,6 +384,11 @@ def test_the_dense_twin_shares_all_weights(folders: dict[str, str]) -> None:
         own, shared = dict(model.named_parameters()), dict(dense.named_parameters())
         assert own.keys() == shared.keys() and all(own[key] is shared[key] for key in own)
         assert not sparsify_(model).changed and sparsify_(dense).changed
+    model, _ = load(folders["sparse"])
+    quantize_(model, emulate=True)  # whose layers run sparsely on some GPUs
+    dense = generate.dense_twin(model)
+    own, shared = dict(model.named_parameters()), dict(dense.named_parameters())
+    assert all(own[key] is shared[key] for key in own) and {f.backend for _, f in sparse_ffns(dense)} == {"reference"}
 
 
 def test_generating_is_by_frozen_layers_and_the_dense_twin_leaves_the_layout(

@@ -149,6 +149,36 @@ def test_the_tasks_of_several_models_with_paired_differences(rows: Path) -> None
     assert f"| mean | acc |  | {score} | {score} | {score} | {bold} | {small} |" in lines
 
 
+def test_the_ways_to_run_a_model_with_fp8(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {"device": "cuda", "gpu": "a GPU", "versions": {"torch": "2"}, "fp8_layers": 10, "sparse_layers": 9}
+    found = {"tokens": 1000, "other": 3, "beyond_rounding": 1, "moved": [0.5, 0.25, 0.125], "largest_logit": 20.0}
+    made = []
+    for mode, loss, acc, to in (
+        ("dense", 4.0, 0.5, None),
+        ("FP8 dense", 4.04, 0.5, "dense"),
+        ("FP8 sparse", 4.044, 0.25, "FP8 dense"),
+    ):
+        of = {"model": "run/l1-0.0004/model", "mode": mode, **measured}
+        text = {"eval": "text", "file": "val.u16", "tokens": 1000, "loss": loss, "loss_error": 0.02, **of}
+        task = {"eval": "task", "task": "piqa", "items": 8, "acc": acc, "acc_error": 0.1, **of}
+        if to is not None:
+            against = {"model": of["model"], "mode": to}
+            text["against"] = {**against, "loss": round(loss - (4.0 if to == "dense" else 4.04), 4), "loss_error": 0.01}
+            task["against"] = {**against, "acc": acc - 0.5, "acc_error": 0.1}
+        made += [text | ({"predictions": found} if mode == "FP8 sparse" else {}), task]
+    (rows / "fp8.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+    monkeypatch.setitem(tables.TABLES, "fp8", tables.TABLES["eval"]._replace(files=("fp8.jsonl",)))
+    lines = tables.render("fp8", rows, "r").splitlines()
+    assert lines[0].endswith("| dense | FP8 dense | FP8 sparse | FP8 dense less dense | FP8 sparse less FP8 dense |")
+    losses = "4.0000 ± 0.0200 | 4.0400 ± 0.0200 | 4.0440 ± 0.0200"
+    assert (
+        f"| val.u16 | loss | 1000 | {losses} | **+0.0400 ± 0.0100 (+1.00 %)** | +0.0040 ± 0.0100 (+0.10 %) |" in lines
+    )
+    assert lines[3].endswith("| +0.00 ± 10.00 | **-25.00 ± 10.00** |")
+    assert "in 9 of 10 layers" in lines[5] and "at 3 of 1,000 places, 1 of them beyond rounding" in lines[5]
+    assert "moved by 0.25 in the median of these and 0.5 at most" in lines[5]
+
+
 def test_plain_ffns_are_called_so_and_stand_with_the_others(rows: Path) -> None:
     assert "| skew29, plain | 16384 |" in tables.render("train-ffn", rows, "r")
     names = [line.split(" | ")[0] for line in tables.render("readme-models", rows, "r").splitlines()]

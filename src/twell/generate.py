@@ -2,12 +2,8 @@
 
 Prompts of different lengths run together, padded on the left and masked: in float32 a prompt's tokens are those it has
 alone. Dense and sparse compute the same function with other roundings, so greedy tokens can part where two logits are
-about equal. ``compare`` judges that at the first token that differs, where both models have still read the same:
-
-    moved = (dense[a] - dense[b]) + (sparse[b] - sparse[a])       a: dense's token, b: sparse's; both terms >= 0
-
-is by how much the two logits changed places. Up to a few roundings of the largest logit it is a tie, beyond that the
-models differ.
+about equal. ``compare`` judges that at the first token that differs, where both models have still read the same: see
+``evaluate/agreement.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +22,8 @@ from transformers import GenerationConfig
 
 from twell.bench import timing
 from twell.bench.model import memory_of
+from twell.evaluate.agreement import Parting, rounding_bound
+from twell.fp8 import Fp8Linear
 from twell.hf.convert import desparsify_, sparsify_
 from twell.hf.text import TextStream, context_of, decoder
 from twell.nn import FIRST_LOOK, LOOK_AT_LEAST, LOOK_TOKENS, freeze_, sparse_ffns
@@ -33,9 +31,6 @@ from twell.trace import record
 
 DEFAULT_NEW_TOKENS = 128
 _LOWEST_TEMPERATURE = 1e-4  # logits divided by less overflow
-# By how many roundings of the largest logit two logits may change places. The worst seen on a CPU, of any two of 8192
-# logits of models with 4 to 28 layers: 36 in float32, where sums round, 5.1 in bfloat16 and 4.7 in float16.
-_ROUNDINGS = {torch.float64: 256, torch.float32: 256, torch.bfloat16: 16, torch.float16: 16}
 
 OnText = Callable[[str], None]
 Progress = Callable[[int, int], None]  # runs done, of how many
@@ -152,7 +147,7 @@ def new_tokens_that_fit(model: Any, prompts: Sequence[Sequence[int]], wanted: in
 def dense_twin(model: Any) -> Any:
     """A copy that runs densely and shares all weights with ``model``, which runs sparsely from now on."""
     report = sparsify_(model)
-    if not report.n_sparse:
+    if not report.n_sparse and not any(isinstance(module, Fp8Linear) for module in model.modules()):
         raise ValueError(f"there is nothing to compare: {report.summary()}")
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     dense = copy.deepcopy(model, shared)
@@ -339,30 +334,6 @@ class _Watch:
 # -- dense against sparse -----------------------------------------------------------------------------------
 
 
-class Parting(NamedTuple):
-    """Where the greedy tokens of one prompt differ first, and by how much the logits do."""
-
-    prompt: int
-    position: int  # among the new tokens
-    dense_token: int
-    sparse_token: int
-    dense_margin: float  # of its own token over the other's
-    sparse_margin: float
-    bound: float
-
-    @property
-    def moved(self) -> float:
-        return self.dense_margin + self.sparse_margin
-
-    @property
-    def is_tie(self) -> bool:
-        return self.moved <= self.bound  # not, where it is NaN
-
-    @property
-    def verdict(self) -> str:
-        return "a tie within rounding" if self.is_tie else "a real difference"
-
-
 class Side(NamedTuple):
     """One of the two models: its tokens, and what it took. Times: the runs' prefill, and their steps after it."""
 
@@ -470,9 +441,8 @@ def _judge(
             difference = _larger(difference, float((dense - sparse)[allowed].abs().max()))
             largest = max(largest, largest_here)
             if a != b:
-                bound = _ROUNDINGS[dtype] * torch.finfo(dtype).eps * largest_here
                 margins = float(dense[a] - dense[b]), float(sparse[b] - sparse[a])
-                partings.append(Parting(row, i, a, b, *margins, bound))
+                partings.append(Parting(row, i, a, b, *margins, rounding_bound(largest_here, dtype)))
                 break
     return partings, difference, largest
 

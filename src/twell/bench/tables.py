@@ -675,34 +675,59 @@ def _small_text(rows: list[Row]) -> list[str]:
 
 
 def _eval(rows: list[Row]) -> list[str]:
-    """Accuracies in per cent; differences are paired and bold where they are more than twice their error."""
-    found: dict[str, dict[str, Row]] = {}  # by task and model
+    """Accuracies in per cent, losses of texts; differences are paired and bold where they are more than twice their
+    error. With FP8 a column for each way to run the model, and how far predictions of the last two agree."""
+    Subject = tuple[str, str | None]  # a model, and a way to run it
+    found: dict[str, dict[Subject, Row]] = {}  # by task or text
+
+    def subject(of: Row) -> Subject:
+        return of["model"], of.get("mode")
+
     for row in rows:
-        found.setdefault(row.get("task", "mean"), {})[row["model"]] = row
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    against = {row["model"]: row["against"]["model"] for row in rows if "against" in row}
+        found.setdefault(row.get("task") or row.get("file") or "mean", {})[subject(row)] = row
+    subjects = list(dict.fromkeys(map(subject, rows)))
+    against = {subject(row): subject(row["against"]) for row in rows if "against" in row}
+    n_models = len({model for model, _ in subjects})
 
     def cell(of: Row, metric: str, sign: str = "") -> str:
-        value = round(100 * of[metric], 2) + 0.0  # no -0.00
-        return f"{value:{sign}.2f} ± {100 * of[f'{metric}_error']:.2f}"
+        scale, digits = (1, 4) if metric == "loss" else (100, 2)
+        value = round(scale * of[metric], digits) + 0.0  # no -0.00
+        return f"{value:{sign}.{digits}f} ± {scale * of[f'{metric}_error']:.{digits}f}"
 
     def difference(of: Row, metric: str) -> str:
-        text = cell(of, metric, "+")
-        return f"**{text}**" if abs(of[metric]) > 2 * of[f"{metric}_error"] else text
+        less, text = of["against"], cell(of["against"], metric, "+")
+        text += f" ({100 * less[metric] / (of[metric] - less[metric]):+.2f} %)" if metric == "loss" else ""
+        return f"**{text}**" if abs(less[metric]) > 2 * less[f"{metric}_error"] else text
 
-    def name(model: str) -> str:
-        return Path(model).name.replace("l1-", "l1 ")
+    def name(of: Subject) -> str:
+        folder, mode = Path(of[0]), of[1]
+        label = (folder.parent if folder.name == "model" else folder).name.replace("l1-", "l1 ")
+        return label if mode is None else mode if n_models == 1 else f"{label}, {mode}"
 
     lines = []
-    for task, by_model in found.items():
-        first = by_model[models[0]]
-        for metric in ("acc", "acc_norm"):
+    for task, by_subject in found.items():
+        first = by_subject[subjects[0]]
+        for metric in ("loss", "acc", "acc_norm"):
             if metric in first:
-                scores = (cell(by_model[model], metric) for model in models)
-                differences = (difference(by_model[model]["against"], metric) for model in against)
-                lines.append((task, metric, str(first.get("items", "")), *scores, *differences))
-    compared = (f"{name(model)} less {name(to)}" for model, to in against.items())
-    return _lines(("task", "metric", "items", *map(name, models), *compared), lines)
+                scores = (cell(by_subject[each], metric) for each in subjects)
+                differences = (difference(by_subject[each], metric) for each in against)
+                items = str(first.get("items") or first.get("tokens") or "")
+                lines.append((task, metric, items, *scores, *differences))
+    compared = (f"{name(each)} less {name(to)}" for each, to in against.items())
+    table = _lines(("task", "metric", "items", *map(name, subjects), *compared), lines)
+    return [*table, *(line for row in rows if "predictions" in row for line in ("", _predictions(row)))]
+
+
+def _predictions(row: Row) -> str:
+    """How many of the most likely tokens differ, and by how much."""
+    of, mode, to = row["predictions"], row["mode"], row["against"]["mode"]
+    moved = of["moved"] or [0.0]
+    return (
+        f"{row['file']}: {mode}, by its kernels in {row['sparse_layers']} of {row['fp8_layers']} layers, finds another "
+        f"token most likely than {to} at {of['other']:,} of {of['tokens']:,} places, {of['beyond_rounding']:,} of them "
+        f"beyond rounding. Both logits together moved by {moved[len(moved) // 2]:.2g} in the median of these and "
+        f"{moved[0]:.2g} at most; the largest logit is {of['largest_logit']:.3g}."
+    )
 
 
 _FFN = "twell bench ffn --device cuda"

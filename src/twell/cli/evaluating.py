@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import importlib.metadata
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -12,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from twell.cli import eval_subjects
 from twell.cli.app import app
-from twell.cli.common import append, counted_bar, device_of, dtype_of, load_model, print_table
+from twell.cli.common import append, counted_bar, device_of, dtype_of, print_table
+from twell.cli.eval_subjects import Subject
 
 if TYPE_CHECKING:
-    from twell.evaluate import Mean, Metrics, TaskData
+    from twell.evaluate import Agreement, Mean, Metrics, TaskData, Tokens
 
+_WORST = 5  # differing predictions that are told one by one
 _TEXT_BATCH, _TASK_BATCH, _TASK_BATCH_GPU = 8, 32, 64
 _SHORT = {"bits_per_byte": "bits/byte", "accuracy": "last word"}  # of metrics
 
@@ -26,25 +27,12 @@ class _Inputs(NamedTuple):
     """What models are scored on, read before the first of them is loaded."""
 
     texts: dict[Path, str | list[str]]  # a file's text, or its documents
+    validation: Path | None
     last_words: Path | None
     passages: list[str]
     tasks: list[TaskData]  # local ones
     harness: dict[str, Any] | None  # lm-eval's tasks, where it is the scorer
     limit: int | None
-
-
-class _Subject(NamedTuple):
-    """A model, or one of the two ways to run it."""
-
-    label: str
-    model: Any
-    tokenizer: Any
-    facts: dict[str, Any]  # of its rows
-    baseline: int | None  # the subject that it is compared with
-
-    @property
-    def names(self) -> dict[str, Any]:
-        return {name: self.facts[name] for name in ("model", "mode") if name in self.facts}
 
 
 class _Score(NamedTuple):
@@ -63,7 +51,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="arc_easy, arc_challenge, hellaswag, openbookqa, piqa, winogrande, commonsense_qa; commas, or "
-            "repeated. Default: all, unless there is --text or --last-words."
+            "repeated. Default: all, unless there is --text, --validation or --last-words."
         ),
     ] = None,
     data: Annotated[
@@ -72,10 +60,16 @@ def evaluate(
     text: Annotated[
         list[Path] | None, typer.Option(help="Text to predict; .jsonl and .parquet: their 'text' fields. Repeatable.")
     ] = None,
+    validation: Annotated[
+        Path | None, typer.Option(help="Documents to predict, as twell train reads them; also tokens, .u16.")
+    ] = None,
     last_words: Annotated[
         Path | None, typer.Option(help="LAMBADA: .jsonl with 'text' fields whose last word is to be predicted.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Each model densely and sparsely.")] = False,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Each model densely, and with FP8 weights in its FFNs densely and sparsely.")
+    ] = False,
     scorer: Annotated[
         str | None, typer.Option(help="Of tasks: lm-eval or own. Default: lm-eval where it is installed.")
     ] = None,
@@ -85,7 +79,8 @@ def evaluate(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model was saved.")
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16. Default: as the model was saved; of --fp8 on a GPU bfloat16."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
@@ -97,29 +92,37 @@ def evaluate(
     Several models, with the difference and its standard error: [bold]twell eval l1-0/model l1-2e-5/model[/bold]
 
     Text: [bold]twell eval my-run/model --text wikitext2.txt --last-words lambada.jsonl[/bold]
+
+    FP8: [bold]twell eval my-run/model --fp8 --data tasks/ --validation val.u16[/bold]
     """
 
     torch_device = device_of(device)
+    if fp8 and compare:
+        raise ValueError("--fp8 compares dense and sparse itself: leave out --compare")
+    if fp8 and dtype is None and torch_device.type == "cuda":
+        dtype = "bfloat16"  # of which the sparse kernels are
     torch_dtype = None if dtype is None else dtype_of(dtype)
     for name, number in (("--limit", limit), ("--batch-size", batch_size)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    inputs = _read(tasks or [], data, text or [], last_words, scorer, limit)
+    inputs = _read(tasks or [], data, text or [], validation, last_words, scorer, limit)
+    ways = "fp8" if fp8 else "compare" if compare else None
 
-    subjects: list[_Subject] = []
+    subjects: list[Subject] = []
     scores: list[list[_Score]] = []
-    for subject in _subjects(models, compare, torch_device, torch_dtype):
+    for subject in eval_subjects.subjects(models, ways, torch_device, torch_dtype):
         found: list[_Score] = []
         for score in _all_scores(subject, inputs, batch_size):
             found.append(score)
             baseline = None if subject.baseline is None else scores[subject.baseline][len(found) - 1]
-            row = {**score.facts, **subject.facts}
+            row = {**score.facts, **subject.facts, **subject.sparse_layers}
             if baseline is not None and subject.baseline is not None:
                 row["against"] = {**subjects[subject.baseline].names, **_difference_facts(score, baseline)}
             if as_json:
                 print(json.dumps(row), flush=True)
             append(row, out)
-        subjects.append(subject._replace(model=None))
+        facts = {**subject.facts, **subject.sparse_layers}
+        subjects.append(subject._replace(model=None, twin=None, facts=facts))
         scores.append(found)
         del subject  # or its model would stay in memory while the next is loaded
     if not as_json:
@@ -133,29 +136,33 @@ def _read(
     tasks: list[str],
     data: Path | None,
     text: list[Path],
+    validation: Path | None,
     last_words: Path | None,
     scorer: str | None,
     limit: int | None,
 ) -> _Inputs:
     from twell import evaluate as ev
     from twell.evaluate import harness
+    from twell.train.data import find_files
 
     if scorer not in (None, "lm-eval", "own"):
         raise ValueError(f"unknown scorer {scorer!r}: expected lm-eval or own")
     names = list(dict.fromkeys(name.strip() for given in tasks for name in given.split(",") if name.strip()))
     for name in names:
         ev.find_task(name)
-    if not names and (data is not None or not (text or last_words)):
+    if not names and (data is not None or not (text or validation or last_words)):
         names = list(ev.TASKS)
     by_lm_eval = bool(names) and (harness.is_installed() if scorer is None else scorer == "lm-eval")
     if names and data is None and not by_lm_eval:
         hint = "" if scorer == "own" else " (from the hub they need lm-eval: pip install 'twell[eval]')"
         raise ValueError(f"nothing to evaluate on: give --data with the tasks' files{hint}, --text or --last-words")
+    if validation is not None:
+        find_files([validation])  # that it is there: it takes a tokenizer to read it
     texts = {path: _text_of(path) for path in text}
     passages = [] if last_words is None else ev.read_passages(last_words)[:limit]
     local = [] if data is None else ev.read_folder(data, names, limit)
     theirs = harness.load_tasks(local or names) if by_lm_eval else None
-    return _Inputs(texts, last_words, passages, local, theirs, limit)
+    return _Inputs(texts, validation, last_words, passages, local, theirs, limit)
 
 
 def _text_of(path: Path) -> str | list[str]:
@@ -163,59 +170,17 @@ def _text_of(path: Path) -> str | list[str]:
     from twell.train.data import TOKEN_SUFFIXES, read_texts, read_utf8
 
     if path.name.endswith(TOKEN_SUFFIXES):
-        raise ValueError(f"{path} holds tokens: --text takes text")
+        raise ValueError(f"{path} holds tokens: --text takes text, --validation tokens, too")
     found = list(read_texts(path)) if path.suffix in (".jsonl", ".parquet") else read_utf8(path)
     if not found:
         raise ValueError(f"{path} is empty")
     return found
 
 
-def _subjects(models: Sequence[str], compare: bool, device: Any, dtype: Any) -> Iterator[_Subject]:
-    """One after the other, so that only one model is in memory."""
-    import torch
-
-    from twell.bench import timing
-    from twell.doctor import bf16_problem
-    from twell.hf.convert import desparsify_, sparsify_
-    from twell.nn import SparseFFNBase
-
-    environment = timing.environment(device)
-    environment["versions"]["transformers"] = importlib.metadata.version("transformers")
-    for i, (name, label) in enumerate(zip(models, _labels(models), strict=True)):
-        model, tokenizer = load_model(name)
-        model = model.to(device=device, dtype=dtype or model.dtype)
-        if model.dtype == torch.bfloat16 and device.type == "cpu" and (problem := bf16_problem()):
-            raise RuntimeError(problem)
-        facts = {"model": name, "dtype": str(model.dtype).removeprefix("torch."), **environment}
-        prefix = "" if len(models) == 1 else f"{label} "
-        first = None if i == 0 else 0
-        if not compare:
-            yield _Subject(label, model, tokenizer, facts, first)
-        else:
-            report = sparsify_(model)
-            if not report.changed and not any(isinstance(m, SparseFFNBase) for m in model.modules()):
-                raise ValueError(f"{name} has no FFN that can run sparsely:\n{report}")
-            desparsify_(model)
-            yield _Subject(f"{prefix}dense", model, tokenizer, {**facts, "mode": "dense"}, first)
-            sparsify_(model)
-            yield _Subject(f"{prefix}sparse", model, tokenizer, {**facts, "mode": "sparse"}, 2 * i)
-        del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _labels(models: Sequence[str]) -> list[str]:
-    """Short names: a folder's own, or that above it where it is ``model``, as runs have it; if need be as given."""
-    folders = [Path(name).resolve() if Path(name).is_dir() else Path(name) for name in models]
-    short = [folder.parent.name if folder.name == "model" else folder.name for folder in folders]
-    return short if len(set(short)) == len(short) else list(models)
-
-
 # -- scores -------------------------------------------------------------------------------------------------
 
 
-def _all_scores(subject: _Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
+def _all_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
     from twell.evaluate import Metrics
 
     yield from _text_scores(subject, inputs, batch_size)
@@ -229,15 +194,25 @@ def _all_scores(subject: _Subject, inputs: _Inputs, batch_size: int | None) -> I
         yield _Score("mean", {"eval": "mean", **names, **_flat(metrics)}, metrics, [])
 
 
-def _text_scores(subject: _Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
+def _text_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
     from twell import evaluate as ev
 
     model, tokenizer = subject.model, subject.tokenizer
-    for path, content in inputs.texts.items():
+    batch = batch_size or _TEXT_BATCH
+    texts: dict[Path, str | list[str] | Tokens] = {**inputs.texts}
+    if inputs.validation is not None:
+        texts[inputs.validation] = ev.read_validation(tokenizer, inputs.validation)
+    for path, content in texts.items():
+        tokens = content if isinstance(content, ev.Tokens) else ev.tokens_of(tokenizer, content)
         with counted_bar(f"{subject.label}: {path.name}") as progress:
-            s = ev.score_text(model, tokenizer, content, batch_size=batch_size or _TEXT_BATCH, progress=progress)
-        numbers = {"loss": s.loss, "bits_per_byte": s.bits_per_byte, "word_perplexity": s.word_perplexity}
+            s = ev.score_text(model, tokenizer, tokens, batch_size=batch, progress=progress)
+        numbers = {**_flat(s.metrics), "word_perplexity": s.word_perplexity}
         facts = {"eval": "text", "file": str(path), **numbers, "tokens": s.tokens, "bytes": s.bytes, "words": s.words}
+        if subject.twin is not None:
+            rows = tokens.windows(model, tokenizer)
+            with counted_bar(f"dense and sparse: {path.name}") as progress:
+                found = ev.compare_predictions(subject.twin, model, rows, batch_size=batch, progress=progress)
+            facts["predictions"] = _prediction_facts(found, tokenizer)
         yield _Score(path.name, facts, s.metrics, [])
     if inputs.last_words is not None:
         batch = batch_size or _task_batch(model)
@@ -248,7 +223,7 @@ def _text_scores(subject: _Subject, inputs: _Inputs, batch_size: int | None) -> 
         yield _Score(inputs.last_words.name, facts, w.metrics, [])
 
 
-def _task_scores(subject: _Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
+def _task_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
     from twell import evaluate as ev
     from twell.evaluate import harness
 
@@ -278,6 +253,29 @@ def _task_scores(subject: _Subject, inputs: _Inputs, batch_size: int | None) -> 
         yield _Score(name, facts, s.metrics, s.choices)
 
 
+def _prediction_facts(found: Agreement, tokenizer: Any) -> dict[str, Any]:
+    def rounded(number: float) -> float:
+        return float(f"{number:.3g}")
+
+    worst = [
+        {
+            **{key: rounded(n) if isinstance(n, float) else n for key, n in parting._asdict().items()},
+            "texts": [tokenizer.decode([token]) for token in (parting.dense_token, parting.sparse_token)],
+            "verdict": parting.verdict,
+        }
+        for parting in found.partings[:_WORST]
+    ]
+    return {
+        "tokens": found.tokens,
+        "other": len(found.partings),
+        "beyond_rounding": found.real,
+        "logits_difference": rounded(found.logits_difference),
+        "largest_logit": rounded(found.largest_logit),
+        "moved": [rounded(parting.moved) for parting in found.partings],
+        "worst": worst,
+    }
+
+
 def _task_batch(model: Any) -> int:
     return _TASK_BATCH_GPU if model.device.type == "cuda" else _TASK_BATCH
 
@@ -301,7 +299,7 @@ def _difference_facts(score: _Score, to: _Score) -> dict[str, Any]:
 # -- the table ----------------------------------------------------------------------------------------------
 
 
-def _print(subjects: Sequence[_Subject], scores: Sequence[Sequence[_Score]]) -> None:
+def _print(subjects: Sequence[Subject], scores: Sequence[Sequence[_Score]]) -> None:
     """A table of the tasks; of several models one of everything, with differences."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -341,9 +339,30 @@ def _print(subjects: Sequence[_Subject], scores: Sequence[Sequence[_Score]]) -> 
             total = sum(len(a.choices) for a, _ in pairs)
             names = f"{subjects[i].label} chooses otherwise than {subjects[baseline].label}"
             console.print(f"{names} in {other:,} of {total:,} items", highlight=False)
+    for score in scores[-1]:
+        if "predictions" in score.facts:
+            console.print(f"{score.name}: {_predictions(score.facts['predictions'])}", highlight=False, markup=False)
+    for subject in subjects:
+        if "sparse_layers" in subject.facts:
+            of = "{sparse_layers} of {fp8_layers}".format(**subject.facts)
+            emulated = "; FP8 is emulated: the device has none" if subject.facts["emulated"] else ""
+            console.print(f"{subject.label}: by sparse kernels in {of} layers{emulated}", highlight=False)
 
 
-def _notes(subjects: Sequence[_Subject], scores: Sequence[_Score]) -> Iterator[str]:
+def _predictions(found: dict[str, Any]) -> str:
+    line = f"FP8 sparse predicts another token than FP8 dense at {found['other']:,} of {found['tokens']:,} places"
+    if not found["other"]:
+        return line
+    moved, worst = found["moved"], found["worst"][0]
+    (dense, sparse), by = worst["texts"], (worst["dense_margin"], worst["sparse_margin"])
+    return (
+        f"{line}, {found['beyond_rounding']:,} of them beyond rounding; their logits moved by {moved[len(moved) // 2]} "
+        f"in the median and {moved[0]} at most (dense {dense!r} by {by[0]}, sparse {sparse!r} by {by[1]}); the largest "
+        f"logit is {found['largest_logit']}"
+    )
+
+
+def _notes(subjects: Sequence[Subject], scores: Sequence[_Score]) -> Iterator[str]:
     scorer = scores[-1].facts.get("scorer")
     by = "" if scorer is None else f", scored by {'twell' if scorer == 'own' else scorer}"
     yield f"accuracies in %, ± standard error{by}"
@@ -354,7 +373,7 @@ def _notes(subjects: Sequence[_Subject], scores: Sequence[_Score]) -> Iterator[s
 
 
 def _cell(metric: str, mean: Mean, sign: str = "") -> str:
-    scale, digits = (1, 4) if metric == "bits_per_byte" else (100, 2)
+    scale, digits = (1, 4) if metric in ("bits_per_byte", "loss") else (100, 2)
     value = round(scale * mean.value, digits) + 0.0  # no -0.00
     return f"{value:{sign}.{digits}f} ± {scale * mean.error:.{digits}f}"
 

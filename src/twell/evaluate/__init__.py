@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+from twell.evaluate.agreement import Agreement, Parting, compare_predictions
 from twell.evaluate.scores import Mean, Metrics, TaskScore, average, difference, mean_of, score_task
 from twell.evaluate.tasks import TASKS, Item, Task, TaskData, find_task, read_folder, read_task
-from twell.evaluate.text import LastWordScore, TextScore, read_passages, score_last_words, score_text
+from twell.evaluate.text import (
+    LastWordScore,
+    TextScore,
+    Tokens,
+    read_passages,
+    read_validation,
+    score_last_words,
+    score_text,
+    tokens_of,
+)
 
 __all__ = [
     "TASKS",
+    "Agreement",
     "Item",
     "LastWordScore",
     "Mean",
     "Metrics",
+    "Parting",
     "Task",
     "TaskData",
     "TaskScore",
     "TextScore",
+    "Tokens",
     "average",
+    "compare_predictions",
     "difference",
     "find_task",
     "mean_of",
     "read_folder",
     "read_passages",
     "read_task",
+    "read_validation",
     "score_last_words",
     "score_task",
     "score_text",
+    "tokens_of",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Progress = Callable[[int, int], None]  # (done, all)
+NAN = "the model's predictions are not numbers (NaN)"
 
 
 def silent(done: int, total: int) -> None:
@@ -56,15 +57,29 @@ def predict(model: Any, rows: Sequence[Row], *, batch_size: int, progress: Progr
 def _predict_batch(
     model: Any, sequences: Sequence[Sequence[int]], asked: Sequence[tuple[int, Row]]
 ) -> list[Prediction]:
-    """``asked``: pairs of a place in ``sequences`` and a row whose ids without the last are that sequence.
+    logits, (places, positions, targets) = logits_of(model, sequences, asked)
+    log_p = logits[places, positions, targets] - logits.logsumexp(-1)[places, positions]
+    is_top = logits.argmax(-1)[places, positions] == targets
+    if log_p.isnan().any():
+        raise ValueError(NAN)
+    lengths = [row.n for _, row in asked]
+    return [Prediction(float(p.sum()), bool(top.all())) for p, top in zip(*_split(lengths, log_p, is_top), strict=True)]
 
-    Padding is on the right, where causal attention keeps it out of everything before it.
+
+def logits_of(
+    model: Any, sequences: Sequence[Sequence[int]], asked: Sequence[tuple[int, Row]]
+) -> tuple[Tensor, Tensor]:
+    """float32 [sequences, kept, V], and int64 [3, n]: of each token to be predicted its place and position in them, and
+    its id.
+
+    ``asked``: pairs of a place in ``sequences`` and a row whose ids without the last are that sequence. Padding is on
+    the right, where causal attention keeps it out of everything before it.
     """
     width = max(map(len, sequences))
     ids = torch.tensor([[*s, *[0] * (width - len(s))] for s in sequences], device=model.device)
     # Only the last positions are asked for: the logits of the others would be most of the memory.
     kept = max(width - len(sequences[place]) + row.n for place, row in asked)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits.float()  # [sequences, kept, V]
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits.float()
     if logits.shape[1] != kept:
         raise ValueError(f"the model returned logits of {logits.shape[1]} positions, expected {kept}")
     places: list[int] = []
@@ -76,12 +91,7 @@ def _predict_batch(
         positions += range(end - row.n, end)
         targets += row.ids[-row.n :]
     where = torch.tensor([places, positions, targets], device=logits.device)
-    log_p = logits[where[0], where[1], where[2]] - logits.logsumexp(-1)[where[0], where[1]]
-    is_top = logits.argmax(-1)[where[0], where[1]] == where[2]
-    if log_p.isnan().any():
-        raise ValueError("the model's predictions are not numbers (NaN)")
-    lengths = [row.n for _, row in asked]
-    return [Prediction(float(p.sum()), bool(top.all())) for p, top in zip(*_split(lengths, log_p, is_top), strict=True)]
+    return logits, where
 
 
 def _split(lengths: list[int], log_p: Tensor, is_top: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

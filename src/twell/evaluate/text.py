@@ -10,11 +10,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from twell.evaluate.predictions import Progress, Row, context_length, leader, predict, predict_pairs, silent
 from twell.evaluate.scores import Metrics, mean_of
 from twell.evaluate.tasks import read_lines
+from twell.train.data import find_files, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,10 @@ class TextScore:
 
     @property
     def metrics(self) -> Metrics:
-        """Bits per byte of each window, as if all had the same share of the bytes: then the whole is their mean."""
-        share = math.log(2) * self.bytes / len(self.window_nats)
-        return Metrics({"bits_per_byte": [nats / share for nats in self.window_nats]})
+        """Of each window, as if all had the same share of the tokens and bytes: then the whole is their mean."""
+        n = len(self.window_nats)
+        shares = {"loss": self.tokens / n, "bits_per_byte": math.log(2) * self.bytes / n}
+        return Metrics({name: [nats / share for nats in self.window_nats] for name, share in shares.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,25 +64,51 @@ class LastWordScore:
         return Metrics({"accuracy": [float(r) for r in self.right]})
 
 
-def score_text(
-    model: Any, tokenizer: Any, text: str | Sequence[str], *, batch_size: int = 8, progress: Progress = silent
-) -> TextScore:
-    """Predict every token of ``text`` once; of several documents also the end-of-text after each, as in training."""
+class Tokens(NamedTuple):
+    """A text as tokens, and how long it is otherwise."""
+
+    ids: list[int]
+    bytes: int
+    words: int
+
+    def windows(self, model: Any, tokenizer: Any) -> list[Row]:
+        """Rows that predict each of the tokens once."""
+        context, led = context_length(model), [leader(tokenizer), *self.ids]
+        windows = (led[start : start + context + 1] for start in range(0, len(led) - 1, context))
+        return [Row(window, len(window) - 1) for window in windows]
+
+
+def tokens_of(tokenizer: Any, text: str | Sequence[str]) -> Tokens:
+    """Of a text; of several documents with end-of-text after each, as in training."""
     texts, end = ([text], []) if isinstance(text, str) else (text, [tokenizer.eos_token_id])
     ids = [token for one in texts for token in (*tokenizer.encode(one, add_special_tokens=False), *end)]
     if len(ids) == len(texts) * len(end):
         raise ValueError("the text is empty")
-    context, led = context_length(model), [leader(tokenizer), *ids]
-    windows = [led[start : start + context + 1] for start in range(0, len(led) - 1, context)]
-    rows = [Row(window, len(window) - 1) for window in windows]
+    return Tokens(ids, sum(len(one.encode()) for one in texts), sum(len(one.split()) for one in texts))
+
+
+def read_validation(tokenizer: Any, path: Path) -> Tokens:
+    """Documents as ``twell train`` reads what it validates on: text cut at lines of end-of-text, or tokens."""
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [tokenizer.encode(one, add_special_tokens=False) for one in texts]
+
+    files = find_files([path])
+    found = read_documents(files, encode, end_of_text=tokenizer.eos_token_id, vocab_size=len(tokenizer))
+    documents = [document.tolist() for file in found for document in file]
+    texts = [tokenizer.decode(document[:-1], clean_up_tokenization_spaces=False) for document in documents]
+    ids = [token for document in documents for token in document]
+    return Tokens(ids, sum(len(one.encode()) for one in texts), sum(len(one.split()) for one in texts))
+
+
+def score_text(
+    model: Any, tokenizer: Any, text: str | Sequence[str] | Tokens, *, batch_size: int = 8, progress: Progress = silent
+) -> TextScore:
+    """Predict every token of ``text`` once; of several documents also the end-of-text after each, as in training."""
+    tokens = text if isinstance(text, Tokens) else tokens_of(tokenizer, text)
+    rows = tokens.windows(model, tokenizer)
     nats = tuple(-p.log_p for p in predict(model, rows, batch_size=batch_size, progress=progress))
-    return TextScore(
-        nats=sum(nats),
-        tokens=len(ids),
-        bytes=sum(len(one.encode()) for one in texts),
-        words=sum(len(one.split()) for one in texts),
-        window_nats=nats,
-    )
+    return TextScore(nats=sum(nats), tokens=len(tokens.ids), bytes=tokens.bytes, words=tokens.words, window_nats=nats)
 
 
 def score_last_words(
