@@ -30,11 +30,12 @@ from twell.evaluate import (
     score_text,
     tokens_of,
 )
-from twell.evaluate.fp8 import Fired, plan_all_
+from twell.evaluate.fp8 import Fired, counting, plan_all_
 from twell.evaluate.predictions import Row, encode, predict
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import sparse_ffns
 from twell.quantize import quantize_
+from twell.trace import record
 from twell.train.data import END_OF_TEXT, SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 
@@ -280,17 +281,24 @@ def test_predictions_are_compared_token_by_token(model: Any, tokenizer: Any) -> 
         compare_predictions(model, other, rows, batch_size=8)
 
 
+@torch.no_grad()
 def test_fp8_layers_are_planned_to_run_sparsely_always(model: Any) -> None:
     quantized = copy.deepcopy(model)
     quantize_(quantized, emulate=True)
-    fired = [Fired(), Fired()]
-    for of, often in zip(fired, (0.01, 0.9), strict=True):
-        of(quantized.lm_head, (), (torch.rand(2, 500, 32, generator=torch.Generator().manual_seed(0)) < often).float())
-        assert of.tokens == 1000
-    plan_all_(quantized, fired)
+    twin, ids = copy.deepcopy(quantized), torch.arange(20).view(2, 10)
+    with counting(quantized, twin) as fired:
+        twin(ids)
+    twin(ids)
+    recorded = record(quantized, ids)
+    for layer, of in enumerate(fired):
+        assert of.tokens == 20 and of.counts is not None
+        assert torch.equal(of.counts, recorded.neuron_counts(layer))
+    rare = Fired()
+    rare.counts, rare.tokens = torch.ones(32, dtype=torch.int64), 1000
+    plan_all_(quantized, [rare, fired[1]])
     few, many = (ffn.plan for _, ffn in sparse_ffns(quantized))
-    assert few is not None and few.in_parts(1, captured=False) and few.tail is None  # which stays
-    assert many is not None and many.is_dense  # as nearly all neurons fire
+    assert few is not None and few.in_parts(1, captured=False) and few.tail is None  # so it stays
+    assert many is not None and many.is_dense  # half of the neurons fire
     plan_all_(plain := copy.deepcopy(model), fired)
     assert [ffn.plan for _, ffn in sparse_ffns(plain)] == [None, None]
 

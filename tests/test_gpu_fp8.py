@@ -7,13 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import twell
 from twell import gpu, reference
-from twell.bench import cases, ffn, fp8
+from twell.bench import cases, decode, ffn, fp8
+from twell.evaluate import compare_predictions
+from twell.evaluate.fp8 import counting, plan_all_
+from twell.evaluate.predictions import Row
 from twell.formats import TwELL
+from twell.generate import dense_twin
 from twell.gpu.prefill import gate, split_fp8
 from twell.gpu.shared.tiles import device_facts
+from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from twell.nn import sparse_ffns
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Fp8, Weights, to_fp8
 
@@ -161,3 +168,51 @@ def test_a_quantised_layer_plans_itself_and_is_captured() -> None:
         assert_right(y, x, w)
         compiled = torch.compile(layer, fullgraph=True)
         assert ffn.relative_error(compiled(x[:512]), layer(x[:512]).double()) < 0.05
+
+
+# -- whole models ------------------------------------------------------------------------------------------
+
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_of_a_model(compiled: bool) -> None:
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA, hidden_act="relu")).to(torch.bfloat16).eval()
+    row = decode.measure(model, "skew29", 1, 8, graph=True, compiled=compiled, seconds=0.1)
+    ways = ["dense", "sparse", "fp8", "fp8_weights", "sparse_fp8"]
+    assert list(row["tokens_per_second"]) == ways and list(row["error"]) == ways[2:]
+    dense = min(row["fp8_ms"]["p50"], row["fp8_weights_ms"]["p50"])
+    assert row["speedup_fp8"] == pytest.approx(dense / row["sparse_fp8_ms"]["p50"], abs=1e-3)
+    assert row["difference_fp8"] < 0.1
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_model_that_runs_by_its_kernels_always_agrees_with_its_dense_twin() -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaSparseReluForCausalLM(LlamaSparseReluConfig(**LLAMA)).to(torch.bfloat16).eval()
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.mlp.gate_proj.weight, mean=-0.02, std=0.02)
+    twell.quantize_(model)
+    twin = dense_twin(model)
+    rows = [Row(torch.randint(512, (n + 1,)).tolist(), n) for n in (64, 64, 7)]
+    with torch.no_grad(), counting(model, twin) as fired:
+        twin(torch.tensor([rows[0].ids[:-1]], device="cuda"))
+    for of in fired:  # as if fewer fired: most plans are sparse, and tokens heavy
+        assert of.counts is not None
+        of.counts = of.counts // 16
+    plan_all_(model, fired)
+    found = compare_predictions(twin, model, rows, batch_size=2)
+    ran = [each.frozen_bytes() > 0 for _, each in sparse_ffns(model)]
+    assert ran == [each.plan is not None and not each.plan.is_dense for _, each in sparse_ffns(model)] and sum(ran) > 4
+    assert 0 < found.logits_difference < 0.2 * found.largest_logit

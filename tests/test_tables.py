@@ -159,7 +159,7 @@ def test_the_ways_to_run_a_model_with_fp8(rows: Path, monkeypatch: pytest.Monkey
         ("FP8 sparse", 4.044, 0.25, "FP8 dense"),
     ):
         of = {"model": "run/l1-0.0004/model", "mode": mode, **measured}
-        text = {"eval": "text", "file": "val.u16", "tokens": 1000, "loss": loss, "loss_error": 0.02, **of}
+        text = {"eval": "text", "file": "data/val.u16", "tokens": 1000, "loss": loss, "loss_error": 0.02, **of}
         task = {"eval": "task", "task": "piqa", "items": 8, "acc": acc, "acc_error": 0.1, **of}
         if to is not None:
             against = {"model": of["model"], "mode": to}

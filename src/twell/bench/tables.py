@@ -684,7 +684,7 @@ def _eval(rows: list[Row]) -> list[str]:
         return of["model"], of.get("mode")
 
     for row in rows:
-        found.setdefault(row.get("task") or row.get("file") or "mean", {})[subject(row)] = row
+        found.setdefault(row.get("task") or Path(row.get("file", "mean")).name, {})[subject(row)] = row
     subjects = list(dict.fromkeys(map(subject, rows)))
     against = {subject(row): subject(row["against"]) for row in rows if "against" in row}
     n_models = len({model for model, _ in subjects})
@@ -715,16 +715,17 @@ def _eval(rows: list[Row]) -> list[str]:
                 lines.append((task, metric, items, *scores, *differences))
     compared = (f"{name(each)} less {name(to)}" for each, to in against.items())
     table = _lines(("task", "metric", "items", *map(name, subjects), *compared), lines)
-    return [*table, *(line for row in rows if "predictions" in row for line in ("", _predictions(row)))]
+    compared_tokens = [_predictions(row, name(subject(row))) for row in rows if "predictions" in row]
+    return [*table, *(line for text in compared_tokens for line in ("", text))]
 
 
-def _predictions(row: Row) -> str:
+def _predictions(row: Row, name: str) -> str:
     """How many of the most likely tokens differ, and by how much."""
-    of, mode, to = row["predictions"], row["mode"], row["against"]["mode"]
+    of, layers = row["predictions"], f"{row['sparse_layers']} of {row['fp8_layers']}"
     moved = of["moved"] or [0.0]
     return (
-        f"{row['file']}: {mode}, by its kernels in {row['sparse_layers']} of {row['fp8_layers']} layers, finds another "
-        f"token most likely than {to} at {of['other']:,} of {of['tokens']:,} places, {of['beyond_rounding']:,} of them "
+        f"{Path(row['file']).name}: {name}, by its kernels in {layers} layers, finds another token most likely than "
+        f"{row['against']['mode']} at {of['other']:,} of {of['tokens']:,} places, {of['beyond_rounding']:,} of them "
         f"beyond rounding. Both logits together moved by {moved[len(moved) // 2]:.2g} in the median of these and "
         f"{moved[0]:.2g} at most; the largest logit is {of['largest_logit']:.3g}."
     )

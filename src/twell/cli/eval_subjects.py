@@ -100,10 +100,9 @@ def _in_ways(subject: Subject, ways: str, device: Any) -> Iterator[Subject]:
     if not quantized.layers:
         raise ValueError(f"{name}: {quantized}")
     facts = {"fp8_layers": len(quantized.layers), "emulated": is_emulated}
-    with counting(model) as fired:
-        desparsify_(model)
-        yield way(_FP8_DENSE, **facts)
-    twin = dense_twin(model)  # and the model is sparse again
+    twin = dense_twin(model)
+    with counting(model, twin) as fired:
+        yield way(_FP8_DENSE, **facts)._replace(model=twin)
     plan_all_(model, fired)
     yield way(_FP8_SPARSE, **facts)._replace(twin=twin)
 

@@ -339,9 +339,11 @@ def _print(subjects: Sequence[Subject], scores: Sequence[Sequence[_Score]]) -> N
             total = sum(len(a.choices) for a, _ in pairs)
             names = f"{subjects[i].label} chooses otherwise than {subjects[baseline].label}"
             console.print(f"{names} in {other:,} of {total:,} items", highlight=False)
-    for score in scores[-1]:
-        if "predictions" in score.facts:
-            console.print(f"{score.name}: {_predictions(score.facts['predictions'])}", highlight=False, markup=False)
+    for subject, found in zip(subjects, scores, strict=True):
+        for score in found:
+            if "predictions" in score.facts:
+                line = _predictions(subject.label, score.facts["predictions"])
+                console.print(f"{score.name}: {line}", highlight=False, markup=False)
     for subject in subjects:
         if "sparse_layers" in subject.facts:
             of = "{sparse_layers} of {fp8_layers}".format(**subject.facts)
@@ -349,8 +351,8 @@ def _print(subjects: Sequence[Subject], scores: Sequence[Sequence[_Score]]) -> N
             console.print(f"{subject.label}: by sparse kernels in {of} layers{emulated}", highlight=False)
 
 
-def _predictions(found: dict[str, Any]) -> str:
-    line = f"FP8 sparse predicts another token than FP8 dense at {found['other']:,} of {found['tokens']:,} places"
+def _predictions(label: str, found: dict[str, Any]) -> str:
+    line = f"{label} predicts another token than FP8 dense at {found['other']:,} of {found['tokens']:,} places"
     if not found["other"]:
         return line
     moved, worst = found["moved"], found["worst"][0]

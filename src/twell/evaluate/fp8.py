@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from twell.fp8 import Fp8Linear
-from twell.nn import sparse_ffns
+from twell.hf.classify import projection_names
+from twell.nn import SparseFFNBase, sparse_ffns
 from twell.plan import choose_plan, costs_for
 
 
@@ -34,14 +35,15 @@ class Fired:
 
 
 @contextlib.contextmanager
-def counting(model: nn.Module) -> Iterator[list[Fired]]:
-    """Of a sparse model's FFNs in their order, as long as projections are called."""
+def counting(model: nn.Module, twin: nn.Module) -> Iterator[list[Fired]]:
+    """Of the sparse FFNs of ``model``, in their order, while its dense twin runs."""
     fired: list[Fired] = []
     with contextlib.ExitStack() as hooks:
-        for _, ffn in sparse_ffns(model):
+        for name, _ in sparse_ffns(model):
             fired.append(Fired())
-            gate: Any = getattr(ffn, ffn.projections[0])
-            hooks.enter_context(gate.register_forward_hook(fired[-1]))
+            block: Any = twin.get_submodule(name)
+            names = block.projections if isinstance(block, SparseFFNBase) else projection_names(block)
+            hooks.enter_context(getattr(block, names[0]).register_forward_hook(fired[-1]))
         yield fired
 
 
