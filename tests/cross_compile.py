@@ -88,7 +88,7 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
     yield dense._kernel(dtype, yes, no, overlaps)
     if capability == 90 and dtype.itemsize == 2:
         for _, tile in dense._FUSED:
-            yield dense._gate_up(dtype, tile, yes, overlaps)
+            yield dense._gate_up(dtype, dtype, tile, yes, overlaps)
 
 
 def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kernel]:
