@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from twell.formats import n_tiles
-from twell.gpu import dense
+from twell.gpu import dense, dense_fp8
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, split_fp8, union, up_down
@@ -88,7 +88,7 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
     yield dense._kernel(dtype, yes, no, overlaps)
     if capability == 90 and dtype.itemsize == 2:
         for _, tile in dense._FUSED:
-            yield dense._gate_up(dtype, tile, yes, overlaps)
+            yield dense._gate_up(dtype, dtype, tile, yes, overlaps)
 
 
 def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kernel]:
@@ -129,6 +129,9 @@ def in_fp8(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kern
     yield heavy_fp8._kernel(dtype, tiles.heavy, yes, no, heavy_fp8.CHUNK, heavy.LONG)
     yield fp8._kernel(dtype, D, no, no, no, overlaps)
     yield fp8._kernel(dtype, F, yes, yes, no, overlaps)
+    for _, tile in dense_fp8._GATE_UP:
+        yield dense._gate_up(dtype, fp8.E4M3, tile, no, overlaps)
+    yield dense_fp8._down(dtype, dense_fp8._DOWN, overlaps)
 
 
 def spills(ptx: str, capability: int) -> dict[str, int]:

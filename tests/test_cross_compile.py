@@ -43,7 +43,7 @@ def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tm
     on_hopper = capability == 90 and dtype != "float32"
     assert ("hopper_sums_kernel" in kernels) == ("_gate_up_kernel" in kernels) == on_hopper
     assert ("hopper_neurons_kernel" in kernels) == (on_hopper and shape == SHAPE)
-    in_fp8 = {"_heavy_fp8_kernel", "_round_kernel"}
+    in_fp8 = {"_heavy_fp8_kernel", "_round_kernel", "_down_fp8_kernel"}
     assert (in_fp8 <= kernels) == (capability == 90 and dtype == "bfloat16")
     some = {"hopper_sums_kernel", "hopper_neurons_kernel", "_gate_up_kernel", *in_fp8}
     assert kernels - some == in_source() - some - (ONLY_16_BITS if dtype == "float32" else set())

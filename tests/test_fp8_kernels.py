@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import twell
 from interpreted import shorten_lists
 from twell import GatedSparseFFN, gpu, reference
+from twell.gpu import dense_fp8
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split
 from twell.gpu.prefill.split_fp8 import Fp8Weights
@@ -167,3 +168,67 @@ def test_shapes_of_x() -> None:
     wide = torch.zeros(12, 64, dtype=f16)
     wide[:, :48] = x
     assert torch.equal(run(wide[:, :48], w, 0, 48), run(x, w, 0, 48))
+
+
+# -- small dense batches ----------------------------------------------------------------------------------
+
+
+def hidden_of(x: Tensor, w: list[Fp8 | None], activation: str = "relu") -> Fp8:
+    """h of a dense FFN whose GEMMs give fp16, rounded."""
+    gate, up, _ = w
+    assert gate is not None and up is not None
+    z, u = (to_fp8(x).to(f64) @ of.to(f64).T for of in (gate, up))
+    a = reference.activate(torch.relu(z).to(f16).double(), activation)
+    return to_fp8((a * u.to(f16).double()).to(f16))
+
+
+def assert_dense(y: Tensor, x: Tensor, w: list[Fp8 | None], activation: str = "relu") -> None:
+    assert w[2] is not None and y.dtype == x.dtype
+    want = hidden_of(x, w, activation).to(f64) @ w[2].to(f64).T
+    finite = want.isfinite().all(1)
+    assert torch.equal(y.isfinite().all(1), finite)
+    assert (y[finite].double() - want[finite]).norm() <= TOLERANCE * want[finite].norm()
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("M", [1, 33, 70])
+def test_small_dense_batches(M: int, activation: str) -> None:
+    """Neither D nor F fills a tile."""
+    x, w = make(M, 80, 176)
+    kept = gpu.fp8.keep(*w, None).w  # type: ignore[arg-type]
+    assert_dense(gpu.fp8.dense(x, kept, activation), x, w, activation)
+
+
+def test_depths_are_shared_among_any_number_of_programs() -> None:
+    """F has 6 steps: with 8 shares two have nothing to add. Counters of hundreds of tiles become 0."""
+    x, w = make(40, 80, 176)
+    kept = gpu.fp8.keep(*w, None).w  # type: ignore[arg-type]
+    tiles = dense_fp8.tiles_for(40, 80, 176, x.device)
+    assert tiles is not None and tiles.down is not None
+    for programs in (1, 12, 18, 24, 1000):
+        assert_dense(dense_fp8.forward(x, kept, "relu", tiles._replace(programs=programs)), x, w)
+    narrow = tiles._replace(down=tiles.down._replace(BM=16, BN=16), programs=1000)
+    assert_dense(dense_fp8.forward(x, kept, "relu", narrow), x, w)
+
+
+def test_small_batches_with_a_down_projection_by_others() -> None:
+    x, w = make(9, 80, 176)
+    kept = gpu.fp8.keep(*w, None).w  # type: ignore[arg-type]
+    tiles = dense_fp8.tiles_for(9, 80, 176, x.device)
+    assert tiles is not None
+    want = hidden_of(x, w).to(f64)
+    got = Fp8(*dense_fp8.hidden(x, kept, "relu", tiles._replace(down=None))).to(f64)
+    assert (got - want).norm() <= 2**-8 * want.norm()  # a value of h may lie between two of e4m3
+
+
+def test_small_batches_of_inf_nan_zeros_and_other_shapes() -> None:
+    x, w = make(12, 80, 176)
+    x[3, 5], x[4, 5], x[5] = float("nan"), float("inf"), 0
+    kept = gpu.fp8.keep(*w, None).w  # type: ignore[arg-type]
+    y = gpu.fp8.dense(x, kept, "relu")
+    assert_dense(y, x, w)
+    assert y.isfinite().all(1).nonzero()[:, 0].tolist() == [i for i in range(12) if i not in (3, 4)]
+    wide = torch.zeros(12, 96, dtype=f16)
+    wide[:, :80] = x
+    for same in (x.view(3, 4, 80), wide[:, :80]):
+        assert torch.equal(gpu.fp8.dense(same, kept, "relu").view(12, 80)[5:], y[5:])

@@ -17,6 +17,7 @@ from twell.evaluate.fp8 import counting, plan_all_
 from twell.evaluate.predictions import Row
 from twell.formats import TwELL
 from twell.generate import dense_twin
+from twell.gpu import dense_fp8
 from twell.gpu.prefill import gate, split_fp8
 from twell.gpu.shared.tiles import device_facts
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
@@ -103,6 +104,50 @@ def test_all_ways_give_the_meaning(workload: str, gated: bool, activation: str) 
         y = gpu.fp8.forward(x, kept.w, activation, tensors, 0, kept.layout)
         assert_right(y, x, w, activation)
         assert torch.equal(y, gpu.fp8.forward(x, kept.w, activation, tensors, 0, kept.layout))
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize(("D", "F"), [(2048, 5632), (4096, 8192), (1040, 5104), (512, 1536)])
+@pytest.mark.usefixtures("hopper")
+def test_small_dense_batches(D: int, F: int, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels for them, of every tile, and by cuBLAS: as far from the meaning, and the same bits every time."""
+    inputs, found = cases.make("skew300", 400, D, F, dtype=torch.bfloat16, device="cuda"), set()
+    x, w = inputs.x, in_fp8(inputs)
+    kept = gpu.fp8.keep(*w, None).w
+    ys, tiles_for = {}, dense_fp8.tiles_for
+    numbers = (1, 7, 63, 64, 65, 80, 100, 128, 129, 192, 200, 256, 257, 384, 385, 400)
+    for M in numbers:
+        ys[M] = gpu.fp8.dense(x[:M], kept, activation)
+        assert torch.equal(ys[M], gpu.fp8.dense(x[:M], kept, activation))
+        tiles = tiles_for(M, D, F, x.device)
+        if tiles is not None:
+            found.add(tiles.gate_up)
+            by_others = gpu.fp8.small(x[:M], kept, activation, tiles._replace(down=None))
+            assert ffn.relative_error(by_others, ys[M].double()) < 0.01
+    assert len(found) == len(dense_fp8._GATE_UP) or F != 5632
+    monkeypatch.setattr(dense_fp8, "tiles_for", lambda *_: None)
+    for M in numbers:
+        truth = reference.fp8_forward(x[:M], *w, activation)
+        by_cublas = gpu.fp8.dense(x[:M], kept, activation)
+        assert ffn.relative_error(ys[M], truth) <= 1.2 * ffn.relative_error(by_cublas, truth) < 0.06
+        assert ffn.relative_error(ys[M], by_cublas.double()) < 0.04  # some values of h are rounded the other way
+
+
+@pytest.mark.usefixtures("hopper")
+def test_small_dense_batches_of_inf_nan_and_in_graphs() -> None:
+    inputs = cases.make("skew100", 40, 2048, 5632, dtype=torch.bfloat16, device="cuda")
+    x, kept = inputs.x, gpu.fp8.keep(*in_fp8(inputs), None).w
+    x[3, 5], x[4, 5], x[5] = torch.nan, torch.inf, 0
+    assert dense_fp8.tiles_for(40, 2048, 5632, x.device) is not None
+    y = gpu.fp8.dense(x, kept, "relu")
+    assert y.isfinite().all(1).nonzero()[:, 0].tolist() == [i for i in range(40) if i not in (3, 4)]
+    assert not y[5].any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [gpu.fp8.dense(x, kept, "relu") for _ in range(3)]
+    for _ in range(20):
+        graph.replay()
+    assert all(torch.equal(t[5:], y[5:]) for t in captured)
 
 
 @pytest.mark.usefixtures("hopper")

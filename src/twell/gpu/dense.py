@@ -19,20 +19,23 @@ from torch import Tensor
 from twell import reference
 from twell.gpu.shared.launch import ANY, INTERPRETED, LONG_MULTIPLE, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.replay import Matrix, Recorded, Space
-from twell.gpu.shared.tiles import GateTile, device_facts, relu, start_after
+from twell.gpu.shared.tiles import GateTile, device_facts, prefetch, relu, start_after
 from twell.gpu.training.activation import activate, activation_gradients_
 from twell.gpu.training.statistics import write_statistics
 from twell.reference import Gradients, Weights
 from twell.saved import saved_length
 
 _BLOCK = 2048
-_FUSED = (  # from so many tokens on; the first of which the processors hold all tiles at once. Measured on an H200
+FusedTiles = tuple[tuple[int, GateTile], ...]  # from so many tokens on
+_FUSED: FusedTiles = (  # measured on an H200
     (1, GateTile(64, 64, 128, 4, 4)),
     (81, GateTile(128, 64, 64, 4, 6)),
     (1, GateTile(64, 128, 64, 4, 4)),
     (1, GateTile(128, 128, 64, 8, 4)),
 )
-_FUSED_INTERPRETED = GateTile(32, 32, 32, 4, 2)
+FUSED_INTERPRETED = GateTile(32, 32, 32, 4, 2)
+PART = 1024  # elements of Wd that a thread asks for at once
+_PART, _THREADS, _INTERPRETED = tl.constexpr(PART), tl.constexpr(128), tl.constexpr(INTERPRETED)
 _QUICK_ROWS = 256  # cuBLAS takes 15.5 us for the down projection of 200 tokens, 12.9 for that of 256
 _SLOW_ROWS = 192  # and fewer are as quick as they should be
 
@@ -67,18 +70,37 @@ def _launch(space: Space, z: Tensor, u: Tensor | None, squared: bool) -> tuple[T
 
 
 @triton.jit
+def _prepare_down(i_down, o_counters, n_parts, n_counters):
+    """Wd on its way to the L2 cache, while nothing else comes from memory; and counters for its kernel."""
+    at = tl.program_id(0) * _THREADS + tl.arange(0, _THREADS)
+    if not _INTERPRETED:
+        for first in range(0, n_parts, tl.num_programs(0) * _THREADS):
+            prefetch(i_down, first + at, first + at < n_parts, _PART, 0)
+    for first in range(0, n_counters, tl.num_programs(0) * _THREADS):
+        tl.store(o_counters + first + at, tl.zeros((_THREADS,), tl.int32), mask=first + at < n_counters)
+
+
+@triton.jit
 def _gate_up_kernel(
     i_x,  # [M, D], by the copy engine, like the weights [F, D]
     i_gate,
     i_up,
+    i_x_scale,  # SCALED: fp32 [M], of rows of x in e4m3; likewise [F] of the weights'
+    i_gate_scale,
+    i_up_scale,
+    i_down,  # of which n_parts parts are asked for
+    o_counters,  # int32 [n_counters], become 0
     o_h,  # [M, F]
     M,
     D,
     F,
+    n_parts,
+    n_counters,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     SQUARED: tl.constexpr,
+    SCALED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """A tile of h a program."""
@@ -89,35 +111,81 @@ def _gate_up_kernel(
     u = tl.zeros((BM, BN), tl.float32)
     for k in range(0, D, BK):
         x = i_x.load([m * BM, k])
-        z = tl.dot(x, i_gate.load([n * BN, k]).T, z)
-        u = tl.dot(x, i_up.load([n * BN, k]).T, u)
+        gate = i_gate.load([n * BN, k])
+        up = i_up.load([n * BN, k])
+        if SCALED and _INTERPRETED:  # which multiplies no e4m3
+            x = x.to(tl.float16)
+            gate = gate.to(tl.float16)
+            up = up.to(tl.float16)
+        z = tl.dot(x, gate.T, z)
+        u = tl.dot(x, up.T, u)
     dtype = o_h.dtype.element_ty
+    row, col = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
+    _prepare_down(i_down, o_counters, n_parts, n_counters)
+    if SCALED:
+        x_scale = tl.load(i_x_scale + row, mask=row < M, other=0.0)[:, None]
+        z = z * x_scale * tl.load(i_gate_scale + col, mask=col < F, other=0.0)[None, :]
+        u = u * x_scale * tl.load(i_up_scale + col, mask=col < F, other=0.0)[None, :]
+        u = u.to(dtype).to(tl.float32)  # as cuBLAS gives it
     a = relu(z).to(dtype).to(tl.float32)
     if SQUARED:
         a = a * a
-    row, col = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
     inside = (row[:, None] < M) & (col[None, :] < F)
     tl.store(o_h + row[:, None].to(tl.int64) * F + col[None, :], (a * u).to(dtype), mask=inside)
 
 
 @functools.cache
-def _gate_up(dtype: torch.dtype, tile: GateTile, squared: bool, overlaps: bool) -> Kernel:
+def _gate_up(dtype: torch.dtype, factors: torch.dtype, tile: GateTile, squared: bool, overlaps: bool) -> Kernel:
+    """``factors``: the dtype of x and the weights, e4m3 or that of h."""
     BM, BN, BK, warps, stages = tile
-    blocks = (Descriptor(dtype, (rows, BK)) for rows in (BM, BN, BN))
-    constants = {"BM": BM, "BN": BN, "BK": BK, "SQUARED": squared, "OVERLAPS": overlaps}
-    return Kernel(_gate_up_kernel, (*blocks, dtype, ANY, MULTIPLE, MULTIPLE), constants, warps=warps, stages=stages)
+    blocks = (Descriptor(factors, (rows, BK)) for rows in (BM, BN, BN))
+    tensors = *[torch.float32] * 3, factors, torch.int32, dtype
+    scaled = factors != dtype
+    constants = {"BM": BM, "BN": BN, "BK": BK, "SQUARED": squared, "SCALED": scaled, "OVERLAPS": overlaps}
+    numbers = ANY, MULTIPLE, MULTIPLE, ANY, ANY
+    return Kernel(_gate_up_kernel, (*blocks, *tensors, *numbers), constants, warps=warps, stages=stages)
+
+
+def gate_up(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    h: Tensor,
+    squared: bool,
+    tile: GateTile,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    down: Tensor | None = None,
+    counters: Tensor | None = None,
+) -> None:
+    """Write h [M, F] for x [M, D] and weights [F, D].
+
+    ``scales``: of x, gate and up, which are e4m3 then. ``down`` goes to the L2 cache while h is written, ``counters``
+    (int32) become 0."""
+    (M, D), F = x.shape, len(gate)
+    kernel = _gate_up(h.dtype, x.dtype, tile, squared, can_overlap())
+    others = 0 if down is None else down, 0 if counters is None else counters
+    lengths = 0 if down is None else down.numel() // PART, 0 if counters is None else counters.numel()
+    programs = ceil_div(M, tile.BM) * ceil_div(F, tile.BN)
+    kernel(programs, Matrix(x), Matrix(gate), Matrix(up), *(scales or (0, 0, 0)), *others, h, M, D, F, *lengths)
 
 
 @Recorded
 def _launch_gate_up(
     space: Space, x: Tensor, gate: Tensor, up: Tensor, h: Tensor, squared: bool, tile: GateTile
 ) -> tuple[Tensor, ...]:
-    F, D = gate.shape
-    x = x.view(-1, D)
-    M = len(x)
-    kernel = _gate_up(x.dtype, tile, squared, can_overlap())
-    kernel(ceil_div(M, tile.BM) * ceil_div(F, tile.BN), Matrix(x), Matrix(gate), Matrix(up), h, M, D, F)
+    gate_up(x.view(-1, x.shape[-1]), gate, up, h, squared, tile)
     return ()
+
+
+def fused_tile(table: FusedTiles, M: int, D: int, F: int, device: int) -> GateTile | None:
+    """The first of a table for so many tokens of which the processors hold all tiles at once, on measured shapes."""
+    of, processors = device_facts(device)
+    if of != 90 or not 32 * processors <= F <= 64 * processors or not 1024 <= D <= 4096:  # others were not measured
+        return None
+    for least, tile in table:
+        if least <= M and processors // 2 <= ceil_div(M, tile.BM) * ceil_div(F, tile.BN) <= processors:
+            return tile
+    return None
 
 
 def _fused_tile(x: Tensor, w: Weights) -> GateTile | None:
@@ -134,14 +202,8 @@ def _fused_tile(x: Tensor, w: Weights) -> GateTile | None:
     if M == 0 or F % 16 or D % 16 or (x.data_ptr() | gate.data_ptr() | up.data_ptr()) % 16:
         return None
     if INTERPRETED:
-        return _FUSED_INTERPRETED if x.dtype == torch.float16 else None
-    of, processors = device_facts(x.device.index)
-    if of != 90 or not 32 * processors <= F <= 64 * processors or not 1024 <= D <= 4096:  # others were not measured
-        return None
-    for least, tile in _FUSED:
-        if least <= M and processors // 2 <= ceil_div(M, tile.BM) * ceil_div(F, tile.BN) <= processors:
-            return tile
-    return None
+        return FUSED_INTERPRETED if x.dtype == torch.float16 else None
+    return fused_tile(_FUSED, M, D, F, x.device.index)
 
 
 def infer(x: Tensor, w: Weights, activation: str) -> Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from twell.gpu import dense_fp8
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split, aligned
 from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
@@ -86,12 +87,15 @@ def forward(
 
 
 def dense(x: Tensor, w: Fp8Weights, activation: str) -> Tensor:
-    """y [..., D] for x [..., D]; GEMMs by cuBLAS."""
+    """y [..., D] for x [..., D]; GEMMs by cuBLAS, but for small batches."""
     given, x = x, aligned(x)
     D, dtype = x.shape[-1], x.dtype
     M = x.numel() // D
     if M == 0:
         return torch.empty_like(given)
+    tiles = None if w.up is None else dense_fp8.tiles_for(M, D, len(w.gate), x.device)
+    if tiles is not None:
+        return small(x, w, activation, tiles)
     q, scale = rounded = room_for(M, D, x.new_empty)
     _round((x.shape, x.stride(-2), dtype), (x, *rounded))
     z = multiplied(q, scale, w.gate, w.gate_scale, dtype)
@@ -99,6 +103,14 @@ def dense(x: Tensor, w: Fp8Weights, activation: str) -> Tensor:
     q, scale = rounded = room_for(M, z.shape[1], x.new_empty)
     _round_hidden((z.shape, dtype, u is None, activation), (z, u, *rounded), activation == "relu2")
     return multiplied(q, scale, w.model_down, w.down_scale, dtype).view(x.shape)
+
+
+def small(x: Tensor, w: Fp8Weights, activation: str, tiles: dense_fp8.SmallTiles) -> Tensor:
+    """As ``dense``, of a gated FFN, by kernels for small batches."""
+    if tiles.down is not None:
+        return dense_fp8.forward(x, w, activation, tiles)
+    h = dense_fp8.hidden(x, w, activation, tiles)
+    return multiplied(*h, w.model_down, w.down_scale, x.dtype).view(x.shape)
 
 
 def multiplied(q: Tensor, scale: Tensor, rows: Tensor, of_rows: Tensor, dtype: torch.dtype) -> Tensor:

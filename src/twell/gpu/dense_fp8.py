@@ -1,0 +1,202 @@
+"""Small dense batches of a gated FFN with FP8 weights, in four launches: see ``fp8.dense`` for others.
+
+    x in e4m3    h = a(x Wg^T) * (x Wu^T), by dense.py    h in e4m3    y = h Wd^T
+
+y has few tiles (32 of 64 columns at D 2048), so programs share their depth: fp32 sums in a workspace, which the last of
+a tile's programs adds, always in the same order. Wd is on its way to the L2 cache before h is rounded.
+
+Bytes, D 2048, F 5632: 35 MB of weights, 8.5 us at 4.1 TB/s; sums of 64 tokens in 4 shares 2 MB, in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from twell.gpu.dense import FUSED_INTERPRETED, FusedTiles, fused_tile, gate_up
+from twell.gpu.prefill.split_fp8 import Fp8Weights
+from twell.gpu.shared.fp8 import room_for, round_rows
+from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
+from twell.gpu.shared.replay import Matrix, Recorded, Space
+from twell.gpu.shared.tiles import GateTile, device_facts, start_after
+from twell.reference import E4M3
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_MOST_SHARES = 8  # of a tile's depth
+
+
+class SmallTiles(NamedTuple):
+    gate_up: GateTile
+    down: GateTile | None  # None: the down projection is cuBLAS's
+    programs: int  # of the down projection, as many as run at once
+    prefetches: bool = True  # Wd, while h is written
+
+
+_GATE_UP: FusedTiles = (  # not measured yet
+    (1, GateTile(64, 64, 256, 4, 4)),
+    (81, GateTile(128, 64, 128, 4, 6)),
+    (1, GateTile(64, 128, 128, 4, 5)),
+    (1, GateTile(128, 128, 128, 8, 4)),
+)
+_DOWN = GateTile(64, 64, 128, 4, 6)
+
+
+def tiles_for(M: int, D: int, F: int, device: torch.device) -> SmallTiles | None:
+    """None: not for such batches."""
+    if INTERPRETED:
+        return SmallTiles(FUSED_INTERPRETED, FUSED_INTERPRETED, 12)
+    tile = fused_tile(_GATE_UP, M, D, F, device.index)
+    return None if tile is None else SmallTiles(tile, _DOWN, device_facts(device.index)[1])
+
+
+@triton.jit
+def _down_fp8_kernel(
+    i_h,  # e4m3 [M, F], by the copy engine, like Wd
+    i_down,  # e4m3 [D, F]
+    i_h_scale,  # fp32 [M]
+    i_down_scale,  # fp32 [D]
+    m_sums,  # fp32 [shares, M, D]; one share: unused
+    m_counters,  # int32 [tiles], 0 at first; likewise
+    o_y,  # [M, D]
+    M,
+    D,
+    F,
+    shares,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """A share of a tile of y a program."""
+    start_after(OVERLAPS)
+    tile, share = tl.program_id(0) // shares, tl.program_id(0) % shares
+    tiles_m = tl.cdiv(M, BM)
+    m, n = tile % tiles_m, tile // tiles_m
+    depth = tl.cdiv(tl.cdiv(F, BK), shares) * BK
+    y = tl.zeros((BM, BN), tl.float32)
+    for k in range(share * depth, min((share + 1) * depth, F), BK):
+        h = i_h.load([m * BM, k])
+        down = i_down.load([n * BN, k])
+        if _INTERPRETED:  # which multiplies no e4m3
+            h = h.to(tl.float16)
+            down = down.to(tl.float16)
+        y = tl.dot(h, down.T, y)
+    row, col = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
+    inside = (row[:, None] < M) & (col[None, :] < D)
+    at = row[:, None].to(tl.int64) * D + col[None, :]
+    is_last = shares == 1
+    if shares > 1:
+        size = M.to(tl.int64) * D
+        tl.store(m_sums + share * size + at, y, mask=inside)
+        tl.debug_barrier()  # one thread speaks for the program
+        is_last = tl.atomic_add(m_counters + tile, 1, sem="acq_rel", scope="gpu") == shares - 1
+        if is_last:
+            tl.debug_barrier()
+            y = tl.zeros((BM, BN), tl.float32)
+            for other in range(shares):
+                y += tl.load(m_sums + other * size + at, mask=inside, other=0.0)
+    if is_last:
+        y = y * tl.load(i_h_scale + row, mask=row < M, other=0.0)[:, None]
+        y = y * tl.load(i_down_scale + col, mask=col < D, other=0.0)[None, :]
+        tl.store(o_y + at, y.to(o_y.dtype.element_ty), mask=inside)
+
+
+@functools.cache
+def _down(dtype: torch.dtype, tile: GateTile, overlaps: bool) -> Kernel:
+    BM, BN, BK, warps, stages = tile
+    blocks = (Descriptor(E4M3, (rows, BK)) for rows in (BM, BN))
+    tensors = *[torch.float32] * 3, torch.int32, dtype
+    constants = {"BM": BM, "BN": BN, "BK": BK, "OVERLAPS": overlaps}
+    numbers = ANY, MULTIPLE, MULTIPLE, ANY
+    return Kernel(_down_fp8_kernel, (*blocks, *tensors, *numbers), constants, warps=warps, stages=stages)
+
+
+def forward(x: Tensor, w: Fp8Weights, activation: str, tiles: SmallTiles) -> Tensor:
+    """y [..., D] for x [..., D], whose rows lie apart at multiples of 16 elements."""
+    y = x.new_empty(x.shape)
+    key = (x.shape, x.stride(-2), x.dtype, len(w.gate), activation, tiles)
+    weights = (*w[:4], w.model_down, w.down_scale)
+    _launch(key, (x, y, *weights), activation == "relu2", tiles)
+    return y
+
+
+def hidden(x: Tensor, w: Fp8Weights, activation: str, tiles: SmallTiles) -> tuple[Tensor, Tensor]:
+    """h in e4m3 and its scales, for a down projection by others."""
+    out = room_for(x.numel() // x.shape[-1], len(w.gate), x.new_empty)
+    key = (x.shape, x.stride(-2), x.dtype, len(w.gate), activation, tiles)
+    _launch_hidden(key, (x, *w[:4], w.model_down, *out), activation == "relu2", tiles)
+    return out
+
+
+@Recorded
+def _launch(
+    space: Space,
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    squared: bool,
+    tiles: SmallTiles,
+) -> tuple[Tensor, ...]:
+    D, F = down.shape
+    M, tile = x.numel() // D, tiles.down
+    assert tile is not None
+    n_tiles = ceil_div(M, tile.BM) * ceil_div(D, tile.BN)
+    shares = max(1, min(tiles.programs // n_tiles, _MOST_SHARES))
+    sums = space.take(shares, M, D, dtype=torch.float32) if shares > 1 else None
+    counters = space.take(n_tiles, dtype=torch.int32) if shares > 1 else None
+    h, scale = out = room_for(M, F, space.take)
+    _write_hidden(space, x, (gate, gate_scale), (up, up_scale), down, counters, out, squared, tiles)
+    given = 0 if sums is None else sums, 0 if counters is None else counters
+    kernel = _down(y.dtype, tile, can_overlap())
+    kernel(n_tiles * shares, Matrix(h), Matrix(down), scale, down_scale, *given, y, M, D, F, shares)
+    return ()
+
+
+@Recorded
+def _launch_hidden(
+    space: Space,
+    x: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    down: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    squared: bool,
+    tiles: SmallTiles,
+) -> tuple[Tensor, ...]:
+    _write_hidden(space, x, (gate, gate_scale), (up, up_scale), down, None, (q, scale), squared, tiles)
+    return ()
+
+
+def _write_hidden(
+    space: Space,
+    x: Tensor,
+    gate: tuple[Tensor, Tensor],
+    up: tuple[Tensor, Tensor],
+    down: Tensor,
+    counters: Tensor | None,
+    out: tuple[Tensor, Tensor],
+    squared: bool,
+    tiles: SmallTiles,
+) -> None:
+    """h in e4m3 and its scales into ``out``; ``counters`` become 0."""
+    x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+    M, D = x.shape
+    q, scale = room_for(M, D, space.take)
+    h = space.take(M, len(gate[0]))
+    round_rows(x, (q, scale))
+    wanted = down if tiles.prefetches else None
+    gate_up(q, gate[0], up[0], h, squared, tiles.gate_up, (scale, gate[1], up[1]), wanted, counters)
+    round_rows(h, out)
