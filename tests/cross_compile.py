@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from twell.formats import n_tiles
 from twell.gpu import dense, dense_fp8
 from twell.gpu.decode import few as decode
+from twell.gpu.decode import few_fp8
 from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, split_fp8, union, up_down
 from twell.gpu.shared import fp8, rows
@@ -96,14 +97,18 @@ def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[
     overlaps, flags = capability >= 90, (True, False, False, False)
     if dtype != torch.float32:
         yield from decode._kernels_of_one(dtype, D, F, False, flags, overlaps)
-    has_hopper = few_tiles.why_not_hopper(capability) is None
-    for in_triton in (False, True) if has_hopper else (True,):
-        if in_triton and has_hopper:
+    why_not, in_fp8 = few_tiles.why_not_hopper, capability == 90 and dtype == torch.bfloat16
+    for in_triton in (False, True) if why_not(capability) is None else (True,):
+        if in_triton:
             few_tiles.why_not_hopper = lambda *_: "compiled for other versions of Triton"  # type: ignore[assignment]
         for M in FEW_TOKENS:
             tiles = few_tiles.tiles_for(M, D, F, element_size=dtype.itemsize, capability=capability)
             for settled in (False, True) if isinstance(tiles[0], few_tiles.HopperTile) else (False,):
                 yield from decode.kernels_of(dtype, M, D, *tiles, settled, False, flags, overlaps)
+            of_fp8 = few_tiles.fp8_tiles_for(M, D, F, capability=capability)
+            for settled in (False, True) if isinstance(of_fp8[0], few_tiles.HopperTile) else (False,):
+                if in_fp8:
+                    yield from few_fp8.kernels_of(dtype, M, D, *of_fp8, settled, (True, False), overlaps)
 
 
 def between(capability: int, dtype: torch.dtype, F: int) -> Iterator[Kernel]:
@@ -131,7 +136,8 @@ def in_fp8(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kern
     yield fp8._kernel(dtype, F, yes, yes, no, overlaps)
     for _, tile in dense_fp8._GATE_UP:
         yield dense._gate_up(dtype, fp8.E4M3, tile, no, overlaps)
-    yield dense_fp8._down(dtype, dense_fp8._DOWN, overlaps)
+    for _, tile in dense_fp8._DOWN:
+        yield dense_fp8._down(dtype, tile, overlaps)
 
 
 def spills(ptx: str, capability: int) -> dict[str, int]:

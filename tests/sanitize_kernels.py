@@ -12,6 +12,7 @@ from torch import Tensor
 
 from twell import gpu, reference
 from twell.gpu import fp8 as gpu_fp8
+from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
 from twell.plan import Plan, dense_plan
 from twell.reference import Weights
@@ -51,8 +52,12 @@ def fp8_layer(M: int, D: int, F: int) -> None:
         plan = Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap, first=cap // 2, min_tokens=0).on(x.device)
         layout = split_fp8.lay_out(rows, plan, n_hot, x.dtype)
         for least in (0, M + 1):
-            y = gpu_fp8.forward(x, rows, "relu", plan, least, layout)
+            y = gpu_fp8.forward(x, rows, "relu", plan, 0, least, layout)
             assert (y.double() - truth).norm() <= 5e-2 * truth.norm(), (M, D, F, n_hot, least)
+    for few in (1, 8, 16, 33, 64):
+        for settled in (False, True):
+            y = few_fp8.forward(x[:few], rows, "relu", settled=settled)
+            assert (y.double() - truth[:few]).norm() <= 5e-2 * truth[:few].norm(), (few, D, F)
 
 
 def main() -> None:

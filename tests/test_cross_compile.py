@@ -20,7 +20,11 @@ SHAPE, LARGE_SHAPE = (2048, 5632), (8192, 28672)  # of a 1.5B and of a 70B model
 CASES = [(capability, "bfloat16", SHAPE) for capability in SHARED_KIB if capability != 89]
 CASES += [(90, "float32", SHAPE), (90, "bfloat16", LARGE_SHAPE)]
 ONLY_16_BITS = {"screened_neurons_kernel", "sum_kernel", "_marks_kernel", "_up_kernel", "_down_kernel"}
-SPILLED = {"neurons_kernel": 32, "screened_neurons_kernel": 128}  # bytes, for another program a processor
+SPILLED = {
+    "neurons_kernel": 32,
+    "screened_neurons_kernel": 128,
+    "hopper_fp8_sums_kernel": 8,
+}  # bytes, for another program a processor
 SPILLED_IN_FLOAT32 = {"_heavy_kernel": 24}  # likewise, before Hopper
 MORE = [(89, "bfloat16", SHAPE), (86, "float32", SHAPE), (90, "float16", SHAPE)]  # nearly the same as others
 
@@ -43,9 +47,10 @@ def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tm
     on_hopper = capability == 90 and dtype != "float32"
     assert ("hopper_sums_kernel" in kernels) == ("_gate_up_kernel" in kernels) == on_hopper
     assert ("hopper_neurons_kernel" in kernels) == (on_hopper and shape == SHAPE)
-    in_fp8 = {"_heavy_fp8_kernel", "_round_kernel", "_down_fp8_kernel"}
+    in_fp8 = {"_heavy_fp8_kernel", "_round_kernel", "_down_fp8_kernel", "hopper_fp8_sums_kernel"}
     assert (in_fp8 <= kernels) == (capability == 90 and dtype == "bfloat16")
-    some = {"hopper_sums_kernel", "hopper_neurons_kernel", "_gate_up_kernel", *in_fp8}
+    assert ("hopper_fp8_neurons_kernel" in kernels) == (in_fp8 <= kernels and shape == SHAPE)
+    some = {"hopper_sums_kernel", "hopper_neurons_kernel", "hopper_fp8_neurons_kernel", "_gate_up_kernel", *in_fp8}
     assert kernels - some == in_source() - some - (ONLY_16_BITS if dtype == "float32" else set())
     spilled = SPILLED
     if dtype == "float32":

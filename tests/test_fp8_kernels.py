@@ -15,11 +15,12 @@ import twell
 from interpreted import shorten_lists
 from twell import GatedSparseFFN, gpu, reference
 from twell.gpu import dense_fp8
+from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split
 from twell.gpu.prefill.split_fp8 import Fp8Weights
 from twell.gpu.shared import fp8
-from twell.plan import Plan, dense_plan
+from twell.plan import Plan, dense_plan, tokens_of
 from twell.quantize import quantize_
 from twell.reference import Fp8, to_fp8
 
@@ -107,8 +108,8 @@ def test_what_a_layer_keeps() -> None:
     tensors = plan.on(x.device)
     kept = gpu.fp8.keep(*w, tensors, f16)  # type: ignore[arg-type]
     assert sum(t.nbytes for t in kept.derived()) == 272 * 48 + 2 * 128 * 52 + 128 * 48 * 2 + 144 * 52
-    assert_right(gpu.fp8.forward(x, kept.w, "relu", tensors, 0, kept.layout), x, w)
-    assert gpu.fp8.forward(x[:0], kept.w, "relu", tensors, 0, kept.layout).shape == (0, 48)
+    assert_right(gpu.fp8.forward(x, kept.w, "relu", tensors, 0, 0, kept.layout), x, w)
+    assert gpu.fp8.forward(x[:0], kept.w, "relu", tensors, 0, 0, kept.layout).shape == (0, 48)
     for dense in (None, dense_plan(272).on(x.device)):
         assert gpu.fp8.keep(*w, dense).derived() == ()  # type: ignore[arg-type]
     _, other = make(20, 48, 272)
@@ -204,21 +205,46 @@ def test_depths_are_shared_among_any_number_of_programs() -> None:
     x, w = make(40, 80, 176)
     kept = gpu.fp8.keep(*w, None).w  # type: ignore[arg-type]
     tiles = dense_fp8.tiles_for(40, 80, 176, x.device)
-    assert tiles is not None and tiles.down is not None
+    assert tiles is not None
     for programs in (1, 12, 18, 24, 1000):
         assert_dense(dense_fp8.forward(x, kept, "relu", tiles._replace(programs=programs)), x, w)
     narrow = tiles._replace(down=tiles.down._replace(BM=16, BN=16), programs=1000)
     assert_dense(dense_fp8.forward(x, kept, "relu", narrow), x, w)
 
 
-def test_small_batches_with_a_down_projection_by_others() -> None:
-    x, w = make(9, 80, 176)
-    kept = gpu.fp8.keep(*w, None).w  # type: ignore[arg-type]
-    tiles = dense_fp8.tiles_for(9, 80, 176, x.device)
-    assert tiles is not None
-    want = hidden_of(x, w).to(f64)
-    got = Fp8(*dense_fp8.hidden(x, kept, "relu", tiles._replace(down=None))).to(f64)
-    assert (got - want).norm() <= 2**-8 * want.norm()  # a value of h may lie between two of e4m3
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("M", [1, 5, 17, 64])
+def test_few_tokens(M: int, gated: bool, activation: str) -> None:
+    x, w = make(M, 80, 176, gated=gated)
+    kept = Fp8Weights.of(*w, by_neurons=True)  # type: ignore[arg-type]
+    assert_right(few_fp8.forward(x, kept, activation), x, w, activation)
+
+
+def test_few_tokens_of_inf_nan_zeros_and_other_shapes() -> None:
+    x, w = make(12, 80, 176)
+    x[3, 5], x[4, 5], x[5] = float("nan"), float("inf"), 0
+    kept = Fp8Weights.of(*w, by_neurons=True)  # type: ignore[arg-type]
+    y = few_fp8.forward(x, kept, "relu")
+    assert_right(y, x, w)
+    assert y.isfinite().all(1).nonzero()[:, 0].tolist() == [i for i in range(12) if i not in (3, 4)]
+    wide = torch.zeros(12, 96, dtype=f16)
+    wide[:, :80] = x
+    for same in (x.view(3, 4, 80), wide[:, :80]):
+        assert torch.equal(few_fp8.forward(same, kept, "relu").view(12, 80)[5:], y[5:])
+
+
+def test_a_layer_runs_few_tokens_sparsely() -> None:
+    """Also where large batches are dense: Wd lies neuron by neuron then, too."""
+    x, w = make(20, 80, 176)
+    plan = dense_plan(176, few_tokens=16).on(x.device)
+    kept = gpu.fp8.keep(*w, plan, f16)  # type: ignore[arg-type]
+    assert kept.w.down is not None and kept.layout is None and len(kept.derived()) == 1
+    few, _, least = tokens_of(plan)
+    assert few == 16
+    for M in (0, 1, 16):
+        assert_right(gpu.fp8.forward(x[:M], kept.w, "relu", plan, few, least, None), x[:M], w)
+    assert_dense(gpu.fp8.forward(x, kept.w, "relu", plan, few, least, None), x, w)
 
 
 def test_small_batches_of_inf_nan_zeros_and_other_shapes() -> None:

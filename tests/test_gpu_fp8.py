@@ -18,6 +18,7 @@ from twell.evaluate.predictions import Row
 from twell.formats import TwELL
 from twell.generate import dense_twin
 from twell.gpu import dense_fp8
+from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import gate, split_fp8
 from twell.gpu.shared.tiles import device_facts
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
@@ -101,9 +102,9 @@ def test_all_ways_give_the_meaning(workload: str, gated: bool, activation: str) 
         plan = Plan(n_neurons=5632, hot=torch.randperm(5632)[:n_hot], cap=cap, first=32, min_tokens=0)
         tensors = plan.on(x.device)
         kept = gpu.fp8.keep(*w, tensors)
-        y = gpu.fp8.forward(x, kept.w, activation, tensors, 0, kept.layout)
+        y = gpu.fp8.forward(x, kept.w, activation, tensors, 0, 0, kept.layout)
         assert_right(y, x, w, activation)
-        assert torch.equal(y, gpu.fp8.forward(x, kept.w, activation, tensors, 0, kept.layout))
+        assert torch.equal(y, gpu.fp8.forward(x, kept.w, activation, tensors, 0, 0, kept.layout))
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
@@ -111,20 +112,18 @@ def test_all_ways_give_the_meaning(workload: str, gated: bool, activation: str) 
 @pytest.mark.usefixtures("hopper")
 def test_small_dense_batches(D: int, F: int, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels for them, of every tile, and by cuBLAS: as far from the meaning, and the same bits every time."""
-    inputs, found = cases.make("skew300", 400, D, F, dtype=torch.bfloat16, device="cuda"), set()
+    inputs = cases.make("skew300", 512, D, F, dtype=torch.bfloat16, device="cuda")
+    found: set[Any] = set()
     x, w = inputs.x, in_fp8(inputs)
     kept = gpu.fp8.keep(*w, None).w
-    ys, tiles_for = {}, dense_fp8.tiles_for
-    numbers = (1, 7, 63, 64, 65, 80, 100, 128, 129, 192, 200, 256, 257, 384, 385, 400)
+    ys: dict[int, Tensor] = {}
+    numbers = (1, 7, 63, 64, 65, 80, 100, 128, 129, 192, 200, 256, 257, 384, 385, 512)
     for M in numbers:
         ys[M] = gpu.fp8.dense(x[:M], kept, activation)
         assert torch.equal(ys[M], gpu.fp8.dense(x[:M], kept, activation))
-        tiles = tiles_for(M, D, F, x.device)
-        if tiles is not None:
-            found.add(tiles.gate_up)
-            by_others = gpu.fp8.small(x[:M], kept, activation, tiles._replace(down=None))
-            assert ffn.relative_error(by_others, ys[M].double()) < 0.01
-    assert len(found) == len(dense_fp8._GATE_UP) or F != 5632
+        tiles = dense_fp8.tiles_for(M, D, F, x.device)
+        found |= set() if tiles is None else {tiles.gate_up, tiles.down}
+    assert len(found) == len({*dense_fp8._GATE_UP, *dense_fp8._DOWN}) or F != 5632
     monkeypatch.setattr(dense_fp8, "tiles_for", lambda *_: None)
     for M in numbers:
         truth = reference.fp8_forward(x[:M], *w, activation)
@@ -150,6 +149,54 @@ def test_small_dense_batches_of_inf_nan_and_in_graphs() -> None:
     assert all(torch.equal(t[5:], y[5:]) for t in captured)
 
 
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize(
+    ("D", "F", "gated"), [(2048, 5632, True), (1040, 5104, True), (4096, 14336, True), (512, 1536, False)]
+)
+@pytest.mark.usefixtures("hopper")
+def test_few_tokens(D: int, F: int, gated: bool, activation: str) -> None:
+    """By every kernel: one layer after the other, each with weights of its own, while the one before it ends."""
+    inputs = cases.make("skew29" if F > 2000 else "skew100", 64, D, F, dtype=torch.bfloat16, device="cuda")
+    x, w = inputs.x, in_fp8(inputs, gated)
+    x[1] *= 1000
+    x[2] /= 1000
+    rows = [gpu.fp8.Fp8Weights.of(*w, by_neurons=True) for _ in range(3)]
+    for M in (1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 64):
+        ys = [few_fp8.forward(x[:M], v, activation, settled=settled) for settled in (False, True) for v in rows]
+        assert_right(ys[0], x[:M], w, activation)
+        assert all(torch.equal(y, ys[0]) for y in ys)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain = x[:M]
+            for v in rows * 2:
+                chain = few_fp8.forward(chain, v, activation, settled=True)
+        graph.replay()
+        expected = x[:M]
+        for v in rows * 2:
+            expected = few_fp8.forward(expected, v, activation)
+            torch.cuda.synchronize()
+        assert torch.equal(chain, expected)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_tokens_of_inf_nan_zeros_and_all_neurons() -> None:
+    inputs = cases.make("skew100", 64, 2048, 5632, dtype=torch.bfloat16, device="cuda")
+    x, w = inputs.x, in_fp8(inputs)
+    rows = gpu.fp8.Fp8Weights.of(*w, by_neurons=True)
+    for M in (8, 16, 32, 64):
+        y = few_fp8.forward(x[:M] * 0, rows, "relu")
+        assert not y.any()
+        bad = x[:M].clone()
+        bad[1, 5], bad[2, 5], bad[3] = torch.nan, torch.inf, 0
+        y = few_fp8.forward(bad, rows, "relu", settled=True)
+        assert y.isfinite().all(1).nonzero()[:, 0].tolist() == [i for i in range(M) if i not in (1, 2)]
+        assert_right(y[4:], bad[4:], w)
+    always = (to_fp8(inputs.w_gate.abs()), *w[1:])
+    rows = gpu.fp8.Fp8Weights.of(*always, by_neurons=True)
+    for M in (1, 8, 16, 32, 64):
+        assert_right(few_fp8.forward(x[:M].abs(), rows, "relu", settled=True), x[:M].abs(), always)
+
+
 @pytest.mark.usefixtures("hopper")
 def test_inf_nan_zeros_and_empty_batches() -> None:
     inputs = cases.make("skew100", 300, 512, 1536, dtype=torch.bfloat16, device="cuda")
@@ -159,9 +206,9 @@ def test_inf_nan_zeros_and_empty_batches() -> None:
     tensors = plan.on(x.device)
     kept = gpu.fp8.keep(*w, tensors)
     for least in (0, 1000):
-        y = gpu.fp8.forward(x, kept.w, "relu", tensors, least, kept.layout)
+        y = gpu.fp8.forward(x, kept.w, "relu", tensors, 0, least, kept.layout)
         assert y.isfinite().all(1).nonzero()[:, 0].tolist() == [i for i in range(len(x)) if i not in (3, 4)]
-    assert gpu.fp8.forward(x[:0], kept.w, "relu", tensors, 0, kept.layout).shape == (0, 512)
+    assert gpu.fp8.forward(x[:0], kept.w, "relu", tensors, 0, 0, kept.layout).shape == (0, 512)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -192,20 +239,25 @@ def test_a_quantised_layer_plans_itself_and_is_captured() -> None:
             getattr(layer, name).weight.copy_(weight)
         twell.quantize_(layer)
         x, w = inputs.x, in_fp8(inputs)
-        for M in (8192, 8192, 100, 33, 1):
+        for M in (8192, 8192, 100, 33, 1, 1):
             assert_right(layer(x[:M]), x[:M], w)
-        assert layer.plan is not None and not layer.plan.is_dense
+        assert layer.plan is not None and not layer.plan.is_dense and layer.plan.few_tokens >= 8
         assert 0 < layer.frozen_bytes() < sum(2 * weight.numel() for weight in weights)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = layer(x)
         graph.replay()
         assert torch.equal(y, layer(x))
+        few = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(few):
+            y_few = layer(x[:3])
         layer.down_proj.weight_scale.mul_(2)  # seen, and what is kept written over, where the graph reads it
         doubled = (*w[:2], Fp8(w[2].q, w[2].scale * 2))
         assert_right(layer(x), x, doubled)
         graph.replay()
         assert_right(y, x, doubled)
+        few.replay()
+        assert_right(y_few, x[:3], doubled)
         layer.down_proj.weight_scale.data.div_(2)
         assert twell.refresh_(layer) == 1
         graph.replay()

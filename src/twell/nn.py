@@ -530,15 +530,18 @@ class SparseFFNBase(nn.Module):
         if self._plans_itself and not captured:
             self._look_at(x)
         plan: Any = self._plan_captured if captured else self._plan_eager  # read once: another thread may change it
-        drift, least, tokens = self._drift, tokens_of(plan)[2], x.numel() // x.shape[-1]
-        kept = self._kept_of_fp8(linears, plan, is_sparse=tokens >= least, captured=captured)
+        (few, _, least), drift, tokens = tokens_of(plan), self._drift, x.numel() // x.shape[-1]
+        in_parts = tokens >= least and sizes_of(plan)[0] < len(self.neuron_counts)
+        before, is_sparse = self._fp8, in_parts or 0 < tokens <= few
+        kept = self._kept_of_fp8(linears, plan, is_sparse=is_sparse, captured=captured)
         if kept is None:
             return None
         if captured:
             self._keep_for_graphs(plan)
             self._keep_for_graphs(kept)
         watch = None if drift is None or captured or tokens < least else drift.room(x.device)
-        y: Tensor = kernels.forward(x, kept.w, self.activation, plan, least, kept.layout, watch)
+        given = kept.w, self.activation, plan, few, least, kept.layout, watch
+        y: Tensor = kernels.forward(x, *given, settled=before is self._fp8 and before is not None)
         if watch is not None and drift is not None:
             drift.send(watch, tokens)
         elif drift is not None and not captured and tokens >= least and drift.is_too_far():
@@ -557,7 +560,7 @@ class SparseFFNBase(nn.Module):
         if not kernels.can_read(*weights):
             kept = None
         elif captured:  # a graph would own what is made here, but dense batches need nothing
-            if is_sparse and sizes_of(plan)[0] < len(gate.q):
+            if is_sparse:
                 raise RuntimeError(
                     "a layer with FP8 weights that are new, or have changed: call it once before capturing it"
                 )

@@ -56,10 +56,16 @@ class Costs(NamedTuple):
 _COSTS: dict[int, Costs] = {
     90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.5, token=650.0, hot=440.0, batch=1.2e7),
 }
-# Of FP8 weights, in elements of a dense FP8 FFN: 3.5 ps. From an H200's times of parts, 16384 tokens of skew29.
-# There are no kernels for few tokens.
+
+
+class Fp8Costs(Costs):
+    """Of FP8 weights, in elements of a dense FP8 FFN, 3.5 ps: few tokens have a table of their own, and there are no
+    tiles of tokens."""
+
+
+# From an H200's times of parts, 16384 tokens of skew29.
 _FP8_COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.83, down=1.17, gather=224.0, heavy=2.5, token=1200.0, hot=730.0, batch=2e7, few=1e9),
+    90: Fp8Costs(gate=0.83, down=1.17, gather=224.0, heavy=2.5, token=1200.0, hot=730.0, batch=2e7),
 }
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.
@@ -93,6 +99,16 @@ _FEW_COSTS = {
     MAX_FEW_TOKENS: (4300.0, 0.85),
 }
 _FEW_DENSE = {32: 0.88, MAX_FEW_TOKENS: 0.78}  # of a compiled dense FFN's time where gate and up are one GEMM: dense.py
+# Of FP8 weights, in rows of the dense layer of gpu/dense_fp8.py. From an H200's times of skew29, as CUDA graphs.
+_FEW_COSTS_FP8 = {
+    1: (1200.0, 2.2),
+    2: (1460.0, 2.2),
+    4: (2700.0, 2.0),
+    8: (2900.0, 2.0),
+    16: (5400.0, 2.0),
+    32: (7500.0, 1.2),
+    MAX_FEW_TOKENS: (12300.0, 0.85),
+}
 # Likewise, of gpu/prefill/union.py: beside the gate, and a neuron that fires for any of a tile of tokens.
 TILE_TOKENS = 64
 _UNION_COSTS = {128: (6050.0, 0.85), 256: (5200.0, 1.2), 512: (2750.0, 1.95), 1024: (1950.0, 2.2), 4095: (1200.0, 2.2)}
@@ -357,8 +373,9 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     best = int(near.nonzero()[0])  # the smallest of them
     dense = projections * costs.dense * F
     H, predicted = int(n_hot[best]), dense / float(cost[best])
-    few_tokens = few_tokens_for(frequency, tokens, gated=gated, factor=costs.few)
-    union_tokens = union_tokens_for(frequency, tokens, width, gated=gated, factor=costs.few)
+    fp8 = isinstance(costs, Fp8Costs)
+    few_tokens = few_tokens_for(frequency, tokens, gated=gated, factor=costs.few, fp8=fp8)
+    union_tokens = 0 if fp8 else union_tokens_for(frequency, tokens, width, gated=gated, factor=costs.few)
     if predicted < (_MIN_GAIN_TRAINING if training else _MIN_GAIN):
         return dense_plan(F, few_tokens, float(frequency.sum()), union_tokens)
     cap = projections * costs.heavy * (F - H) / gather
@@ -404,16 +421,17 @@ def union_of(frequency: Tensor, tokens: int) -> float:
     return float((1 - (1 - frequency.clamp(max=1)) ** tokens).sum())
 
 
-def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float = 1.0) -> int:
-    """The most tokens up to which every batch pays by gpu/decode/few.py; 0: none. ``frequency`` [F] of neurons.
+def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float = 1.0, fp8: bool = False) -> int:
+    """The most tokens up to which every batch pays by gpu/decode/few.py, or few_fp8.py; 0: none. ``frequency`` [F] of
+    neurons.
 
     Not more than the ``tokens`` that were seen: of neurons that wait for rarer ones nothing is known.
     """
     F, others = len(frequency), 2 if gated else 1  # projections beside the gate
     gate = _FEW_GATE if F <= _MANY_NEURONS else _FEW_GATE_MANY
-    is_fused = gated and _MANY_NEURONS // 2 <= F <= _MANY_NEURONS
+    is_fused = gated and not fp8 and _MANY_NEURONS // 2 <= F <= _MANY_NEURONS
     few_tokens = 0
-    for M, (start, gather) in _FEW_COSTS.items():
+    for M, (start, gather) in (_FEW_COSTS_FP8 if fp8 else _FEW_COSTS).items():
         cost = factor * (start + gate * F + others * gather * union_of(frequency, M))
         dense = (1 + others) * F * (_FEW_DENSE.get(M, 1.0) if is_fused else 1.0)
         if tokens < M or cost > dense / _MIN_GAIN:

@@ -19,7 +19,7 @@ from torch import Tensor
 from twell import reference
 from twell.gpu.shared.launch import ANY, INTERPRETED, LONG_MULTIPLE, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.replay import Matrix, Recorded, Space
-from twell.gpu.shared.tiles import GateTile, device_facts, prefetch, relu, start_after
+from twell.gpu.shared.tiles import GateTile, device_facts, relu, start_after
 from twell.gpu.training.activation import activate, activation_gradients_
 from twell.gpu.training.statistics import write_statistics
 from twell.reference import Gradients, Weights
@@ -34,8 +34,7 @@ _FUSED: FusedTiles = (  # measured on an H200
     (1, GateTile(128, 128, 64, 8, 4)),
 )
 FUSED_INTERPRETED = GateTile(32, 32, 32, 4, 2)
-PART = 1024  # elements of Wd that a thread asks for at once
-_PART, _THREADS, _INTERPRETED = tl.constexpr(PART), tl.constexpr(128), tl.constexpr(INTERPRETED)
+_THREADS, _INTERPRETED = tl.constexpr(128), tl.constexpr(INTERPRETED)
 _QUICK_ROWS = 256  # cuBLAS takes 15.5 us for the down projection of 200 tokens, 12.9 for that of 256
 _SLOW_ROWS = 192  # and fewer are as quick as they should be
 
@@ -70,14 +69,10 @@ def _launch(space: Space, z: Tensor, u: Tensor | None, squared: bool) -> tuple[T
 
 
 @triton.jit
-def _prepare_down(i_down, o_counters, n_parts, n_counters):
-    """Wd on its way to the L2 cache, while nothing else comes from memory; and counters for its kernel."""
+def _clear(o_counters, n):
     at = tl.program_id(0) * _THREADS + tl.arange(0, _THREADS)
-    if not _INTERPRETED:
-        for first in range(0, n_parts, tl.num_programs(0) * _THREADS):
-            prefetch(i_down, first + at, first + at < n_parts, _PART, 0)
-    for first in range(0, n_counters, tl.num_programs(0) * _THREADS):
-        tl.store(o_counters + first + at, tl.zeros((_THREADS,), tl.int32), mask=first + at < n_counters)
+    for first in range(0, n, tl.num_programs(0) * _THREADS):
+        tl.store(o_counters + first + at, tl.zeros((_THREADS,), tl.int32), mask=first + at < n)
 
 
 @triton.jit
@@ -88,13 +83,11 @@ def _gate_up_kernel(
     i_x_scale,  # SCALED: fp32 [M], of rows of x in e4m3; likewise [F] of the weights'
     i_gate_scale,
     i_up_scale,
-    i_down,  # of which n_parts parts are asked for
-    o_counters,  # int32 [n_counters], become 0
+    o_counters,  # int32 [n_counters], become 0, for the kernel after this
     o_h,  # [M, F]
     M,
     D,
     F,
-    n_parts,
     n_counters,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -121,7 +114,7 @@ def _gate_up_kernel(
         u = tl.dot(x, up.T, u)
     dtype = o_h.dtype.element_ty
     row, col = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
-    _prepare_down(i_down, o_counters, n_parts, n_counters)
+    _clear(o_counters, n_counters)
     if SCALED:
         x_scale = tl.load(i_x_scale + row, mask=row < M, other=0.0)[:, None]
         z = z * x_scale * tl.load(i_gate_scale + col, mask=col < F, other=0.0)[None, :]
@@ -139,10 +132,10 @@ def _gate_up(dtype: torch.dtype, factors: torch.dtype, tile: GateTile, squared: 
     """``factors``: the dtype of x and the weights, e4m3 or that of h."""
     BM, BN, BK, warps, stages = tile
     blocks = (Descriptor(factors, (rows, BK)) for rows in (BM, BN, BN))
-    tensors = *[torch.float32] * 3, factors, torch.int32, dtype
+    tensors = *[torch.float32] * 3, torch.int32, dtype
     scaled = factors != dtype
     constants = {"BM": BM, "BN": BN, "BK": BK, "SQUARED": squared, "SCALED": scaled, "OVERLAPS": overlaps}
-    numbers = ANY, MULTIPLE, MULTIPLE, ANY, ANY
+    numbers = ANY, MULTIPLE, MULTIPLE, ANY
     return Kernel(_gate_up_kernel, (*blocks, *tensors, *numbers), constants, warps=warps, stages=stages)
 
 
@@ -154,19 +147,17 @@ def gate_up(
     squared: bool,
     tile: GateTile,
     scales: tuple[Tensor, Tensor, Tensor] | None = None,
-    down: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> None:
     """Write h [M, F] for x [M, D] and weights [F, D].
 
-    ``scales``: of x, gate and up, which are e4m3 then. ``down`` goes to the L2 cache while h is written, ``counters``
-    (int32) become 0."""
+    ``scales``: of x, gate and up, which are e4m3 then. ``counters`` (int32) become 0."""
     (M, D), F = x.shape, len(gate)
     kernel = _gate_up(h.dtype, x.dtype, tile, squared, can_overlap())
-    others = 0 if down is None else down, 0 if counters is None else counters
-    lengths = 0 if down is None else down.numel() // PART, 0 if counters is None else counters.numel()
+    others = *(scales or (0, 0, 0)), 0 if counters is None else counters
+    n = 0 if counters is None else counters.numel()
     programs = ceil_div(M, tile.BM) * ceil_div(F, tile.BN)
-    kernel(programs, Matrix(x), Matrix(gate), Matrix(up), *(scales or (0, 0, 0)), *others, h, M, D, F, *lengths)
+    kernel(programs, Matrix(x), Matrix(gate), Matrix(up), *others, h, M, D, F, n)
 
 
 @Recorded
@@ -177,13 +168,14 @@ def _launch_gate_up(
     return ()
 
 
-def fused_tile(table: FusedTiles, M: int, D: int, F: int, device: int) -> GateTile | None:
-    """The first of a table for so many tokens of which the processors hold all tiles at once, on measured shapes."""
+def fused_tile(table: FusedTiles, M: int, D: int, F: int, device: int, waves: float = 1.0) -> GateTile | None:
+    """The first of a table for so many tokens of which the processors hold all tiles at once, or nearly so, on measured
+    shapes."""
     of, processors = device_facts(device)
     if of != 90 or not 32 * processors <= F <= 64 * processors or not 1024 <= D <= 4096:  # others were not measured
         return None
     for least, tile in table:
-        if least <= M and processors // 2 <= ceil_div(M, tile.BM) * ceil_div(F, tile.BN) <= processors:
+        if least <= M and processors // 2 <= ceil_div(M, tile.BM) * ceil_div(F, tile.BN) <= waves * processors:
             return tile
     return None
 

@@ -1,4 +1,4 @@
-"""The GPU path of an FFN with FP8 weights: many tokens in three parts, fewer densely.
+"""The GPU path of an FFN with FP8 weights: few tokens by their own kernels, many in three parts, others densely.
 
 The meaning is that of ``reference.fp8_forward`` whatever the way: x is rounded row by row. Dense batches round h, too.
 """
@@ -11,28 +11,29 @@ import torch
 from torch import Tensor
 
 from twell.gpu import dense_fp8
+from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split, aligned
 from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
 from twell.gpu.shared.fp8 import room_for, round_hidden, round_rows
 from twell.gpu.shared.replay import INTERPRETED, Recorded, Space
 from twell.gpu.shared.tiles import device_facts
-from twell.plan import PlanTensors
+from twell.plan import PlanTensors, tokens_of
 from twell.reference import E4M3, Fp8
 
 _WIDEST = 1 << 15  # of D and F: a program rounds a row
 
 
 class Kept(NamedTuple):
-    """What kernels read of a layer: its weights and, where some batches are sparse, Wd neuron by neuron and rows in its
-    plan's order."""
+    """What kernels read of a layer: its weights, Wd neuron by neuron where some batches are sparse, and rows in its
+    plan's order where large ones are."""
 
     w: Fp8Weights
-    layout: Fp8Layout | None  # None: all batches are dense
+    layout: Fp8Layout | None  # None: large batches are dense
 
     def derived(self) -> tuple[Tensor, ...]:
         """All that is not the model's own."""
-        return () if self.layout is None or self.w.down is None else (self.w.down, *self.layout)
+        return () if self.w.down is None else (self.w.down, *(self.layout or ()))
 
     def rewrite_(self, new: Kept) -> None:
         """With what another of the same plan has: CUDA graphs go on reading it."""
@@ -59,11 +60,10 @@ def can_read(*weights: Fp8) -> bool:
 
 def keep(gate: Fp8, up: Fp8 | None, down: Fp8, plan: PlanTensors | None, dtype: torch.dtype = torch.bfloat16) -> Kept:
     """Of a layer with these weights, down [D, F], and a plan."""
-    n_hot = len(gate.q) if plan is None else Split.of(plan).n_hot
-    if plan is None or n_hot == len(gate.q):
-        return Kept(Fp8Weights.of(gate, up, down), None)
-    w = Fp8Weights.of(gate, up, down, by_neurons=True)
-    return Kept(w, split_fp8.lay_out(w, plan, n_hot, dtype))
+    F = len(gate.q)
+    n_hot, few = (F, 0) if plan is None else (Split.of(plan).n_hot, tokens_of(plan)[0])
+    w = Fp8Weights.of(gate, up, down, by_neurons=few > 0 or n_hot < F)
+    return Kept(w, None if plan is None or n_hot == F else split_fp8.lay_out(w, plan, n_hot, dtype))
 
 
 def forward(
@@ -71,12 +71,18 @@ def forward(
     w: Fp8Weights,
     activation: str,
     plan: PlanTensors,
+    few: int,
     least: int,
     layout: Fp8Layout | None,
     watch: Tensor | None = None,
+    *,
+    settled: bool = False,
 ) -> Tensor:
-    """y [..., D] for x [..., D] in bf16: with a layout, and from ``least`` tokens on, it is sparse."""
+    """y [..., D] for x [..., D] in bf16: sparse up to ``few`` tokens, with Wd neuron by neuron, and from ``least`` on,
+    with a layout. ``settled``: see few.py."""
     M = x.numel() // x.shape[-1]
+    if 0 < M <= few and w.down is not None:
+        return few_fp8.forward(x, w, activation, settled=settled)
     if layout is None or least > M or M == 0:
         return dense(x, w, activation)
     capability, processors = (90, 2) if INTERPRETED else device_facts(x.device.index)
@@ -95,7 +101,7 @@ def dense(x: Tensor, w: Fp8Weights, activation: str) -> Tensor:
         return torch.empty_like(given)
     tiles = None if w.up is None else dense_fp8.tiles_for(M, D, len(w.gate), x.device)
     if tiles is not None:
-        return small(x, w, activation, tiles)
+        return dense_fp8.forward(x, w, activation, tiles)
     q, scale = rounded = room_for(M, D, x.new_empty)
     _round((x.shape, x.stride(-2), dtype), (x, *rounded))
     z = multiplied(q, scale, w.gate, w.gate_scale, dtype)
@@ -103,14 +109,6 @@ def dense(x: Tensor, w: Fp8Weights, activation: str) -> Tensor:
     q, scale = rounded = room_for(M, z.shape[1], x.new_empty)
     _round_hidden((z.shape, dtype, u is None, activation), (z, u, *rounded), activation == "relu2")
     return multiplied(q, scale, w.model_down, w.down_scale, dtype).view(x.shape)
-
-
-def small(x: Tensor, w: Fp8Weights, activation: str, tiles: dense_fp8.SmallTiles) -> Tensor:
-    """As ``dense``, of a gated FFN, by kernels for small batches."""
-    if tiles.down is not None:
-        return dense_fp8.forward(x, w, activation, tiles)
-    h = dense_fp8.hidden(x, w, activation, tiles)
-    return multiplied(*h, w.model_down, w.down_scale, x.dtype).view(x.shape)
 
 
 def multiplied(q: Tensor, scale: Tensor, rows: Tensor, of_rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -48,7 +48,7 @@ from twell.gpu.shared.replay import Recorded, Space
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
 
-_BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # of a tile's neurons
+BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # of a tile's neurons
 _CHAINS, _CHAIN_DEPTH, _CHAIN_STAGES = 4, 128, 4  # of up for few rows: D is divided among warps
 _ONE = {"BU": 32, "BD": 32}  # the sum of one token: neurons at once, columns of y
 
@@ -144,7 +144,7 @@ def _kernels_of_one(
     BW = power_of_2(ceil_div(F, 32))
     first = Kernel(
         screen.screened_neurons_kernel,
-        (dtype, torch.uint8, torch.float32, torch.float32, *[dtype] * 6, _BITS[screen.BN], MULTIPLE, MULTIPLE),
+        (dtype, torch.uint8, torch.float32, torch.float32, *[dtype] * 6, BITS[screen.BN], MULTIPLE, MULTIPLE),
         {
             "OVERLAPS": overlaps,
             "BN": screen.BN,
@@ -194,10 +194,13 @@ def _several_tokens(
     h, words = space.take(F, BM), space.take(ceil_div(programs * BN, 64), dtype=torch.int64)
     first, second = kernels_of(x.dtype, M, D, neurons, sums, settled, down_bias is not None, flags, can_overlap())
     weights = (0 if t is None else t for t in (gate, gate_bias, up, up_bias, down))
-    first(programs, x, *weights, h, words, M, D, F, x.stride(0))
-    last_bits = () if isinstance(sums, HopperSumTile) else (n_tiles * BN - 64 * (n_words - 1),)
-    bias = 0 if down_bias is None else down_bias
-    second(ceil_div(D, sums.BD), h, words, down, bias, y, M, D, n_words, *last_bits)
+    scales = () if isinstance(neurons, HopperTile) else (0, 0, 0)
+    first(programs, x, *weights, h, words, *scales, M, D, F, x.stride(0))
+    given: tuple[Any, ...] = (h, words, down, 0 if down_bias is None else down_bias, y)
+    sizes: tuple[int, ...] = (M, D, n_words)
+    if isinstance(sums, SumTile):
+        given, sizes = (*given, 0), (*sizes, n_tiles * BN - 64 * (n_words - 1))
+    second(ceil_div(D, sums.BD), *given, *sizes)
     return ()
 
 
@@ -230,7 +233,8 @@ def _first_kernel(
     overlaps: bool,
 ) -> Kernel:
     """``tokens``: a power of 2; ``n_tokens``: how their number is declared."""
-    arguments: tuple[Any, ...] = (*[dtype] * 7, _BITS[tile.BN], n_tokens, MULTIPLE, MULTIPLE, MULTIPLE)
+    pointers: tuple[Any, ...] = (*[dtype] * 7, BITS[tile.BN])
+    sizes = n_tokens, MULTIPLE, MULTIPLE, MULTIPLE
     constants: dict[str, Any]
     if isinstance(tile, HopperTile):
         from twell.gpu.decode import hopper  # needs Gluon, of which there is none in the interpreter
@@ -246,8 +250,9 @@ def _first_kernel(
             "DEPTH": tile.depth,
             **_constants(flags, overlaps),
         }
-        return Kernel(hopper.hopper_neurons_kernel, arguments, constants, warps=HOPPER_CHAINS)
+        return Kernel(hopper.hopper_neurons_kernel, (*pointers, *sizes), constants, warps=HOPPER_CHAINS)
     constants = {
+        "SCALED": False,
         "PRECISION": _precision(dtype),
         "OVERLAPS": overlaps,
         "BM": max(16, tokens),
@@ -260,6 +265,7 @@ def _first_kernel(
         "CHAIN_STAGES": _CHAIN_STAGES,
         **_constants(flags, overlaps),
     }
+    arguments = (*pointers, *[torch.float32] * 3, *sizes)
     return Kernel(steps.neurons_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
 
 
@@ -291,6 +297,7 @@ def _second_kernel(
         return Kernel(hopper.hopper_sums_kernel, (*pointers, n_tokens, MULTIPLE, ANY), constants, warps=tile.chains)
     constants = {
         "STRIDE": stride,
+        "SCALED": False,
         "PRECISION": _precision(dtype),
         "OVERLAPS": overlaps,
         "BM": BM,
@@ -300,7 +307,7 @@ def _second_kernel(
         "HAS_DOWN_BIAS": has_bias,
         "STAGES": tile.stages,
     }
-    arguments = (*pointers, n_tokens, MULTIPLE, ANY, ANY)
+    arguments = (*pointers, torch.float32, n_tokens, MULTIPLE, ANY, ANY)
     return Kernel(steps.sums_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
 
 

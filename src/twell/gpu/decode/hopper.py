@@ -28,18 +28,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from twell.gpu.shared import tiles
 
 _prefetch = gluon.jit(tiles.prefetch.fn)
-_popcount = gluon.jit(tiles.popcount64.fn)
+popcount = gluon.jit(tiles.popcount64.fn)
 _relu = gluon.jit(tiles.relu.fn)
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name before Triton 3.7
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name before Triton 3.7
 
 
 @gluon.jit
-def _nth_bit(words, n):
+def nth_bit(words, n):
     """int32: place of the n-th set bit (from 0) of int64 words, by halves; 63 if there is none."""
     place = 0 * n
     for level in gl.static_range(6):
         width = 32 >> level
-        below = _popcount((words >> place.to(gl.int64)) << (64 - width))  # of the next ``width`` bits
+        below = popcount((words >> place.to(gl.int64)) << (64 - width))  # of the next ``width`` bits
         is_above = below <= n
         n = gl.where(is_above, n - below, n)
         place = gl.where(is_above, place + width, place)
@@ -47,7 +47,7 @@ def _nth_bit(words, n):
 
 
 @gluon.jit
-def _copy(i_rows, row, wanted, D, layout: gl.constexpr, block, CHAINS: gl.constexpr, DEPTH: gl.constexpr):
+def copy_rows(i_rows, row, wanted, D, layout: gl.constexpr, block, CHAINS: gl.constexpr, DEPTH: gl.constexpr):
     """[CHAINS, 16, DEPTH] of 16 rows on their way to shared memory; zeros for those that are not wanted."""
     chain = gl.arange(0, CHAINS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     k = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -70,7 +70,7 @@ def _load_x(i_x, M, D, x_stride, layout: gl.constexpr, CHAINS: gl.constexpr, DEP
 
 
 @gluon.jit
-def _fire(
+def fire(
     z, neuron, there, m, M, D, i_gate_bias, i_down, m_h, HM: gl.constexpr, SAME: gl.constexpr,
     PREFETCHES: gl.constexpr, GATED: gl.constexpr, SQUARED: gl.constexpr, HAS_GATE_BIAS: gl.constexpr,
 ):  # fmt: skip
@@ -96,7 +96,7 @@ def _fire(
 
 
 @gluon.jit
-def _store_gated(
+def store_gated(
     a, u, neuron, filled, places, i_up_bias, dtype: gl.constexpr, SQUARED: gl.constexpr, HAS_UP_BIAS: gl.constexpr
 ):
     """h of neurons that fire, in the place of a."""
@@ -165,7 +165,7 @@ def hopper_neurons_kernel(
     copied_row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, copied)))
     for sub in gl.static_range(SUBS):
         row = sub * 16 + copied_row
-        _copy(i_gate, first + row, row < n, D, copied, blocks.index(sub), CHAINS, DEPTH)
+        copy_rows(i_gate, first + row, row < n, D, copied, blocks.index(sub), CHAINS, DEPTH)
     if OVERLAPS and EARLY:
         gdc_wait()
     x = _load_x(i_x, M, D, x_stride, gl.DotOperandLayout(1, mma, 8), CHAINS, DEPTH, BM)
@@ -179,7 +179,7 @@ def hopper_neurons_kernel(
         row = sub * 16 + slot
         neuron = first + row
         there = row < n
-        fired = _fire(
+        fired = fire(
             z, neuron, there, m, M, D, i_gate_bias, i_down, m_h, HM, SAME, PREFETCHES, GATED, SQUARED, HAS_GATE_BIAS
         )
         marks += fired.to(gl.int64) << row.to(gl.int64)
@@ -187,29 +187,29 @@ def hopper_neurons_kernel(
     gl.store(o_bits + gl.program_id(0), bits)
 
     if GATED:
-        n_fired = _popcount(bits)
+        n_fired = popcount(bits)
         for start in range(0, n_fired, 16):
-            up_row = first + _nth_bit(bits + 0 * copied_row, start + copied_row)
-            _copy(i_up, up_row, start + copied_row < n_fired, D, copied, blocks.index(0), CHAINS, DEPTH)
-            its = first + _nth_bit(bits + 0 * slot, start + slot)
+            up_row = first + nth_bit(bits + 0 * copied_row, start + copied_row)
+            copy_rows(i_up, up_row, start + copied_row < n_fired, D, copied, blocks.index(0), CHAINS, DEPTH)
+            its = first + nth_bit(bits + 0 * slot, start + slot)
             filled = start + slot < n_fired
             places = m_h + its.to(gl.int64)[:, None] * HM + m[None, :]
-            _barrier()  # all of a is written
+            barrier()  # all of a is written
             a = gl.load(places, mask=filled[:, None], other=0.0).to(gl.float32)
             async_copy.wait_group(0)
             u = _products(blocks.index(0), x, sums, summed, CHAINS, BM)
-            _store_gated(a, u, its, filled, places, i_up_bias, dtype, SQUARED, HAS_UP_BIAS)
+            store_gated(a, u, its, filled, places, i_up_bias, dtype, SQUARED, HAS_UP_BIAS)
 
 
 @gluon.jit
-def _lowest(bits, first):
+def lowest(bits, first):
     """(int32, int64): ``first`` + the place of the lowest bit of each word, or -1 where none is set; the others."""
-    place = _popcount((bits & (0 - bits)) - 1)
+    place = popcount((bits & (0 - bits)) - 1)
     return gl.where(bits != 0, first + place, -1), bits & (bits - 1)
 
 
 @gluon.jit
-def _words(i_words, first, n_words, layout: gl.constexpr, CHAINS: gl.constexpr, ROWS: gl.constexpr):
+def words_from(i_words, first, n_words, layout: gl.constexpr, CHAINS: gl.constexpr, ROWS: gl.constexpr):
     """(int64, int32) [CHAINS, ROWS]: words of bits, and their numbers."""
     chain = gl.arange(0, CHAINS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
@@ -218,7 +218,7 @@ def _words(i_words, first, n_words, layout: gl.constexpr, CHAINS: gl.constexpr, 
 
 
 @gluon.jit
-def _copy_neurons(i_rows, neuron, width, column, inside, block):
+def copy_neurons(i_rows, neuron, width, column, inside, block):
     """[CHAINS, ROWS, columns] of the rows of neurons [CHAINS, ROWS] on their way to shared memory; zeros for -1."""
     pointers = (i_rows + neuron.to(gl.int64) * width)[:, :, None] + column[None, None, :]
     mask = (neuron >= 0)[:, :, None] & inside[None, None, :]
@@ -263,15 +263,15 @@ def hopper_sums_kernel(
     token = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, of_h)))
     acc = gl.zeros((CHAINS, BM, BD), gl.float32, mma)
     for first in range(0, n_words, BW):
-        bits_w, word_w = _words(i_words, first, n_words, of_w, CHAINS, ROWS)
-        bits_h, word_h = _words(i_words, first, n_words, of_h, CHAINS, ROWS)
-        most = gl.max(gl.max(_popcount(bits_w), axis=1), axis=0)
+        bits_w, word_w = words_from(i_words, first, n_words, of_w, CHAINS, ROWS)
+        bits_h, word_h = words_from(i_words, first, n_words, of_h, CHAINS, ROWS)
+        most = gl.max(gl.max(popcount(bits_w), axis=1), axis=0)
         for _ in range(0, most, BS):
             for slot in gl.static_range(BS):
-                neuron_w, bits_w = _lowest(bits_w, word_w * STRIDE)
-                neuron_h, bits_h = _lowest(bits_h, word_h * STRIDE)
-                _copy_neurons(i_down, neuron_w, D, column, column < D, w_blocks.index(slot))
-                _copy_neurons(i_h, neuron_h, BM, token, token < BM, h_blocks.index(slot))
+                neuron_w, bits_w = lowest(bits_w, word_w * STRIDE)
+                neuron_h, bits_h = lowest(bits_h, word_h * STRIDE)
+                copy_neurons(i_down, neuron_w, D, column, column < D, w_blocks.index(slot))
+                copy_neurons(i_h, neuron_h, BM, token, token < BM, h_blocks.index(slot))
             async_copy.commit_group()
             async_copy.wait_group(0)
             for slot in gl.static_range(BS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twell.gpu.shared.tiles import nth_neurons, popcount, popcount64, prefetch, relu, start_after, take
+from twell.gpu.shared.tiles import INTERPRETED, nth_neurons, popcount, popcount64, prefetch, relu, start_after, take
 
 # ---------------------------------------------------------------------------------------------------------
 # Device functions
@@ -15,7 +15,7 @@ from twell.gpu.shared.tiles import nth_neurons, popcount, popcount64, prefetch, 
 @triton.jit
 def _products(
     i_x, i_rows, neuron, wanted, M, D, x_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BN, BM]: x . row for the ``wanted`` rows [BN] and all tokens; what is not wanted is not read."""
     m = tl.arange(0, BM)
@@ -29,6 +29,8 @@ def _products(
             i_x + m[None, :].to(tl.int64) * x_stride + at[:, None], mask=(m[None, :] < M) & (at[:, None] < D), other=0.0
         )
         w = tl.load(rows + at[None, :], mask=wanted[:, None] & (at[None, :] < D), other=0.0)
+        if SCALED and INTERPRETED:  # which multiplies no e4m3
+            x, w = x.to(tl.float16), w.to(tl.float16)
         if PRECISION == "ieee":  # sums of sums, as long chains of fp32 lose digits
             acc += tl.dot(w, x, nothing, input_precision=PRECISION)
         else:
@@ -78,10 +80,14 @@ def neurons_kernel(
     i_down,  # [F, D]
     m_h,  # [F, BM]: of the neurons that fire
     o_bits,  # [programs]: of BN bits each, set for the neurons that fire for any token
+    i_x_scale,  # SCALED: fp32 [M], of rows of x in e4m3
+    i_gate_scale,  # SCALED: fp32 [F], as the next
+    i_up_scale,
     M,
     D,
     F,
     x_stride,
+    SCALED: tl.constexpr,  # without biases and SLOTS
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
     BM: tl.constexpr,
@@ -104,7 +110,10 @@ def neurons_kernel(
     neuron = tile * TN + tl.arange(0, BN)
     m = tl.arange(0, BM)
     there = (neuron < F) & (tl.arange(0, BN) < TN)
-    z = _products(i_x, i_gate, neuron, there, M, D, x_stride, BM, BN, BK, PRECISION)
+    z = _products(i_x, i_gate, neuron, there, M, D, x_stride, BM, BN, BK, PRECISION, SCALED)
+    if SCALED:
+        x_scale = tl.load(i_x_scale + m, mask=m < M, other=0.0)
+        z *= tl.load(i_gate_scale + neuron, mask=there, other=0.0)[:, None] * x_scale[None, :]
     if HAS_GATE_BIAS:
         z += tl.load(i_gate_bias + neuron, mask=there, other=0.0).to(tl.float32)[:, None]
     a = relu(z).to(dtype).to(tl.float32)
@@ -137,7 +146,9 @@ def neurons_kernel(
             if SQUARED:
                 a = a * a
             if GATED:
-                u = _products(i_x, i_up, neuron, wanted, M, D, x_stride, BM, BN, BK, PRECISION)
+                u = _products(i_x, i_up, neuron, wanted, M, D, x_stride, BM, BN, BK, PRECISION, SCALED)
+                if SCALED:
+                    u *= tl.load(i_up_scale + neuron, mask=wanted, other=0.0)[:, None] * x_scale[None, :]
                 if HAS_UP_BIAS:
                     u += tl.load(i_up_bias + neuron, mask=wanted, other=0.0).to(tl.float32)[:, None]
                 a = a * u
@@ -151,11 +162,13 @@ def sums_kernel(
     i_down,  # [F, D]
     i_down_bias,  # [D] or unused
     o_y,  # [M, D]
+    i_down_scale,  # SCALED: fp32 [D], of Wd in e4m3
     M,
     D,
     n_words,
     last_bits,  # of the last word that were written
     STRIDE: tl.constexpr,
+    SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
     BM: tl.constexpr,
@@ -183,11 +196,15 @@ def sums_kernel(
                 neuron = tl.reshape(tl.join(neuron, second), (2 * BW,))
             row, column = neuron[:, None], neuron[None, :]
             w = tl.load(i_down + row.to(tl.int64) * D + d[None, :], mask=(row >= 0) & (d[None, :] < D), other=0.0)
+            if SCALED:
+                w = w.to(i_h.dtype.element_ty)
             h = tl.load(i_h + column.to(tl.int64) * BM + m[:, None], mask=column >= 0, other=0.0)
             if PRECISION == "ieee":
                 acc += tl.dot(h, w, nothing, input_precision=PRECISION)
             else:
                 acc = tl.dot(h, w, acc)
+    if SCALED:
+        acc *= tl.load(i_down_scale + d, mask=d < D, other=0.0)[None, :]
     if HAS_DOWN_BIAS:
         acc += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     inside = (m[:, None] < M) & (d[None, :] < D)

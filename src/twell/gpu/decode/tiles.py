@@ -15,6 +15,7 @@ from twell.plan import MAX_FEW_TOKENS
 _SHARED_KIB = {80: 163, 90: 227, 100: 227}  # a program may have, where it is not 99
 _GLUON = ("3.6.", "3.7.")  # versions of Triton with whose Gluon hopper.py was tried
 HOPPER_CHAINS = 8  # warps of hopper.py's kernel, each with a share of D
+_CHAINS_FP8 = {8: 16, 16: 8}  # of hopper_fp8.py's first kernel, by the most tokens
 WORDS = 128  # of bits that the sums kernel takes at once
 
 
@@ -36,12 +37,13 @@ class NeuronTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """Of hopper.py's kernel: neurons of a program, at least so many programs, depth of a chain."""
+    """Of hopper.py's kernel: neurons of a program, at least so many programs, depth of a chain; how many there are."""
 
     TN: int
     programs: int
     depth: int
     BN: int = 64  # bits of a program
+    chains: int = HOPPER_CHAINS
 
 
 class SumTile(NamedTuple):
@@ -67,6 +69,14 @@ _SUMS_ON_HOPPER: dict[int, SumTile | HopperSumTile] = {  # by the most tokens
     16: HopperSumTile(2, 4),
     32: HopperSumTile(10, 8),
     64: SumTile(16, 4, 4, BS=2),
+}
+
+
+_SUMS_OF_FP8: dict[int, HopperSumTile] = {
+    4: HopperSumTile(2, 4),
+    16: HopperSumTile(3, 4),
+    32: HopperSumTile(5, 8),
+    64: HopperSumTile(6, 4),
 }
 
 
@@ -141,3 +151,20 @@ def _hopper_tile(tokens: int, D: int, F: int, processors: int) -> HopperTile | N
     depth = max(64, power_of_2(ceil_div(D, HOPPER_CHAINS)))
     size = 16 * ceil_div(TN, 16) * HOPPER_CHAINS * depth * 2
     return HopperTile(TN, programs, depth) if programs == processors and depth <= 256 and size <= 192 * 1024 else None
+
+
+def fp8_tiles_for(
+    tokens: int, D: int, F: int, *, capability: int = 90, processors: int = 132
+) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
+    """Of e4m3 weights. Measured on an H200 at D 2048, F 5632; right anywhere."""
+    if INTERPRETED:
+        return NeuronTile(16, 32, 4, 2), SumTile(32, 4, 2, BS=2, BW=2)  # tiny
+    TN, programs = _divided(F, 64, processors)
+    depth, stages = (256, 6) if tokens <= 32 else (128, 8)
+    neurons: NeuronTile | HopperTile = NeuronTile(64, depth, 4, stages, TN=TN, programs=programs)
+    if why_not_hopper(capability) is not None:
+        return neurons, SumTile(16, 4, 2)
+    chains = next((chains for most, chains in _CHAINS_FP8.items() if tokens <= most), 0)
+    if chains and programs == processors and D <= 2048:
+        neurons = HopperTile(TN, programs, max(64, power_of_2(ceil_div(D, chains))), chains=chains)
+    return neurons, next(tile for most, tile in _SUMS_OF_FP8.items() if tokens <= most)
