@@ -19,7 +19,7 @@ from twell import backends, ops, reference, registered
 from twell.drift import Drift
 from twell.fp8 import Fp8Linear
 from twell.frozen import Frozen
-from twell.plan import MAX_FEW_TOKENS, Plan, choose_plan, costs_for, dense_plan, sizes_of, tokens_of
+from twell.plan import MAX_FEW_TOKENS, Plan, as_size, choose_plan, costs_for, dense_plan, sizes_of, tokens_of
 from twell.reference import ACTIVATIONS, Weights, is_neuron_major
 
 # Activation modules and functions by name, as PyTorch and transformers call them.
@@ -270,12 +270,15 @@ class SparseFFNBase(nn.Module):
         self._kernels_on: int | None = None  # the GPU on which all calls go to the kernels
         self._drift: Drift | None = None
         self._fp8 = None
+        self._number: Tensor | None = None  # of a layer with FP8 weights that has kernels, for compiled code
         if device.type != "meta" and backends.why_unavailable("triton", device) is None:
             plan = self.plan or dense_plan(len(self.neuron_counts))
             self._plan_eager, self._plan_captured = plan.on(device), plan.on(device, captured=True)
             down: Any = getattr(self, self.projections[-1])
             if device.type == "cuda" and backends.fits_kernels(*down.weight.shape):
                 self._kernels_on, self._plan_tokens = device.index, [plan.tokens(captured=c) for c in (False, True)]
+                if self._has_fp8() and backends.kernels().fp8.why_not(device) is None:
+                    self._number = as_size(registered.number_of(self), device)
                 if not plan.is_dense and plan.tail is not None:
                     costs = costs_for(device, fp8=self._has_fp8())
                     self._drift = Drift(plan, costs, gated=len(self.projections) == 3, replans=self._replans)
@@ -289,7 +292,7 @@ class SparseFFNBase(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Drift may wait for a copy on its way to the host; graphs are of this layer alone.
-        return {**self.__dict__, "_drift": None, "_graph_plans": [], "_fp8": None}
+        return {**self.__dict__, "_drift": None, "_graph_plans": [], "_fp8": None, "_number": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -380,6 +383,8 @@ class SparseFFNBase(nn.Module):
         if self.plan is not None and self.plan.mean_active is not None:
             self._plans_itself, self._first_batches = True, None
             self._set_plan(None)
+        else:
+            self._place_plan()
 
     def frozen_bytes(self) -> int:
         if self._fp8 is not None and self._fp8[2] is not None:
@@ -452,6 +457,8 @@ class SparseFFNBase(nn.Module):
             if few < x.numel() // x.shape[-1] < least:
                 # A compiler makes the best of a dense layer. By tiles of tokens it would take 0.75x: the host's time.
                 return self._call_projections(x, None, False)
+            if self._number is not None and x.dtype == torch.bfloat16 and not torch.compiler.is_exporting():
+                return torch.ops.twell.fp8_layer.default(x, self._number)
         w = None if is_compiling else self._plain_weights()
         if w is None:
             if index is not None and not (is_compiling or return_stats or token_mask is not None) and self._has_fp8():
@@ -506,6 +513,12 @@ class SparseFFNBase(nn.Module):
             self._keep_for_graphs(plan)
         kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
         return ops.run(x, w, self.activation, self.backend, plan, kept, token_mask, return_stats)
+
+    def in_fp8(self, x: Tensor) -> Tensor:
+        """y of a layer whose projections are all ``Fp8Linear``, for compiled code."""
+        index = self._kernels_on
+        y = self._by_fp8_kernels(x, index) if index is not None and self._has_fp8() else None
+        return self._call_projections(x, None, False) if y is None else y
 
     def _by_fp8_kernels(self, x: Tensor, index: int) -> Tensor | None:
         """y of a layer whose projections are all ``Fp8Linear``; None where they are to be called."""

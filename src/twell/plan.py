@@ -65,7 +65,7 @@ class Fp8Costs(Costs):
 
 # From an H200's times of parts, 16384 tokens of skew29.
 _FP8_COSTS: dict[int, Costs] = {
-    90: Fp8Costs(gate=0.83, down=1.17, gather=224.0, heavy=2.5, token=1200.0, hot=730.0, batch=2e7),
+    90: Fp8Costs(gate=0.83, down=1.17, gather=210.0, heavy=2.5, token=1200.0, hot=730.0, batch=2e7),
 }
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.
@@ -207,7 +207,8 @@ _SIZE, _TOKENS, _UNION = 1 << 18, 1 << 22, 1 << 14  # which numbers are below; m
 _OFFSET_SIZES, _OFFSET_TOKENS = 1 << 60, 1 << 61
 
 
-def _as_size(number: int, device: torch.device) -> Tensor:
+def as_size(number: int, device: torch.device) -> Tensor:
+    """A number, from 2 on, as the size of an empty tensor: compiled code takes it as a symbol."""
     t = torch.empty(0, 1, dtype=torch.int8, device=device).expand(0, number)  # of no elements: it may be copied
     if not torch.compiler.is_compiling():  # symbols from the first time on: else layers would compile anew one by one
         torch._dynamo.maybe_mark_dynamic(t, 1)
@@ -320,8 +321,8 @@ class Plan:
         few, most, least = self.tokens(captured=captured)
         with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be kept
             packed = (len(self.hot) * _SIZE + self.cap) * _SIZE + self.first
-            sizes = _as_size(packed + _OFFSET_SIZES, device)
-            tokens = _as_size((few * _UNION + most) * _TOKENS + min(least, _TOKENS - 1) + _OFFSET_TOKENS, device)
+            sizes = as_size(packed + _OFFSET_SIZES, device)
+            tokens = as_size((few * _UNION + most) * _TOKENS + min(least, _TOKENS - 1) + _OFFSET_TOKENS, device)
             if other is not None:
                 return PlanTensors(other.order, other.places, sizes, tokens)
             order = self.order()

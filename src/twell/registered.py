@@ -6,6 +6,7 @@ With M tokens, D model width, F neurons:
     twell::ffn           x [M, D], weights, plan, frozen           -> y [M, D]
     twell::ffn_train     x [M, D], weights, token_mask [M], plan   -> y, l1_sum [], counts [F], what a backward needs
     twell::ffn_backward  dy [M, D], dl1 [], and all of these       -> dx and six gradients of weights
+    twell::fp8_layer     x [..., D], the number of a layer         -> y [..., D], as the layer computes it by itself
 
 They are functional: statistics are outputs, nothing is updated behind the caller's back. Few tokens, many tokens and
 dense are choices inside an operation, by the plan's numbers, which arrive as sizes (``PlanTensors``): a compiled model
@@ -13,6 +14,8 @@ holds one call a layer, whatever the plan. Forward-mode AD and double backward r
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -140,6 +143,22 @@ _library.define(
     tags=_TAGS,
 )
 
+_library.define("fp8_layer(Tensor x, Tensor number) -> Tensor", tags=_TAGS)
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(2)
+
+
+def number_of(layer: Any) -> int:
+    """By which compiled code calls ``layer.in_fp8``."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return number
+
+
+def _fp8_layer_op(x: Tensor, number: Tensor) -> Tensor:
+    y: Tensor = _layers[number.shape[1]].in_fp8(x)
+    return y.contiguous()
+
 
 def _infer_op(x: Tensor, *rest: Any) -> Tensor:
     *weights, order, places, sizes, tokens, frozen, activation, backend = rest
@@ -164,8 +183,10 @@ def _backward_op(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple
 for _name, _function in (("ffn", _infer_op), ("ffn_train", _train_op), ("ffn_backward", _backward_op)):
     for _key in ("CPU", "CUDA"):  # CPU: also Triton's interpreter
         _library.impl(_name, _function, _key)
+_library.impl("fp8_layer", _fp8_layer_op, "CUDA")
 
 
+@torch.library.register_fake("twell::fp8_layer")
 @torch.library.register_fake("twell::ffn")
 def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,9 +63,6 @@ def measure(
             models[name], how[name] = fp8.in_model(model, kind), options
         if fp8.applies_sparsely(device, model.dtype):
             models[ffn.SPARSE_FP8], *_ = _sparse(model, fired, in_fp8=True)
-    if compiled and ffn.SPARSE_FP8 in models:
-        for layer in models[ffn.SPARSE_FP8].model.layers:
-            layer.mlp = _Opaque(layer.mlp)
     for each in models.values():
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
@@ -196,28 +192,3 @@ def _replaced(x: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]
 # ---------------------------------------------------------------------------------------------------------
 # Kernels in a compiled model
 # ---------------------------------------------------------------------------------------------------------
-
-_ffns: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by id
-
-
-class _Opaque(nn.Module):
-    """An FFN as one operation that compilers do not look into: of FP8 weights they would call the projections."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.key = layer, id(layer)
-        _ffns[self.key] = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _call(x, self.key)
-
-
-@torch.library.custom_op("twell_bench::call", mutates_args=())
-def _call(x: Tensor, key: int) -> Tensor:
-    y: Tensor = _ffns[key](x)
-    return y
-
-
-@_call.register_fake
-def _(x: Tensor, key: int) -> Tensor:
-    return torch.empty_like(x)

@@ -169,13 +169,14 @@ def _launch_gate_up(
 
 
 def fused_tile(table: FusedTiles, M: int, D: int, F: int, device: int, waves: float = 1.0) -> GateTile | None:
-    """The first of a table for so many tokens of which the processors hold all tiles at once, or nearly so, on measured
-    shapes."""
+    """The first of a table for so many tokens of which the processors hold all tiles at once, on measured shapes; of
+    the last there may be ``waves``."""
     of, processors = device_facts(device)
     if of != 90 or not 32 * processors <= F <= 64 * processors or not 1024 <= D <= 4096:  # others were not measured
         return None
     for least, tile in table:
-        if least <= M and processors // 2 <= ceil_div(M, tile.BM) * ceil_div(F, tile.BN) <= waves * processors:
+        n = ceil_div(M, tile.BM) * ceil_div(F, tile.BN)
+        if least <= M and processors // 2 <= n <= processors * (waves if tile is table[-1][1] else 1):
             return tile
     return None
 
