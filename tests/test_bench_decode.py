@@ -133,23 +133,6 @@ def test_wrong_logits_of_fp8_are_not_timed() -> None:
             decode._check({**near, name: wrong * torch.ones(1, 1, 8)})
 
 
-def test_sparse_fp8_is_called_in_a_compiled_model(with_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiling: list[bool] = []
-    forward, original = Fp8Linear.forward, torch.compile
-
-    def watched(self: Fp8Linear, x: torch.Tensor) -> torch.Tensor:
-        compiling.append(torch.compiler.is_compiling())
-        return forward(self, x)
-
-    def compile_without_inductor(model: Any, dynamic: bool, options: Any = None) -> Any:
-        return original(model, dynamic=dynamic, fullgraph=True, backend="aot_eager")
-
-    monkeypatch.setattr(Fp8Linear, "forward", watched)
-    monkeypatch.setattr(torch, "compile", compile_without_inductor)
-    row = decode.measure(llama(), "skew29", 1, 4, graph=False, compiled=True, seconds=0, in_fp8=True)
-    assert compiling and not any(compiling) and row["difference_fp8"] < 0.03
-
-
 def test_models_that_disagree_have_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
     convert = decode.sparsify_
 
