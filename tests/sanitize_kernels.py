@@ -54,10 +54,9 @@ def fp8_layer(M: int, D: int, F: int) -> None:
         for least in (0, M + 1):
             y = gpu_fp8.forward(x, rows, "relu", plan, 0, least, layout)
             assert (y.double() - truth).norm() <= 5e-2 * truth.norm(), (M, D, F, n_hot, least)
-    for few in (1, 8, 16, 33, 64):
-        for settled in (False, True):
-            y = few_fp8.forward(x[:few], rows, "relu", settled=settled)
-            assert (y.double() - truth[:few]).norm() <= 5e-2 * truth[:few].norm(), (few, D, F)
+    for few in (1, 8, 16, 33):
+        y = few_fp8.forward(x[:few], rows, "relu", settled=True)
+        assert (y.double() - truth[:few]).norm() <= 5e-2 * truth[:few].norm(), (few, D, F)
 
 
 def main() -> None:
