@@ -65,7 +65,7 @@ class Fp8Costs(Costs):
 
 # From an H200's times of parts, 16384 tokens of skew29.
 _FP8_COSTS: dict[int, Costs] = {
-    90: Fp8Costs(gate=0.83, down=1.17, gather=210.0, heavy=2.5, token=1200.0, hot=730.0, batch=2e7),
+    90: Fp8Costs(gate=0.83, down=1.17, gather=210.0, heavy=2.5, token=1200.0, hot=730.0, batch=1e7),
 }
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.

@@ -279,6 +279,29 @@ def _layers(rows: list[Row]) -> list[str]:
     ]
 
 
+def _in_fp8(rows: list[Row]) -> list[str]:
+    """Sparse in FP8 beside what is dense, and of layers of a trace the mean."""
+
+    def cells(row: Row) -> tuple[str, ...]:
+        weights, sparse = row.get("fp8_weights_ms"), row["sparse_fp8_ms"]
+        over_16_bits = _dense(row)["p50"] / sparse["p50"]
+        return (
+            _what(row) if _is_workload(row) else str(row["workload"]),
+            f"{row['M']}{', in a CUDA graph' if row.get('graph') else ''}",
+            _ms(_dense(row), "us"),
+            _ms(row["fp8_ms"], "us"),
+            "" if weights is None else _ms(weights, "us"),
+            _ms(sparse, "us"),
+            _speedup(row["speedup_fp8"]),
+            f"{over_16_bits:.2f}x",
+        )
+
+    head = "dense us", "dense FP8 us", "FP8 weights us", "sparse FP8 us", "over the faster in FP8", "over dense"
+    lines = _lines(("workload", "tokens", *head), map(cells, rows))
+    mean = _speedup(sum(row["speedup_fp8"] for row in rows) / len(rows))
+    return lines if _is_workload(rows[0]) else [*lines, f"| mean | | | | | | {mean} | |"]
+
+
 def _between_layers(rows: list[Row]) -> list[str]:
     """Layers of a trace by numbers of tokens, and their means."""
     layers, sizes = list(dict.fromkeys(r["workload"] for r in rows)), sorted({r["M"] for r in rows})
@@ -754,6 +777,10 @@ TABLES = {
     "ffn-between-layers": Table(
         ("ffn-few-h200.jsonl",), f"{_FFN} --trace TRACE.npz -m 256 -m 1024", _is_layer, _between_layers
     ),
+    "ffn-fp8": Table(
+        ("ffn-fp8-h200.jsonl",), f"{_FFN} [--graph] -w skew29 -m 1 ... -m 16384 --no-called", _is_workload, _in_fp8
+    ),
+    "ffn-fp8-layers": Table(("ffn-fp8-h200.jsonl",), f"{_FFN} --trace TRACE.npz -m 16384", _is_layer, _in_fp8),
     "ffn-layers": Table(("ffn-h200.jsonl",), f"{_FFN} --trace TRACE.npz", _is_layer, _layers),
     "model": Table(
         ("model-h200.jsonl",),
