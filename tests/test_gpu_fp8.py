@@ -107,8 +107,10 @@ def test_all_ways_give_the_meaning(workload: str, gated: bool, activation: str) 
         assert torch.equal(y, gpu.fp8.forward(x, kept.w, activation, tensors, 0, 0, kept.layout))
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
-@pytest.mark.parametrize(("D", "F"), [(2048, 5632), (4096, 8192), (1040, 5104), (512, 1536)])
+@pytest.mark.parametrize(
+    ("D", "F", "activation"),
+    [(2048, 5632, "relu"), (2048, 5632, "relu2"), (4096, 8192, "relu"), (1040, 5104, "relu"), (512, 1536, "relu")],
+)
 @pytest.mark.usefixtures("hopper")
 def test_small_dense_batches(D: int, F: int, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels for them, of every tile, and by cuBLAS: as far from the meaning, and the same bits every time."""
@@ -149,9 +151,10 @@ def test_small_dense_batches_of_inf_nan_and_in_graphs() -> None:
     assert all(torch.equal(t[5:], y[5:]) for t in captured)
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize(
-    ("D", "F", "gated"), [(2048, 5632, True), (1040, 5104, True), (4096, 14336, True), (512, 1536, False)]
+    ("D", "F", "gated", "activation"),
+    [(2048, 5632, True, "relu"), (2048, 5632, True, "relu2"), (1040, 5104, True, "relu"), (4096, 14336, True, "relu")]
+    + [(512, 1536, False, "relu2")],
 )
 @pytest.mark.usefixtures("hopper")
 def test_few_tokens(D: int, F: int, gated: bool, activation: str) -> None:
@@ -161,7 +164,7 @@ def test_few_tokens(D: int, F: int, gated: bool, activation: str) -> None:
     x[1] *= 1000
     x[2] /= 1000
     rows = [gpu.fp8.Fp8Weights.of(*w, by_neurons=True) for _ in range(3)]
-    for M in (1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 64):
+    for M in (1, 2, 3, 8, 9, 17, 32, 33):
         ys = [few_fp8.forward(x[:M], v, activation, settled=settled) for settled in (False, True) for v in rows]
         assert_right(ys[0], x[:M], w, activation)
         assert all(torch.equal(y, ys[0]) for y in ys)
