@@ -153,8 +153,13 @@ def test_small_dense_batches_of_inf_nan_and_in_graphs() -> None:
 
 @pytest.mark.parametrize(
     ("D", "F", "gated", "activation"),
-    [(2048, 5632, True, "relu"), (2048, 5632, True, "relu2"), (1040, 5104, True, "relu"), (4096, 14336, True, "relu")]
-    + [(512, 1536, False, "relu2")],
+    [
+        (2048, 5632, True, "relu"),
+        (2048, 5632, True, "relu2"),
+        (1040, 5104, True, "relu"),
+        (4096, 14336, True, "relu"),
+        (512, 1536, False, "relu2"),
+    ],
 )
 @pytest.mark.usefixtures("hopper")
 def test_few_tokens(D: int, F: int, gated: bool, activation: str) -> None:
