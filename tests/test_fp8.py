@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig, PreTrainedModel
 
 import twell
-from twell import fp8, reference, trace
+from twell import fp8, reference, registered, trace
 from twell.fp8 import E4M3, Fp8Linear
 from twell.nn import FP8_WEIGHTS, GatedSparseFFN, SparseFFN, SparseFFNBase, sparse_ffns
-from twell.plan import Plan
+from twell.plan import Plan, as_size
 from twell.reference import to_fp8
 
 D, F = 32, 80
@@ -231,6 +231,51 @@ def test_inductor_compiles_it() -> None:
 
 
 # -- quantize_ and dequantize_ --------------------------------------------------------------------------------
+
+
+def layer_that_kernels_would_run() -> GatedSparseFFN:
+    """As on a GPU that has them; here its projections are called."""
+    layer = GatedSparseFFN(D, F, dtype=torch.bfloat16).eval()
+    twell.quantize_(layer, emulate=True)
+    plan = Plan(n_neurons=F, hot=torch.arange(16), cap=16, first=8, min_tokens=512, few_tokens=8)
+    layer.set_plan(plan)
+    layer._plan_eager = plan.on(torch.device("cpu"))
+    layer._number = as_size(registered.number_of(layer), torch.device("cpu"))
+    layer._kernels_on = 0
+    return layer
+
+
+def test_compiled_models_call_layers_that_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few and many tokens by the layer itself, others by what a compiler makes of its projections."""
+    monkeypatch.setattr(
+        GatedSparseFFN, "in_fp8", lambda self, x, _: seen.append(len(x)) or self._call_projections(x, None, False)
+    )
+    seen: list[int] = []
+    layers = [layer_that_kernels_would_run() for _ in range(10)]
+    x = torch.randn(600, D).bfloat16()
+    torch.compiler.reset()
+    for layer in layers:  # which share what is compiled
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for M in (100, 1, 3, 600):
+            assert torch.allclose(compiled(x[:M]), layer._call_projections(x[:M], None, False), atol=0.05)
+    assert seen == [1, 3, 600] * len(layers)
+    with torch.autocast("cpu", torch.float16):
+        assert compiled(x[:3]).dtype == layer._call_projections(x[:3], None, False).dtype and len(seen) == 30
+
+
+def test_compiled_code_sees_writes_before_it_calls_a_layer() -> None:
+    layer, x = layer_that_kernels_would_run(), torch.randn(3, D).bfloat16()
+
+    def doubled(x: Tensor) -> Any:
+        layer.down_proj.weight_scale.mul_(2)
+        return layer(x)
+
+    before = layer._call_projections(x, None, False)
+    torch.compiler.reset()
+    y = torch.compile(doubled, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, 2 * before)
+    args = x, layer._fp8_tensors(), layer._number
+    torch.library.opcheck(torch.ops.twell.fp8_layer.default, args, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize("make", [llama, nemotron, opt])

@@ -133,14 +133,14 @@ def test_what_is_kept_follows_weights_and_plans() -> None:
 
     assert kept(captured=True, is_sparse=False).derived() == () and layer._fp8 is None
     layer.set_plan(plan(128))
-    with pytest.raises(RuntimeError, match="call it once before capturing"):
+    with pytest.raises(RuntimeError, match="call the layer once before capturing"):
         kept(captured=True)
     first = kept()
     assert kept() is first and kept(captured=True) is first and layer.frozen_bytes() > 272 * 48
     tensors, before = first.derived(), first.layout.hot_down.clone()
     with torch.no_grad():
         layer.down_proj.weight_scale.mul_(2)
-    with pytest.raises(RuntimeError, match="call it once before capturing"):
+    with pytest.raises(RuntimeError, match="call the layer once before capturing"):
         kept(captured=True)
     second = kept()
     assert all(a is b for a, b in zip(tensors, second.derived(), strict=True))

@@ -7,6 +7,7 @@ its weight (an adapter, a hook, a subclass), the layer calls its projections one
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Self
@@ -41,7 +42,7 @@ _PARAMETERS_AND_HOOKS = operator.itemgetter(  # of a module's __dict__
     "_parameters", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
 _KERNELS = ("auto", "triton")  # backends that are the kernels on a GPU
-FP8_WEIGHTS = "FP8 weights (without biases, Hopper GPUs run many tokens sparsely)"
+FP8_WEIGHTS = "FP8 weights (without biases, Hopper GPUs run few and many tokens sparsely)"
 INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as OPT's decoder layer does
 
 
@@ -115,6 +116,10 @@ def sparse_ffns(model: nn.Module) -> Iterator[tuple[str, SparseFFNBase]]:
 # ---------------------------------------------------------------------------------------------------------
 
 
+def _with_weight(linear: Any, weight: Tensor, scale: Tensor, x: Tensor) -> Any:
+    return torch.func.functional_call(linear, {"weight": weight, "weight_scale": scale}, (x,))
+
+
 class SparseFFNBase(nn.Module):
     """What the two modules share: plan, frozen state, running counts, conversion from a dense block, repr."""
 
@@ -156,6 +161,7 @@ class SparseFFNBase(nn.Module):
         self._graph_plans: list[Any] = []
         # States of FP8 weights, the plan's order, and what kernels keep of both; None where they cannot.
         self._fp8: tuple[list[Any], Tensor, Any] | None = None
+        self._own_number: int | None = None  # among layers with FP8 weights, for compiled code
         for name, linear in zip(self.projections, linears, strict=True):
             setattr(self, name, linear)
         first = linears[0].weight
@@ -270,7 +276,7 @@ class SparseFFNBase(nn.Module):
         self._kernels_on: int | None = None  # the GPU on which all calls go to the kernels
         self._drift: Drift | None = None
         self._fp8 = None
-        self._number: Tensor | None = None  # of a layer with FP8 weights that has kernels, for compiled code
+        self._number: Tensor | None = None  # as compiled code takes it; None: there are no kernels
         if device.type != "meta" and backends.why_unavailable("triton", device) is None:
             plan = self.plan or dense_plan(len(self.neuron_counts))
             self._plan_eager, self._plan_captured = plan.on(device), plan.on(device, captured=True)
@@ -278,7 +284,10 @@ class SparseFFNBase(nn.Module):
             if device.type == "cuda" and backends.fits_kernels(*down.weight.shape):
                 self._kernels_on, self._plan_tokens = device.index, [plan.tokens(captured=c) for c in (False, True)]
                 if self._has_fp8() and backends.kernels().fp8.why_not(device) is None:
-                    self._number = as_size(registered.number_of(self), device)
+                    if self._own_number is None:
+                        self._own_number = registered.number_of(self)
+                    with torch.inference_mode(False):
+                        self._number = as_size(self._own_number, device)
                 if not plan.is_dense and plan.tail is not None:
                     costs = costs_for(device, fp8=self._has_fp8())
                     self._drift = Drift(plan, costs, gated=len(self.projections) == 3, replans=self._replans)
@@ -292,7 +301,7 @@ class SparseFFNBase(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Drift may wait for a copy on its way to the host; graphs are of this layer alone.
-        return {**self.__dict__, "_drift": None, "_graph_plans": [], "_fp8": None, "_number": None}
+        return {**self.__dict__, "_drift": None, "_graph_plans": [], "_fp8": None, "_own_number": None, "_number": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -383,8 +392,6 @@ class SparseFFNBase(nn.Module):
         if self.plan is not None and self.plan.mean_active is not None:
             self._plans_itself, self._first_batches = True, None
             self._set_plan(None)
-        else:
-            self._place_plan()
 
     def frozen_bytes(self) -> int:
         if self._fp8 is not None and self._fp8[2] is not None:
@@ -457,8 +464,9 @@ class SparseFFNBase(nn.Module):
             if few < x.numel() // x.shape[-1] < least:
                 # A compiler makes the best of a dense layer. By tiles of tokens it would take 0.75x: the host's time.
                 return self._call_projections(x, None, False)
-            if self._number is not None and x.dtype == torch.bfloat16 and not torch.compiler.is_exporting():
-                return torch.ops.twell.fp8_layer.default(x, self._number)
+            is_plain = x.dtype == torch.bfloat16 and not torch.is_autocast_enabled(x.device.type)
+            if self._number is not None and is_plain and not torch.compiler.is_exporting():
+                return torch.ops.twell.fp8_layer.default(x, self._fp8_tensors(), self._number)
         w = None if is_compiling else self._plain_weights()
         if w is None:
             if index is not None and not (is_compiling or return_stats or token_mask is not None) and self._has_fp8():
@@ -514,10 +522,18 @@ class SparseFFNBase(nn.Module):
         kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
         return ops.run(x, w, self.activation, self.backend, plan, kept, token_mask, return_stats)
 
-    def in_fp8(self, x: Tensor) -> Tensor:
-        """y of a layer whose projections are all ``Fp8Linear``, for compiled code."""
-        index = self._kernels_on
-        y = self._by_fp8_kernels(x, index) if index is not None and self._has_fp8() else None
+    def in_fp8(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """y of a layer whose projections are all ``Fp8Linear``, for compiled code. ``weights``: see ``_fp8_tensors``;
+        copies, where that code has written to them and the layer does not have it yet."""
+        index, linears = self._kernels_on, [self._modules[name] for name in self.projections]
+        if index is None or not self._has_fp8():
+            return self._call_projections(x, None, False)
+        if any(a.data_ptr() != b.data_ptr() for a, b in zip(weights, self._fp8_tensors(), strict=True)):
+            given = zip(linears, weights[::2], weights[1::2], strict=True)
+            gate, *up, down = [functools.partial(_with_weight, linear, q, scale) for linear, q, scale in given]
+            h = reference.activate(torch.relu(gate(x)), self.activation)
+            return down(h * up[0](x) if up else h)
+        y = self._by_fp8_kernels(x, index)
         return self._call_projections(x, None, False) if y is None else y
 
     def _by_fp8_kernels(self, x: Tensor, index: int) -> Tensor | None:
@@ -564,8 +580,7 @@ class SparseFFNBase(nn.Module):
     def _kept_of_fp8(self, linears: list[Any], plan: Any, *, is_sparse: bool, captured: bool) -> Any:
         """What kernels read, made anew where a weight or the plan is another; None where they cannot read them."""
         kernels, found = backends.kernels().fp8, self._fp8
-        tensors = [t for linear in linears for t in (linear.weight, linear.weight_scale)]
-        states = [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
+        states = [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in self._fp8_tensors()]
         if found is not None and found[0] == states and found[1] is plan.order:
             return found[2]
         weights = [linear.fp8() for linear in linears]
@@ -574,17 +589,25 @@ class SparseFFNBase(nn.Module):
             kept = None
         elif captured:  # a graph would own what is made here, but dense batches need nothing
             if is_sparse:
-                raise RuntimeError(
-                    "a layer with FP8 weights that are new, or have changed: call it once before capturing it"
-                )
+                raise RuntimeError("FP8 weights are new or have changed: call the layer once before capturing it")
             return kernels.keep(gate, up[0] if up else None, down, None)
         else:
-            kept = kernels.keep(gate, up[0] if up else None, down, plan)
+            with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be written over
+                kept = kernels.keep(gate, up[0] if up else None, down, plan)
             if found is not None and found[1] is plan.order and found[2] is not None:
                 found[2].rewrite_(kept)  # where graphs read it, too
                 kept = type(kept)(kept.w._replace(down=found[2].w.down), found[2].layout)
         self._fp8 = states, plan.order, kept
         return kept
+
+    def _fp8_tensors(self) -> list[Tensor]:
+        """Weights and scales of projections that are all ``Fp8Linear``."""
+        linears: list[Any] = [self._modules[name] for name in self.projections]
+        return [t for linear in linears for t in (linear.weight, linear.weight_scale)]
+
+    def runs_in_parts(self) -> bool:
+        """Whether the kernels for many tokens have run with these FP8 weights and this plan."""
+        return self._fp8 is not None and self._fp8[2] is not None and self._fp8[2].layout is not None
 
     def _call_projections(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
         *inputs, down = (getattr(self, name) for name in self.projections)

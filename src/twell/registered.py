@@ -1,4 +1,4 @@
-"""The operations as PyTorch knows them: ``twell::ffn``, ``ffn_train`` and ``ffn_backward``.
+"""The operations as PyTorch knows them: ``twell::ffn``, ``ffn_train``, ``ffn_backward`` and ``fp8_layer``.
 
 One family for gated and plain FFNs: the plain one has no up projection, and its ``w_up`` is the gate's weight here.
 With M tokens, D model width, F neurons:
@@ -6,11 +6,12 @@ With M tokens, D model width, F neurons:
     twell::ffn           x [M, D], weights, plan, frozen           -> y [M, D]
     twell::ffn_train     x [M, D], weights, token_mask [M], plan   -> y, l1_sum [], counts [F], what a backward needs
     twell::ffn_backward  dy [M, D], dl1 [], and all of these       -> dx and six gradients of weights
-    twell::fp8_layer     x [..., D], the number of a layer         -> y [..., D], as the layer computes it by itself
+    twell::fp8_layer     x [..., D], its weights, its number       -> y [..., D], as the layer computes it by itself
 
-They are functional: statistics are outputs, nothing is updated behind the caller's back. Few tokens, many tokens and
-dense are choices inside an operation, by the plan's numbers, which arrive as sizes (``PlanTensors``): a compiled model
-holds one call a layer, whatever the plan. Forward-mode AD and double backward raise."""
+The first three are functional: statistics are outputs, nothing is updated behind the caller's back. Few tokens, many
+tokens and dense are choices inside an operation, by the plan's numbers, which arrive as sizes (``PlanTensors``): a
+compiled model holds one call a layer, whatever the plan. Forward-mode AD and double backward raise. The last calls the
+layer, which may count what fires, plan, and keep what kernels read of its weights."""
 
 from __future__ import annotations
 
@@ -143,9 +144,13 @@ _library.define(
     tags=_TAGS,
 )
 
-_library.define("fp8_layer(Tensor x, Tensor number) -> Tensor", tags=_TAGS)
+# It takes the weights so that compilers see what it reads. A layer may keep what it makes of them, and plan: in the
+# memory of a compiler's CUDA graphs that would be lost.
+_library.define(
+    "fp8_layer(Tensor x, Tensor[] weights, Tensor number) -> Tensor", tags=(*_TAGS, torch.Tag.cudagraph_unsafe)
+)
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count(2)
+_numbers = itertools.count(1 << 59)  # as sizes, that no other is
 
 
 def number_of(layer: Any) -> int:
@@ -155,8 +160,8 @@ def number_of(layer: Any) -> int:
     return number
 
 
-def _fp8_layer_op(x: Tensor, number: Tensor) -> Tensor:
-    y: Tensor = _layers[number.shape[1]].in_fp8(x)
+def _fp8_layer_op(x: Tensor, weights: Sequence[Tensor], number: Tensor) -> Tensor:
+    y: Tensor = _layers[number.shape[1]].in_fp8(x, weights)
     return y.contiguous()
 
 
@@ -180,10 +185,10 @@ def _backward_op(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple
     return tuple(x.new_empty(0) if g is None else g for g in gradients)
 
 
-for _name, _function in (("ffn", _infer_op), ("ffn_train", _train_op), ("ffn_backward", _backward_op)):
+_OPS = {"ffn": _infer_op, "ffn_train": _train_op, "ffn_backward": _backward_op, "fp8_layer": _fp8_layer_op}
+for _name, _function in _OPS.items():
     for _key in ("CPU", "CUDA"):  # CPU: also Triton's interpreter
         _library.impl(_name, _function, _key)
-_library.impl("fp8_layer", _fp8_layer_op, "CUDA")
 
 
 @torch.library.register_fake("twell::fp8_layer")

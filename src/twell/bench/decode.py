@@ -187,8 +187,3 @@ def _rewinding(run: Callable[[], Any], step: _Step) -> Callable[[], None]:
 def _replaced(x: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The layer's own token of each sequence, x [batch, 1, D], at every place."""
     return (x.expand(*args[0].shape), *args[1:])
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Kernels in a compiled model
-# ---------------------------------------------------------------------------------------------------------

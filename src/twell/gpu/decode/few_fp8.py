@@ -22,6 +22,7 @@ from twell.gpu.shared.fp8 import room_for, round_rows
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.replay import INTERPRETED, Recorded, Space
 from twell.gpu.shared.tiles import device_facts
+from twell.plan import MAX_FEW_TOKENS
 from twell.reference import E4M3
 
 _Tiles = tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]
@@ -29,6 +30,9 @@ _Tiles = tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]
 
 def forward(x: Tensor, w: Fp8Weights, activation: str, tiles: _Tiles | None = None, *, settled: bool = False) -> Tensor:
     """y [..., D] for x [..., D], of 1 to 64 tokens. ``w``: with Wd neuron by neuron. ``settled``: see few.py."""
+    M = x.numel() // x.shape[-1]
+    if not 0 < M <= MAX_FEW_TOKENS:
+        raise ValueError(f"few_fp8.forward takes 1 to {MAX_FEW_TOKENS} tokens, got {M}")
     x = aligned(x)
     y = torch.empty_like(x)
     key = x.shape, x.stride(-2), x.dtype, w.gate.shape[0], w.up is None, activation, tiles, settled

@@ -1,11 +1,11 @@
 """The kernels of hopper.py for e4m3 weights with a scale a row, and x rounded as a dense FP8 layer rounds it.
 
-neurons_kernel rounds x itself, each program for itself, while the rows of the gate are on their way: a launch less.
-e4m3 values are exact in fp16, as which tensor cores multiply them, with sums in fp32; a row of the gate takes half of
-bf16's bytes and shared memory, so that the rows of two layers may be on their way at once.
+hopper_fp8_neurons_kernel rounds x itself, each program for itself: a launch less. e4m3 values are exact in fp16, as
+which tensor cores multiply them, with sums in fp32. Rows of the gate are asked for before x is there, a tile after the
+other: a processor's loads come back in order, and those of the kernel before this would wait for all of them.
 
-sums_kernel: rows of Wd come as e4m3 and go through registers, where they become 16 bits, to where tensor cores take
-them from; scales of the columns are factors of the sums.
+hopper_fp8_sums_kernel: rows of Wd come as e4m3 and go through registers, where they become 16 bits, to where tensor
+cores take them from; scales of the columns are factors of the sums.
 
 Legend: M tokens (BM in a tile), D model width, F neurons (TN in a program, SUBS tiles of 16).
 """
@@ -158,6 +158,7 @@ def hopper_fp8_neurons_kernel(
         sums.slice(sub * 16, 16, dim=1).store(products[sub])
     x_scale = x_scales.load(m.type.layout)
     z = gl.sum(sums.load(summed), axis=0) * (w_scale[:, None] * x_scale[None, :])
+    # i_gate, i_up below: in the place of biases, of which there are none.
     fired = fire(z, first + row, row < n, m, M, D, i_gate, i_down, m_h, HM, SAME, PREFETCHES, GATED, SQUARED, False)
     bits = gl.sum(fired.to(gl.int64) << row.to(gl.int64), axis=0)
     gl.store(o_bits + gl.program_id(0), bits)

@@ -37,7 +37,7 @@ class NeuronTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """Of hopper.py's kernel: neurons of a program, at least so many programs, depth of a chain; how many there are."""
+    """Of hopper.py's kernel: neurons of a program, at least so many programs, depth of a chain, and chains."""
 
     TN: int
     programs: int
