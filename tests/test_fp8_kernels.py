@@ -123,10 +123,9 @@ def test_what_is_kept_follows_weights_and_plans() -> None:
     torch.manual_seed(0)
     layer = GatedSparseFFN(48, 272).eval()
     quantize_(layer)
-    linears = [layer.gate_proj, layer.up_proj, layer.down_proj]
 
     def kept(captured: bool = False, is_sparse: bool = True) -> Any:
-        return layer._kept_of_fp8(linears, layer._plan_eager, is_sparse=is_sparse, captured=captured)
+        return layer._kept_of_fp8(layer._fp8_tensors(), layer._plan_eager, is_sparse=is_sparse, captured=captured)
 
     def plan(n_hot: int) -> Plan:
         return Plan(n_neurons=272, hot=torch.randperm(272)[:n_hot], cap=48, min_tokens=0)

@@ -383,7 +383,7 @@ class SparseFFNBase(nn.Module):
         if found is None:
             return False
         self._fp8 = [], found[1], found[2]
-        self._kept_of_fp8([self._modules[n] for n in self.projections], plan, is_sparse=False, captured=False)
+        self._kept_of_fp8(self._fp8_tensors(), plan, is_sparse=False, captured=False)
         return True
 
     def forget_counted_plan(self) -> None:
@@ -536,33 +536,44 @@ class SparseFFNBase(nn.Module):
         y = self._by_fp8_kernels(x, index)
         return self._call_projections(x, None, False) if y is None else y
 
+    def _plain_fp8(self) -> list[Tensor] | None:
+        """As ``_fp8_tensors``, if the projections do nothing but multiply by them: for every eager call."""
+        modules, tensors = self._modules, list[Tensor]()
+        for name in self.projections:
+            linear: Any = modules[name]
+            own = linear.__dict__
+            if type(linear) is not Fp8Linear or own["emulate"] or "forward" in own:
+                return None
+            parameters, a, b, c, d = _PARAMETERS_AND_HOOKS(own)
+            if a or b or c or d or parameters["bias"] is not None:
+                return None
+            tensors += parameters["weight"], parameters["weight_scale"]
+        return tensors
+
     def _by_fp8_kernels(self, x: Tensor, index: int) -> Tensor | None:
         """y of a layer whose projections are all ``Fp8Linear``; None where they are to be called."""
-        linears: list[Any] = [self._modules[name] for name in self.projections]
+        tensors = None if self._number is None or torch_module._has_any_global_hook() else self._plain_fp8()
         if (
-            torch.is_grad_enabled()
+            tensors is None
+            or torch.is_grad_enabled()
             or type(x) is not Tensor
             or x.dtype != torch.bfloat16
             or x.dim() < 2
-            or x.shape[-1] != linears[0].in_features
-            or not x.get_device() == linears[0].weight.get_device() == index == _current_device()
+            or x.shape[-1] != tensors[0].shape[1]
+            or not x.get_device() == tensors[0].get_device() == index == _current_device()
             or self.backend not in _KERNELS
-            or torch_module._has_any_global_hook()
             or not registered.nothing_stands_before("cuda")
-            or any(linear.emulate or linear.bias is not None or "forward" in vars(linear) for linear in linears)
-            or any(hooks for linear in linears for hooks in _PARAMETERS_AND_HOOKS(vars(linear))[1:])
         ):
             return None
-        captured, kernels = _is_capturing(), backends.kernels().fp8
-        if kernels.why_not(x.device) is not None:
-            return None
+        captured = _is_capturing()
         if self._plans_itself and not captured:
             self._look_at(x)
         plan: Any = self._plan_captured if captured else self._plan_eager  # read once: another thread may change it
-        (few, _, least), drift, tokens = tokens_of(plan), self._drift, x.numel() // x.shape[-1]
-        in_parts = tokens >= least and sizes_of(plan)[0] < len(self.neuron_counts)
-        before, is_sparse = self._fp8, in_parts or 0 < tokens <= few
-        kept = self._kept_of_fp8(linears, plan, is_sparse=is_sparse, captured=captured)
+        (few, _, least), drift, tokens = self._plan_tokens[captured], self._drift, x.numel() // x.shape[-1]
+        is_sparse = captured and (
+            0 < tokens <= few or (tokens >= least and sizes_of(plan)[0] < len(self.neuron_counts))
+        )
+        before, kept = self._fp8, self._kept_of_fp8(tensors, plan, is_sparse=is_sparse, captured=captured)
         if kept is None:
             return None
         if captured:
@@ -570,21 +581,21 @@ class SparseFFNBase(nn.Module):
             self._keep_for_graphs(kept)
         watch = None if drift is None or captured or tokens < least else drift.room(x.device)
         given = kept.w, self.activation, plan, few, least, kept.layout, watch
-        y: Tensor = kernels.forward(x, *given, settled=before is self._fp8 and before is not None)
+        y: Tensor = backends.kernels().fp8.forward(x, *given, settled=before is self._fp8 and before is not None)
         if watch is not None and drift is not None:
             drift.send(watch, tokens)
         elif drift is not None and not captured and tokens >= least and drift.is_too_far():
             self._plan_anew()
         return y
 
-    def _kept_of_fp8(self, linears: list[Any], plan: Any, *, is_sparse: bool, captured: bool) -> Any:
-        """What kernels read, made anew where a weight or the plan is another; None where they cannot read them."""
-        kernels, found = backends.kernels().fp8, self._fp8
-        states = [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in self._fp8_tensors()]
+    def _kept_of_fp8(self, tensors: list[Tensor], plan: Any, *, is_sparse: bool, captured: bool) -> Any:
+        """What kernels read, made anew where a weight or the plan is another; None where they cannot read them.
+        ``is_sparse``: this batch is, of those that are captured."""
+        found, states = self._fp8, [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
         if found is not None and found[0] == states and found[1] is plan.order:
             return found[2]
-        weights = [linear.fp8() for linear in linears]
-        gate, *up, down = weights
+        kernels = backends.kernels().fp8
+        gate, *up, down = weights = [linear.fp8() for linear in (getattr(self, name) for name in self.projections)]
         if not kernels.can_read(*weights):
             kept = None
         elif captured:  # a graph would own what is made here, but dense batches need nothing
