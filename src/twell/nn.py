@@ -469,7 +469,7 @@ class SparseFFNBase(nn.Module):
                 return torch.ops.twell.fp8_layer.default(x, self._fp8_tensors(), self._number)
         w = None if is_compiling else self._plain_weights()
         if w is None:
-            if index is not None and not (is_compiling or return_stats or token_mask is not None) and self._has_fp8():
+            if index is not None and not (is_compiling or return_stats or token_mask is not None):
                 y = self._by_fp8_kernels(x, index)
                 if y is not None:
                     return y
@@ -617,7 +617,7 @@ class SparseFFNBase(nn.Module):
         return [t for linear in linears for t in (linear.weight, linear.weight_scale)]
 
     def runs_in_parts(self) -> bool:
-        """Whether the kernels for many tokens have run with these FP8 weights and this plan."""
+        """Whether FP8 weights are laid out for the kernels for many tokens, as since the first call with this plan."""
         return self._fp8 is not None and self._fp8[2] is not None and self._fp8[2].layout is not None
 
     def _call_projections(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:

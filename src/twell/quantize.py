@@ -46,9 +46,10 @@ class QuantizeReport:
 def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -> QuantizeReport:
     """Round the projections of a model's sparse FFNs to FP8, in place, for inference; biases stay.
 
-    Weights become e4m3 with a scale for each output row, x is rounded token by token in the call. On Hopper GPUs many
-    tokens then run sparsely; all else is dense in FP8, on GPUs of compute capability 8.9 or newer. ``emulate=True``
-    computes the same slowly, anywhere. Plans that were made from counts are made anew: costs are others.
+    Weights become e4m3 with a scale for each output row, x is rounded token by token in the call. On Hopper GPUs few
+    and many tokens then run sparsely; all else is dense in FP8, on GPUs of compute capability 8.9 or newer.
+    ``emulate=True`` computes the same slowly, anywhere. Plans that were made from counts are made anew: costs are
+    others.
 
     Layers whose projections are more than a plain ``nn.Linear`` are left alone, and so are those with weights that are
     not finite; the report says why. FP8 weights of compressed-tensors and torchao are taken over as they are. Layers

@@ -56,10 +56,6 @@ class _Fp8FFN(nn.Module):
 class DenseFp8FFN(_Fp8FFN):
     """x [..., D] and h [..., F] are rounded in the call, each row by a scale of its own; products are FP8 GEMMs."""
 
-    def __init__(self, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, *, use_fast_accum: bool = True) -> None:
-        super().__init__(w_gate, w_up, w_down)
-        self.use_fast_accum = use_fast_accum
-
     def forward(self, x: Tensor) -> Tensor:
         rows = to_fp8(x.flatten(0, -2))
         h = self._product(rows, self.up)
@@ -75,7 +71,7 @@ class DenseFp8FFN(_Fp8FFN):
             scale_a=a.scale[:, None],
             scale_b=w.scale[None],
             out_dtype=torch.bfloat16,  # with scales of rows float16 is refused by some versions
-            use_fast_accum=self.use_fast_accum,
+            use_fast_accum=True,
         )
 
 

@@ -29,7 +29,7 @@ class Subject(NamedTuple):
 
     @property
     def sparse_layers(self) -> dict[str, int]:
-        """A fact of FP8 weights: in how many layers the sparse kernels have run, which then keep something of them."""
+        """A fact of FP8 weights: in how many layers the sparse kernels have run."""
         from twell.nn import sparse_ffns
 
         if self.twin is None:

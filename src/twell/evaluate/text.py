@@ -71,6 +71,10 @@ class Tokens(NamedTuple):
     bytes: int
     words: int
 
+    @classmethod
+    def of(cls, ids: list[int], texts: Sequence[str]) -> Tokens:
+        return cls(ids, sum(len(one.encode()) for one in texts), sum(len(one.split()) for one in texts))
+
     def windows(self, model: Any, tokenizer: Any) -> list[Row]:
         """Rows that predict each of the tokens once."""
         context, led = context_length(model), [leader(tokenizer), *self.ids]
@@ -84,7 +88,7 @@ def tokens_of(tokenizer: Any, text: str | Sequence[str]) -> Tokens:
     ids = [token for one in texts for token in (*tokenizer.encode(one, add_special_tokens=False), *end)]
     if len(ids) == len(texts) * len(end):
         raise ValueError("the text is empty")
-    return Tokens(ids, sum(len(one.encode()) for one in texts), sum(len(one.split()) for one in texts))
+    return Tokens.of(ids, texts)
 
 
 def read_validation(tokenizer: Any, path: Path) -> Tokens:
@@ -97,8 +101,7 @@ def read_validation(tokenizer: Any, path: Path) -> Tokens:
     found = read_documents(files, encode, end_of_text=tokenizer.eos_token_id, vocab_size=len(tokenizer))
     documents = [document.tolist() for file in found for document in file]
     texts = [tokenizer.decode(document[:-1], clean_up_tokenization_spaces=False) for document in documents]
-    ids = [token for document in documents for token in document]
-    return Tokens(ids, sum(len(one.encode()) for one in texts), sum(len(one.split()) for one in texts))
+    return Tokens.of([token for document in documents for token in document], texts)
 
 
 def score_text(

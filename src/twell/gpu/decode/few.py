@@ -26,7 +26,7 @@ Bytes, D 2048, F 5632, bf16: Wg 23 MB, then 8 KB for each of U neurons (29 at M 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from torch import Tensor
 from twell.gpu.decode import screen, steps
 from twell.gpu.decode.screen import Screen
 from twell.gpu.decode.tiles import (
-    HOPPER_CHAINS,
     WORDS,
     HopperSumTile,
     HopperTile,
@@ -48,7 +47,7 @@ from twell.gpu.shared.replay import Recorded, Space
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
 
-BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # of a tile's neurons
+_BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # of a tile's neurons
 _CHAINS, _CHAIN_DEPTH, _CHAIN_STAGES = 4, 128, 4  # of up for few rows: D is divided among warps
 _ONE = {"BU": 32, "BD": 32}  # the sum of one token: neurons at once, columns of y
 
@@ -144,7 +143,7 @@ def _kernels_of_one(
     BW = power_of_2(ceil_div(F, 32))
     first = Kernel(
         screen.screened_neurons_kernel,
-        (dtype, torch.uint8, torch.float32, torch.float32, *[dtype] * 6, BITS[screen.BN], MULTIPLE, MULTIPLE),
+        (dtype, torch.uint8, torch.float32, torch.float32, *[dtype] * 6, _BITS[screen.BN], MULTIPLE, MULTIPLE),
         {
             "OVERLAPS": overlaps,
             "BN": screen.BN,
@@ -188,20 +187,36 @@ def _several_tokens(
     x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     (M, D), F = x.shape, len(gate)
     neurons, sums = tiles or tiles_of(x, F)
-    BM, BN, TN = max(16, power_of_2(M)), neurons.BN, neurons.TN or neurons.BN
-    n_tiles = ceil_div(F, TN)
-    n_words, programs = ceil_div(n_tiles * BN, 64), max(n_tiles, neurons.programs)
-    h, words = space.take(F, BM), space.take(ceil_div(programs * BN, 64), dtype=torch.int64)
+    between = Between.of(space, M, F, neurons)
     first, second = kernels_of(x.dtype, M, D, neurons, sums, settled, down_bias is not None, flags, can_overlap())
     weights = (0 if t is None else t for t in (gate, gate_bias, up, up_bias, down))
     scales = () if isinstance(neurons, HopperTile) else (0, 0, 0)
-    first(programs, x, *weights, h, words, *scales, M, D, F, x.stride(0))
-    given: tuple[Any, ...] = (h, words, down, 0 if down_bias is None else down_bias, y)
-    sizes: tuple[int, ...] = (M, D, n_words)
-    if isinstance(sums, SumTile):
-        given, sizes = (*given, 0), (*sizes, n_tiles * BN - 64 * (n_words - 1))
-    second(ceil_div(D, sums.BD), *given, *sizes)
+    first(between.programs, x, *weights, between.h, between.words, *scales, M, D, F, x.stride(0))
+    bias, in_triton = 0 if down_bias is None else down_bias, isinstance(sums, SumTile)
+    given = between.h, between.words, down, bias, y, *((0,) if in_triton else ())
+    second(ceil_div(D, sums.BD), *given, M, D, between.n_words, *((between.last_bits,) if in_triton else ()))
     return ()
+
+
+class Between(NamedTuple):
+    """What the first kernel leaves to the second."""
+
+    programs: int  # of the first
+    h: Tensor  # [F, tokens]
+    words: Tensor  # int64: of bits
+    n_words: int  # that were written
+    last_bits: int  # of the last of them
+
+    @classmethod
+    def of(cls, space: Space, M: int, F: int, neurons: NeuronTile | HopperTile) -> Between:
+        n_tiles, BN = ceil_div(F, neurons.TN or neurons.BN), neurons.BN
+        n_words, programs = ceil_div(n_tiles * BN, 64), max(n_tiles, neurons.programs)
+        h, words = space.take(F, _padded(M)), space.take(ceil_div(programs * BN, 64), dtype=torch.int64)
+        return cls(programs, h, words, n_words, n_tiles * BN - 64 * (n_words - 1))
+
+
+def _padded(M: int) -> int:
+    return max(16, power_of_2(M))
 
 
 def kernels_of(
@@ -214,11 +229,13 @@ def kernels_of(
     has_down_bias: bool,
     flags: tuple[bool, ...],
     overlaps: bool,
+    factors: torch.dtype | None = None,
 ) -> tuple[Kernel, Kernel]:
-    """The first and the second kernel for M tokens."""
+    """The first and the second kernel for M tokens. ``factors``: of x and the weights, e4m3 where they have scales."""
     stride, n_tokens = (neurons.TN or 64) if neurons.BN == 64 else 64, ANY if M % 16 else MULTIPLE
-    first = _first_kernel(dtype, D, power_of_2(M), n_tokens, neurons, settled, flags, overlaps)
-    return first, _second_kernel(dtype, max(16, power_of_2(M)), n_tokens, stride, sums, has_down_bias, overlaps)
+    factors = factors or dtype
+    first = _first_kernel(dtype, D, power_of_2(M), n_tokens, neurons, settled, flags, overlaps, factors)
+    return first, _second_kernel(dtype, _padded(M), n_tokens, stride, sums, has_down_bias, overlaps, factors)
 
 
 @functools.cache
@@ -231,11 +248,30 @@ def _first_kernel(
     settled: bool,
     flags: tuple[bool, ...],
     overlaps: bool,
+    factors: torch.dtype,
 ) -> Kernel:
     """``tokens``: a power of 2; ``n_tokens``: how their number is declared."""
-    pointers: tuple[Any, ...] = (*[dtype] * 7, BITS[tile.BN])
-    sizes = n_tokens, MULTIPLE, MULTIPLE, MULTIPLE
+    f32, bits, sizes = torch.float32, _BITS[tile.BN], (n_tokens, MULTIPLE, MULTIPLE, MULTIPLE)
     constants: dict[str, Any]
+    if isinstance(tile, HopperTile) and factors != dtype:
+        from twell.gpu.decode import hopper_fp8
+
+        constants = {
+            "OVERLAPS": overlaps,
+            "EARLY": settled,
+            "HM": max(16, tokens),
+            "BM": max(8, tokens),
+            "TOKENS": tokens,
+            "TN": tile.TN,
+            "SUBS": ceil_div(tile.TN, 16),
+            "CHAINS": tile.chains,
+            "DEPTH": tile.depth,
+            "PREFETCHES": overlaps,
+            "GATED": flags[0],
+            "SQUARED": flags[1],
+        }
+        arguments: tuple[Any, ...] = (dtype, factors, f32, factors, f32, factors, dtype, bits, *sizes)
+        return Kernel(hopper_fp8.hopper_fp8_neurons_kernel, arguments, constants, warps=tile.chains)
     if isinstance(tile, HopperTile):
         from twell.gpu.decode import hopper  # needs Gluon, of which there is none in the interpreter
 
@@ -246,13 +282,13 @@ def _first_kernel(
             "BM": max(8, tokens),
             "TN": tile.TN,
             "SUBS": ceil_div(tile.TN, 16),
-            "CHAINS": HOPPER_CHAINS,
+            "CHAINS": tile.chains,
             "DEPTH": tile.depth,
             **_constants(flags, overlaps),
         }
-        return Kernel(hopper.hopper_neurons_kernel, (*pointers, *sizes), constants, warps=HOPPER_CHAINS)
+        return Kernel(hopper.hopper_neurons_kernel, (*[dtype] * 7, bits, *sizes), constants, warps=tile.chains)
     constants = {
-        "SCALED": False,
+        "SCALED": factors != dtype,
         "PRECISION": _precision(dtype),
         "OVERLAPS": overlaps,
         "BM": max(16, tokens),
@@ -265,7 +301,7 @@ def _first_kernel(
         "CHAIN_STAGES": _CHAIN_STAGES,
         **_constants(flags, overlaps),
     }
-    arguments = (*pointers, *[torch.float32] * 3, *sizes)
+    arguments = (factors, factors, dtype, factors, dtype, factors, dtype, bits, f32, f32, f32, *sizes)
     return Kernel(steps.neurons_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
 
 
@@ -278,11 +314,12 @@ def _second_kernel(
     tile: SumTile | HopperSumTile,
     has_bias: bool,
     overlaps: bool,
+    factors: torch.dtype,
 ) -> Kernel:
-    pointers: tuple[Any, ...] = (dtype, torch.int64, dtype, dtype, dtype)
+    scaled, sizes = factors != dtype, (n_tokens, MULTIPLE, ANY)
     constants: dict[str, Any]
     if isinstance(tile, HopperSumTile):
-        from twell.gpu.decode import hopper
+        from twell.gpu.decode import hopper, hopper_fp8
 
         constants = {
             "STRIDE": stride,
@@ -292,12 +329,14 @@ def _second_kernel(
             "BS": tile.BS,
             "BD": tile.BD,
             "CHAINS": tile.chains,
-            "HAS_DOWN_BIAS": has_bias,
+            **({} if scaled else {"HAS_DOWN_BIAS": has_bias}),
         }
-        return Kernel(hopper.hopper_sums_kernel, (*pointers, n_tokens, MULTIPLE, ANY), constants, warps=tile.chains)
+        function = hopper_fp8.hopper_fp8_sums_kernel if scaled else hopper.hopper_sums_kernel
+        of_columns = torch.float32 if scaled else dtype  # scales, or a bias
+        return Kernel(function, (dtype, torch.int64, factors, of_columns, dtype, *sizes), constants, warps=tile.chains)
     constants = {
         "STRIDE": stride,
-        "SCALED": False,
+        "SCALED": scaled,
         "PRECISION": _precision(dtype),
         "OVERLAPS": overlaps,
         "BM": BM,
@@ -307,7 +346,7 @@ def _second_kernel(
         "HAS_DOWN_BIAS": has_bias,
         "STAGES": tile.stages,
     }
-    arguments = (*pointers, torch.float32, n_tokens, MULTIPLE, ANY, ANY)
+    arguments = (dtype, torch.int64, factors, dtype, dtype, torch.float32, *sizes, ANY)
     return Kernel(steps.sums_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
 
 

@@ -80,6 +80,9 @@ _SUMS_OF_FP8: dict[int, HopperSumTile] = {
 }
 
 
+_INTERPRETED = NeuronTile(16, 32, 4, 2), SumTile(32, 4, 2, BS=2, BW=2)  # tiny
+
+
 def why_not_hopper(capability: int, version: str = triton.__version__) -> str | None:
     """Why the kernels of hopper.py cannot run, or None."""
     if capability != 90:
@@ -90,10 +93,19 @@ def why_not_hopper(capability: int, version: str = triton.__version__) -> str | 
 def tiles_of(x: Tensor, F: int) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
     """For the two kernels of few tokens x [M, D]."""
     if INTERPRETED:
-        return NeuronTile(16, 32, 4, 2), SumTile(32, 4, 2, BS=2, BW=2)  # tiny
+        return _INTERPRETED
     capability, processors = device_facts(x.device.index)
     M, D = x.shape
     return tiles_for(M, D, F, element_size=x.element_size(), capability=capability, processors=processors)
+
+
+def fp8_tiles_of(x: Tensor, F: int) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
+    """Likewise, of e4m3 weights."""
+    if INTERPRETED:
+        return _INTERPRETED
+    capability, processors = device_facts(x.device.index)
+    M, D = x.shape
+    return fp8_tiles_for(M, D, F, capability=capability, processors=processors)
 
 
 def tiles_for(
@@ -157,8 +169,6 @@ def fp8_tiles_for(
     tokens: int, D: int, F: int, *, capability: int = 90, processors: int = 132
 ) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
     """Of e4m3 weights. Measured on an H200 at D 2048, F 5632; right anywhere."""
-    if INTERPRETED:
-        return NeuronTile(16, 32, 4, 2), SumTile(32, 4, 2, BS=2, BW=2)  # tiny
     TN, programs = _divided(F, 64, processors)
     depth, stages = (256, 6) if tokens <= 32 else (128, 8)
     neurons: NeuronTile | HopperTile = NeuronTile(64, depth, 4, stages, TN=TN, programs=programs)

@@ -24,7 +24,7 @@ _AT_ONCE = 8192  # elements of a program: some short rows, or a long one
 
 
 @triton.jit
-def to_e4m3(q):
+def _to_e4m3(q):
     """To nearest even. The interpreter's own conversion drops a carry into the exponent: 125 becomes 64, not 128."""
     if INTERPRETED:
         bits = q.to(tl.int32, bitcast=True)
@@ -67,7 +67,7 @@ def _round_kernel(
     scale = largest * (1 / 448.0) + tl.sum(x * 0.0, axis=1)
     q = x * tl.div_rn(1.0 + tl.zeros_like(scale), scale)[:, None]
     q = tl.where(q > 448.0, 448.0, tl.where(q < -448.0, -448.0, q))  # which keeps NaN
-    tl.store(o_q + row[:, None].to(tl.int64) * N + col[None, :], to_e4m3(q), mask=inside)
+    tl.store(o_q + row[:, None].to(tl.int64) * N + col[None, :], _to_e4m3(q), mask=inside)
     tl.store(o_scale + row, scale, mask=row < M)
 
 
