@@ -299,6 +299,9 @@ def test_fp8_layers_are_planned_to_run_sparsely_always(model: Any) -> None:
     few, many = (ffn.plan for _, ffn in sparse_ffns(quantized))
     assert few is not None and few.in_parts(1, captured=False) and few.tail is None  # so it stays
     assert many is not None and many.is_dense  # half of the neurons fire
+    rare.counts.zero_()
+    plan_all_(quantized, [rare, rare])
+    assert all(ffn.plan is not None and not ffn.plan.is_dense for _, ffn in sparse_ffns(quantized))
     plan_all_(plain := copy.deepcopy(model), fired)
     assert [ffn.plan for _, ffn in sparse_ffns(plain)] == [None, None]
 

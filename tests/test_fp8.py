@@ -276,6 +276,10 @@ def test_compiled_code_sees_writes_before_it_calls_a_layer() -> None:
     assert torch.equal(y, 2 * before)
     args = x, layer._fp8_tensors(), layer._number
     torch.library.opcheck(torch.ops.twell.fp8_layer.default, args, test_utils="test_faketensor")
+    exported = torch.export.export(layer, (x,), strict=False)  # may run elsewhere: calls no layer of this process
+    assert torch.ops.twell.fp8_layer.default not in [node.target for node in exported.graph.nodes]
+    with pytest.raises(RuntimeError, match="not in this process"):
+        torch.ops.twell.fp8_layer.default(*args[:2], as_size(5, x.device))
 
 
 @pytest.mark.parametrize("make", [llama, nemotron, opt])

@@ -317,11 +317,10 @@ def test_a_model_that_runs_by_its_kernels_always_agrees_with_its_dense_twin() ->
     rows = [Row(torch.randint(512, (n + 1,)).tolist(), n) for n in (64, 64, 7)]
     with torch.no_grad(), counting(model, twin) as fired:
         twin(torch.tensor([rows[0].ids[:-1]], device="cuda"))
-    for of in fired:  # as if fewer fired: most plans are sparse, and tokens heavy
-        assert of.counts is not None
-        of.counts = of.counts // 16
+    for of in fired:  # as if hardly any fired: plans are sparse, and tokens heavy
+        of.tokens *= 256
     plan_all_(model, fired)
     found = compare_predictions(twin, model, rows, batch_size=2)
     ran = [each.runs_in_parts() for _, each in sparse_ffns(model)]
-    assert ran == [each.plan is not None and not each.plan.is_dense for _, each in sparse_ffns(model)] and sum(ran) > 4
+    assert all(ran)
     assert 0 < found.logits_difference < 0.2 * found.largest_logit

@@ -465,7 +465,8 @@ class SparseFFNBase(nn.Module):
                 # A compiler makes the best of a dense layer. By tiles of tokens it would take 0.75x: the host's time.
                 return self._call_projections(x, None, False)
             is_plain = x.dtype == torch.bfloat16 and not torch.is_autocast_enabled(x.device.type)
-            if self._number is not None and is_plain and not torch.compiler.is_exporting():
+            # Exported programs may run elsewhere. (To dynamo of torch 2.11 torch.compiler.is_exporting is always true.)
+            if self._number is not None and is_plain and torch.compiler.is_dynamo_compiling():
                 return torch.ops.twell.fp8_layer.default(x, self._fp8_tensors(), self._number)
         w = None if is_compiling else self._plain_weights()
         if w is None:

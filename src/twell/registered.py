@@ -161,7 +161,13 @@ def number_of(layer: Any) -> int:
 
 
 def _fp8_layer_op(x: Tensor, weights: Sequence[Tensor], number: Tensor) -> Tensor:
-    y: Tensor = _layers[number.shape[1]].in_fp8(x, weights)
+    layer = _layers.get(number.shape[1])
+    if layer is None:
+        raise RuntimeError(
+            "twell::fp8_layer: the layer that this code was compiled for is not in this process; export a model with "
+            "FP8 weights by torch.export.export(..., strict=False), or compile it here"
+        )
+    y: Tensor = layer.in_fp8(x, weights)
     return y.contiguous()
 
 

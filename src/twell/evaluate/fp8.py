@@ -53,7 +53,8 @@ def plan_all_(model: nn.Module, fired: Sequence[Fired]) -> None:
         gate: Any = getattr(ffn, ffn.projections[0])
         if not isinstance(gate, Fp8Linear) or of.counts is None:
             continue
-        costs = costs_for(gate.weight.device, fp8=True)._replace(gate=0.0, token=0.0, hot=0.0, batch=0.0)
+        costs = costs_for(gate.weight.device, fp8=True)
+        costs = costs._replace(gate=0.01, token=0.0, hot=0.0, batch=0.0)  # not 0: layers may be silent
         is_gated = len(ffn.projections) == 3
         plan = choose_plan(of.counts, of.tokens, costs, width=gate.in_features, gated=is_gated)
         ffn.set_plan(dataclasses.replace(plan, min_tokens=1, min_tokens_captured=1, tail=None))
