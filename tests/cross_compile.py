@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from twell.formats import n_tiles
 from twell.gpu import dense, dense_fp8
 from twell.gpu.decode import few as decode
+from twell.gpu.decode import few_fp8
 from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, split_fp8, union, up_down
 from twell.gpu.shared import fp8, rows
@@ -106,7 +107,9 @@ def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[
                 yield from decode.kernels_of(dtype, M, D, *tiles, settled, False, flags, overlaps)
             of_fp8 = few_tiles.fp8_tiles_for(M, D, F, capability=capability)
             for settled in (False, True) if isinstance(of_fp8[0], few_tiles.HopperTile) else (False,):
-                if in_fp8:
+                if in_fp8 and M == 1 and isinstance(of_fp8[0], few_tiles.HopperTile):
+                    yield from few_fp8._kernels_of_one(dtype, 128, of_fp8[0], settled, True, False, overlaps)
+                elif in_fp8:
                     yield from decode.kernels_of(dtype, M, D, *of_fp8, settled, False, flags, overlaps, fp8.E4M3)
 
 

@@ -1,4 +1,5 @@
-"""Few tokens (M <= 64) of an FFN with FP8 weights: the two steps of few.py, from e4m3.
+"""Few tokens (M <= 64) of an FFN with FP8 weights: the two steps of few.py, from e4m3; for one token on Hopper those of
+hopper_one.py.
 
 x is rounded row by row, as for a dense FP8 FFN: on Hopper by the first kernel itself for up to 16 tokens, otherwise by
 a launch of its own, and then e4m3 is multiplied as it is. h has x's dtype, sums are fp32.
@@ -6,6 +7,8 @@ Bytes, D 2048, F 5632: Wg 11.5 MB, then 4 KB for each neuron that fires; a dense
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -15,12 +18,13 @@ from twell.gpu.decode.tiles import HopperSumTile, HopperTile, NeuronTile, SumTil
 from twell.gpu.prefill.split import aligned
 from twell.gpu.prefill.split_fp8 import Fp8Weights
 from twell.gpu.shared.fp8 import room_for, round_rows
-from twell.gpu.shared.launch import can_overlap, ceil_div
+from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.replay import Recorded, Space
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import E4M3
 
 _Tiles = tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]
+_ADD = {"BD": 16, "WARPS": 4}  # of hopper_add_kernel: columns of y, warps
 
 
 def forward(x: Tensor, w: Fp8Weights, activation: str, tiles: _Tiles | None = None, *, settled: bool = False) -> Tensor:
@@ -53,10 +57,17 @@ def _launch(
     x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
     (M, D), F = x.shape, len(gate)
     neurons, sums = tiles or fp8_tiles_of(x, F)
+    of_up, of_up_scale = (0 if t is None else t for t in (up, up_scale))
+    if M == 1 and isinstance(neurons, HopperTile):
+        n_shares = ceil_div(F, neurons.TN)
+        a, shares = space.take(F, dtype=torch.float32), space.take(neurons.programs, D, dtype=torch.float32)
+        first, second = _kernels_of_one(x.dtype, n_shares, neurons, settled, up is not None, squared, can_overlap())
+        first(neurons.programs, x, gate, gate_scale, of_up, of_up_scale, down, a, shares, D, F)
+        second(ceil_div(D, _ADD["BD"]), shares, down_scale, y, D, n_shares)
+        return ()
     between, flags = Between.of(space, M, F, neurons), (up is not None, squared, False, False)
     first, second = kernels_of(x.dtype, M, D, neurons, sums, settled, False, flags, can_overlap(), E4M3)
     h, words = between.h, between.words
-    of_up, of_up_scale = (0 if t is None else t for t in (up, up_scale))
     if isinstance(neurons, HopperTile):
         first(between.programs, x, gate, gate_scale, of_up, of_up_scale, down, h, words, M, D, F, x.stride(0))
     else:
@@ -69,3 +80,34 @@ def _launch(
     else:
         second(ceil_div(D, sums.BD), h, words, down, 0, y, down_scale, M, D, between.n_words, between.last_bits)
     return ()
+
+
+@functools.cache
+def _kernels_of_one(
+    dtype: torch.dtype, n_shares: int, tile: HopperTile, settled: bool, gated: bool, squared: bool, overlaps: bool
+) -> tuple[Kernel, Kernel]:
+    """Of one token."""
+    from twell.gpu.decode import hopper_one  # needs Gluon, of which there is none in the interpreter
+
+    f32, n_tiles = torch.float32, ceil_div(tile.TN, 16)
+    fits_twice = n_tiles * 16 * tile.chains * tile.depth <= hopper_one.FITS_TWICE
+    first = Kernel(
+        hopper_one.hopper_one_kernel,
+        (dtype, E4M3, f32, E4M3, f32, E4M3, f32, f32, MULTIPLE, MULTIPLE),
+        {
+            "OVERLAPS": overlaps,
+            "EARLY": settled,
+            "TN": tile.TN,
+            "SUBS": n_tiles,
+            "CHAINS": tile.chains,
+            "DEPTH": tile.depth,
+            "BU": 4,
+            "GATED": gated,
+            "SQUARED": squared,
+        },
+        warps=tile.chains,
+        registers=hopper_one.REGISTERS if fits_twice else None,
+    )
+    constants = {"OVERLAPS": overlaps, "BP": max(32, power_of_2(n_shares)), **_ADD}
+    second = Kernel(hopper_one.hopper_add_kernel, (f32, f32, dtype, MULTIPLE, ANY), constants, warps=_ADD["WARPS"])
+    return first, second

@@ -27,9 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twell.gpu.shared import tiles
 
-_prefetch = gluon.jit(tiles.prefetch.fn)
+prefetch = gluon.jit(tiles.prefetch.fn)
 popcount = gluon.jit(tiles.popcount64.fn)
-_relu = gluon.jit(tiles.relu.fn)
+relu = gluon.jit(tiles.relu.fn)
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name before Triton 3.7
 
 
@@ -81,11 +81,11 @@ def fire(
     dtype: gl.constexpr = m_h.dtype.element_ty
     if HAS_GATE_BIAS:
         z += gl.load(i_gate_bias + neuron, mask=there, other=0.0).to(gl.float32)[:, None]
-    a = _relu(z).to(dtype).to(gl.float32)
+    a = relu(z).to(dtype).to(gl.float32)
     fires = ((a != 0) | (z == float("-inf"))) & (m < M)[None, :] & there[:, None]
     fired = gl.max(fires.to(gl.int32), axis=1)
     if PREFETCHES:
-        _prefetch(i_down, neuron, fired, D, SAME)
+        prefetch(i_down, neuron, fired, D, SAME)
     if GATED:  # a goes through memory, to where its neuron is taken; -inf as itself
         a = gl.where(z == float("-inf"), z, a)
     elif SQUARED:
@@ -102,7 +102,7 @@ def store_gated(
     """h of neurons that fire, in the place of a."""
     if HAS_UP_BIAS:
         u += gl.load(i_up_bias + neuron, mask=filled, other=0.0).to(gl.float32)[:, None]
-    r = _relu(a)
+    r = relu(a)
     if SQUARED:
         r = r * r
     gl.store(places, gl.where(a != 0, r * u, 0.0).to(dtype), mask=filled[:, None])

@@ -34,11 +34,10 @@ from twell.gpu.decode.hopper import (
 
 
 @gluon.jit
-def _load_x(i_x, M, D, x_stride, CHAINS: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr):
+def load_x(i_x, M, D, x_stride, CHAINS: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr):
     """[CHAINS, TOKENS, DEPTH]"""
-    V: gl.constexpr = 4 if TOKENS == 1 and DEPTH == 128 else 8  # one token is divided among all threads
-    LANES: gl.constexpr = DEPTH // V if DEPTH // V < 32 else 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, V], [1, 32 // LANES, LANES], [CHAINS, 1, 1], [2, 1, 0])
+    LANES: gl.constexpr = DEPTH // 8 if DEPTH < 256 else 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [CHAINS, 1, 1], [2, 1, 0])
     chain = gl.arange(0, CHAINS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     m = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     k = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -48,10 +47,8 @@ def _load_x(i_x, M, D, x_stride, CHAINS: gl.constexpr, DEPTH: gl.constexpr, TOKE
 
 
 @gluon.jit
-def _round_x(x, o_q, o_scale):
-    """x [CHAINS, TOKENS, DEPTH] in e4m3 to o_q [CHAINS, BM, DEPTH], and its scales to o_scale [BM], as
-    ``reference.to_fp8`` has them; nothing for tokens that are not there."""
-    TOKENS: gl.constexpr = x.shape[1]
+def rounded(x):
+    """x [CHAINS, TOKENS, DEPTH] in e4m3, and its scales [TOKENS], as ``reference.to_fp8`` has them."""
     # |x| by its bits, as inf and NaN count for more than any number.
     bits = (x.to(gl.int16, bitcast=True) & 0x7FFF).to(gl.int32)
     largest = gl.max(gl.max(bits, axis=2), axis=0)
@@ -60,12 +57,11 @@ def _round_x(x, o_q, o_scale):
     scale = gl.where(largest >= inf, float("nan"), amax * (1 / 448.0))
     q = x.to(gl.float32) * gl.div_rn(1.0 + 0.0 * amax, scale)[None, :][:, :, None]
     q = gl.where(q > 448.0, 448.0, gl.where(q < -448.0, -448.0, q))  # which keeps NaN
-    o_q.slice(0, TOKENS, dim=1).store(q.to(gl.float8e4nv))
-    o_scale.slice(0, TOKENS, dim=0).store(scale)
+    return q.to(gl.float8e4nv), scale
 
 
 @gluon.jit
-def _products(rows, x, CHAINS: gl.constexpr, BM: gl.constexpr):
+def products_of(rows, x, CHAINS: gl.constexpr, BM: gl.constexpr):
     """fp32 [CHAINS, 16, BM] of rows [CHAINS, 16, DEPTH] in shared memory."""
     mma: gl.constexpr = x.type.layout.parent
     w = rows.load(gl.DotOperandLayout(0, mma, 16)).to(gl.float16)
@@ -73,7 +69,7 @@ def _products(rows, x, CHAINS: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon.jit
-def _touch(pointers):
+def touch(pointers):
     """On their way to the L2 cache."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -103,7 +99,7 @@ def hopper_fp8_neurons_kernel(
     EARLY: gl.constexpr,
     HM: gl.constexpr,
     BM: gl.constexpr,
-    TOKENS: gl.constexpr,  # the power of 2 from M on
+    TOKENS: gl.constexpr,  # the power of 2 from M on, 2 or more: one has hopper_one.py
     TN: gl.constexpr,
     SUBS: gl.constexpr,
     CHAINS: gl.constexpr,
@@ -119,8 +115,7 @@ def hopper_fp8_neurons_kernel(
     # Sums: a thread adds up all chains of some of [64, BM]. SAME: bits of a thread's number that do not change its row.
     summed: gl.constexpr = gl.BlockedLayout([CHAINS, 1, 1], [1, 32 // BM, BM], [1, CHAINS, 1], [2, 1, 0])
     SAME: gl.constexpr = BM - 1 + (CHAINS * 32 - BM * 64 if CHAINS * 32 > BM * 64 else 0)
-    phases: gl.constexpr = 2 if TOKENS > 2 else TOKENS  # by which a part of it may be written
-    x_shared: gl.constexpr = gl.SwizzledSharedLayout(64, 1, phases, [2, 1, 0])
+    x_shared: gl.constexpr = gl.SwizzledSharedLayout(64, 1, 2, [2, 1, 0])
 
     if OVERLAPS and not EARLY:
         gdc_wait()
@@ -138,14 +133,16 @@ def hopper_fp8_neurons_kernel(
         copy_rows(i_gate, first + wanted, wanted < n, D, copied, blocks[sub], CHAINS, DEPTH)
         if EARLY:  # not all at once: what the kernel before still loads would come after all of it
             async_copy.wait_group(0)
-    _touch(i_gate_scale + gl.where(row < n, first + row, 0))
+    touch(i_gate_scale + gl.where(row < n, first + row, 0))
     if GATED:
-        _touch(i_up_scale + gl.where(row < n, first + row, 0))
+        touch(i_up_scale + gl.where(row < n, first + row, 0))
     if OVERLAPS and EARLY:
         gdc_wait()
     of_x = gl.allocate_shared_memory(gl.float8e4nv, [CHAINS, BM, DEPTH], x_shared)
     x_scales = gl.allocate_shared_memory(gl.float32, [BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    _round_x(_load_x(i_x, M, D, x_stride, CHAINS, DEPTH, TOKENS), of_x, x_scales)
+    q, scale = rounded(load_x(i_x, M, D, x_stride, CHAINS, DEPTH, TOKENS))
+    of_x.slice(0, TOKENS, dim=1).store(q)
+    x_scales.slice(0, TOKENS, dim=0).store(scale)
     async_copy.wait_group(0)
     w_scale = gl.load(i_gate_scale + first + row, mask=row < n, other=0.0)
     x = of_x.permute((0, 2, 1)).load(gl.DotOperandLayout(1, mma, 16)).to(gl.float16)
@@ -153,7 +150,7 @@ def hopper_fp8_neurons_kernel(
     sums = gl.allocate_shared_memory(gl.float32, [CHAINS, 64, BM], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     products = ()
     for sub in gl.static_range(SUBS):
-        products += (_products(blocks[sub], x, CHAINS, BM),)
+        products += (products_of(blocks[sub], x, CHAINS, BM),)
     for sub in gl.static_range(SUBS):  # where the chains meet
         sums.slice(sub * 16, 16, dim=1).store(products[sub])
     x_scale = x_scales.load(m.type.layout)
@@ -177,7 +174,7 @@ def hopper_fp8_neurons_kernel(
             up_scale = gl.load(i_up_scale + its, mask=filled, other=0.0)
             async_copy.wait_group(0)
             part = sums.slice(0, 16, dim=1)
-            part.store(_products(blocks[0], x, CHAINS, BM))
+            part.store(products_of(blocks[0], x, CHAINS, BM))
             u = gl.sum(part.load(summed), axis=0) * (up_scale[:, None] * x_scale[None, :])
             store_gated(a, u, its, filled, places, i_up, dtype, SQUARED, False)
 
@@ -212,7 +209,7 @@ def hopper_fp8_sums_kernel(
     d = gl.program_id(0) * BD + gl.arange(0, BD, gl.SliceLayout(0, gl.SliceLayout(0, summed)))
     if OVERLAPS:
         gdc_launch_dependents()
-        _touch(i_down_scale + gl.where(d < D, d, 0))
+        touch(i_down_scale + gl.where(d < D, d, 0))
         gdc_wait()
     scale = gl.load(i_down_scale + d, mask=d < D, other=0.0)
     w_blocks = ()  # not parts of one, between which there would be barriers

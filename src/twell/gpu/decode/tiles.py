@@ -15,7 +15,7 @@ from twell.plan import MAX_FEW_TOKENS
 _SHARED_KIB = {80: 163, 90: 227, 100: 227}  # a program may have, where it is not 99
 _GLUON = ("3.6.", "3.7.")  # versions of Triton with whose Gluon hopper.py was tried
 HOPPER_CHAINS = 8  # warps of hopper.py's kernel, each with a share of D
-_CHAINS_FP8 = {8: 16, 16: 8}  # of hopper_fp8.py's first kernel, by the most tokens
+_CHAINS_FP8 = {1: 8, 8: 16, 16: 8}  # of hopper_one.py's and hopper_fp8.py's first kernels, by the most tokens
 WORDS = 128  # of bits that the sums kernel takes at once
 
 
