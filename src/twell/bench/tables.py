@@ -281,6 +281,14 @@ def _layers(rows: list[Row]) -> list[str]:
 
 def _in_fp8(rows: list[Row]) -> list[str]:
     """Sparse in FP8 beside what is dense, and of layers of a trace the mean."""
+    has_called = _any_has(rows, "called_ms")
+
+    def called(row: Row) -> tuple[str, ...]:
+        if "called_ms" not in row:
+            return ("",) * 3
+        ms: dict[str, dict[str, float]] = row["called_ms"]
+        dense = min((ms[name] for name in ("fp8", "fp8_weights") if name in ms), key=lambda spread: spread["p50"])
+        return _ms(dense, "us"), _ms(ms["sparse_fp8"], "us"), _speedup(row["speedup_called_fp8"])
 
     def cells(row: Row) -> tuple[str, ...]:
         weights, sparse = row.get("fp8_weights_ms"), row["sparse_fp8_ms"]
@@ -294,9 +302,12 @@ def _in_fp8(rows: list[Row]) -> list[str]:
             _ms(sparse, "us"),
             _speedup(row["speedup_fp8"]),
             f"{over_16_bits:.2f}x",
+            *(called(row) if has_called else ()),
         )
 
-    head = "dense us", "dense FP8 us", "FP8 weights us", "sparse FP8 us", "over the faster in FP8", "over dense"
+    head: tuple[str, ...] = "dense us", "dense FP8 us", "FP8 weights us", "sparse FP8 us"
+    head += "over the faster in FP8", "over dense"
+    head += ("as called: dense FP8 us", "sparse FP8 us", "speedup") if has_called else ()
     lines = _lines(("workload", "tokens", *head), map(cells, rows))
     mean = _speedup(sum(row["speedup_fp8"] for row in rows) / len(rows))
     return lines if _is_workload(rows[0]) else [*lines, f"| mean | | | | | | {mean} | |"]
@@ -777,9 +788,7 @@ TABLES = {
     "ffn-between-layers": Table(
         ("ffn-few-h200.jsonl",), f"{_FFN} --trace TRACE.npz -m 256 -m 1024", _is_layer, _between_layers
     ),
-    "ffn-fp8": Table(
-        ("ffn-fp8-h200.jsonl",), f"{_FFN} [--graph] -w skew29 -m 1 ... -m 16384 --no-called", _is_workload, _in_fp8
-    ),
+    "ffn-fp8": Table(("ffn-fp8-h200.jsonl",), f"{_FFN} [--graph] -w skew29 -m 1 ... -m 16384", _is_workload, _in_fp8),
     "ffn-fp8-layers": Table(("ffn-fp8-h200.jsonl",), f"{_FFN} --trace TRACE.npz -m 16384", _is_layer, _in_fp8),
     "ffn-layers": Table(("ffn-h200.jsonl",), f"{_FFN} --trace TRACE.npz", _is_layer, _layers),
     "model": Table(
@@ -808,6 +817,9 @@ TABLES = {
     "convert-small": Table(("convert-small.jsonl",), _CONVERT, _is_any, _convert),
     "sweep": Table(("sweep-small.jsonl",), _SWEEP, _is_any, swept.table),
     "eval": Table(("eval-small.jsonl",), _EVAL, _is_any, _eval),
+    "eval-fp8": Table(
+        ("eval-fp8-small.jsonl",), "twell eval RUN/model --fp8 --data tasks/ --validation val.u16", _is_any, _eval
+    ),
     "readme-gpu": Table(("ffn-h200.jsonl",), f"{_FFN} -w skew29 -m 16384", _is_usual, _readme_gpu),
     "readme-few": Table(
         ("ffn-few-h200.jsonl",), f"{_FFN} --graph -w skew29 -m 1 -m 8 -m 16 -m 32 -m 64", _is_skewed, _readme_few
