@@ -201,6 +201,11 @@ def test_few_tokens_of_inf_nan_zeros_and_all_neurons() -> None:
         y = few_fp8.forward(bad, rows, "relu", settled=True)
         assert y.isfinite().all(1).nonzero()[:, 0].tolist() == [i for i in range(M) if i not in (1, 2)]
         assert_right(y[4:], bad[4:], w)
+    assert not few_fp8.forward(x[:1] * 0, rows, "relu", settled=True).any()
+    for value in (torch.nan, torch.inf):
+        bad = x[:1].clone()
+        bad[0, 5] = value
+        assert few_fp8.forward(bad, rows, "relu", settled=True).isnan().all()
     always = (to_fp8(inputs.w_gate.abs()), *w[1:])
     rows = gpu.fp8.Fp8Weights.of(*always, by_neurons=True)
     for M in (1, 8, 16, 32, 64):
