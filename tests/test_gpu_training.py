@@ -110,7 +110,7 @@ def assert_same(a: Any, b: Any) -> None:
     assert all(torch.equal(s, t) for s, t in zip(everything(a), everything(b), strict=True))
 
 
-@pytest.mark.parametrize("seed", range(36))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_shapes_and_sparsities(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
