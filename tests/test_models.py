@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from twell.hf import covered
 from twell.hf.classify import find_ffns, projection_names
 from twell.hf.covered import Architecture, walk
 from twell.hf.known import ACTIVATION_FIELDS, KNOWN, REFUSED
+from twell.nn import sparse_ffns
 
 ROOT = Path(__file__).parents[1]
 MIN_WORK = cpu._MIN_WORK  # as users have it: tests set it to 0
@@ -240,3 +242,25 @@ def test_relufy_says_where_a_configuration_cannot_hold_relu() -> None:
         )
     assert "call relufy_ after every from_pretrained" in str(twell.relufy_(bloom).rows[0].became)
     assert "after every" not in str(twell.relufy_(falcon).rows[0].became) and falcon.config.activation == "relu"
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "falcon", "bloom"])
+def test_layers_with_names_of_their_own_copy_compile_and_train(model_type: str, sparse_runs: list[int]) -> None:
+    model = relu_model(model_type).double()
+    logits(model).square().sum().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    twell.sparsify_(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    logits(twin).square().sum().backward()
+    torch.testing.assert_close({name: p.grad for name, p in twin.named_parameters()}, expected)
+    twell.desparsify_(twin)
+    assert not list(sparse_ffns(twin)) and len(list(sparse_ffns(model))) == 1
+    [(name, _)] = sparse_ffns(model)
+    torch._dynamo.reset()
+    block, x = model.get_submodule(name), torch.randn(1, M, D, dtype=torch.float64)
+    args = (x, x) if model_type == "bloom" else (x,)
+    torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(*args), block(*args))
