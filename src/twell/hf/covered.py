@@ -18,8 +18,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from twell.hf.configs import SparsityFields
 from twell.hf.known import ACTIVATION_FIELDS, KNOWN, REFUSED
 
-# Types of which transformers makes no default configuration.
-NO_DEFAULT = {"gemma4_assistant": "transformers refuses its default configuration; its FFN is that of gemma4"}
+# Types of which some versions of transformers make no default configuration.
+NO_DEFAULT = {
+    "gemma4_assistant": "transformers refuses its default configuration; its FFN is that of gemma4",
+    "musicgen": "transformers refuses its default configuration; GELU",
+    "musicgen_melody": "transformers refuses its default configuration; GELU",
+}
 
 _IN_CODE = "in its code"
 _RELU_IN_CODE = re.compile(r"\brelu\(|\bReLU\(|functional\.relu\b")
@@ -50,9 +54,10 @@ def _is_theirs(model_type: str) -> bool:
 
 
 def _look_at(model_type: str) -> Architecture:
-    if model_type in NO_DEFAULT:
-        return Architecture(model_type, "unknown", False, (), NO_DEFAULT[model_type])
-    config = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
+    try:
+        config = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
+    except Exception:  # of any type; one that is not known to fail may be a ReLU model
+        return Architecture(model_type, "unknown", model_type not in NO_DEFAULT, (), NO_DEFAULT.get(model_type, ""))
     module = type(config).__module__
     package = module.rpartition(".")[0]
     fields = config.to_dict()
