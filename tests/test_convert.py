@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -234,6 +236,9 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
     relu = saved(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")), tmp_path / "relu", tokenizer)
     mistral = saved(MistralForCausalLM(MistralConfig(**SHAPE)), tmp_path / "mistral", tokenizer)
     gpt2 = saved(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=320)), tmp_path / "g", tokenizer)
+    bloom = saved(
+        BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=320)), tmp_path / "b", tokenizer
+    )
     mute = saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "mute", None)
     narrow = saved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 280})), tmp_path / "narrow", tokenizer)
     lacking = saved(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")), tmp_path / "lacking", tokenizer)
@@ -255,7 +260,11 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
         ([llama, "--check", "--out", out], "--check writes nothing"),
         ([llama, "--out", out], "is silu: --relufy makes it ReLU"),
         ([relu, "--relufy", "--out", out], "is ReLU already: leave out --relufy"),
-        ([gpt2, "--relufy", "--out", out], r"no feed-forward layer of .* \(gpt2\) can be converted"),
+        (
+            [gpt2, "--relufy", "--out", out],
+            r"no feed-forward layer of .* \(gpt2\) can be converted: its Conv1D weights",
+        ),
+        ([bloom, "--relufy", "--out", out], r"the configuration of bloom has no field for it"),
         ([mute, "--relufy", "--out", out], "has no tokenizer that can be loaded: give --tokenizer"),
         ([narrow, "--relufy", "--out", out], "has 300 tokens, the model's vocabulary 280"),
         ([llama, "--relufy", "--out", full], "is not empty"),

@@ -20,6 +20,10 @@ def __getattr__(name: str) -> object:
         from twell.hf import convert
 
         return getattr(convert, name)
+    if name == "auto":
+        from twell.hf.auto import auto
+
+        return auto
     if name == "relufy_":
         from twell.hf.relufy import relufy_
 
@@ -35,6 +39,7 @@ __all__ = [
     "Stats",
     "TwELL",
     "__version__",
+    "auto",
     "dequantize_",
     "desparsify_",
     "ffn",

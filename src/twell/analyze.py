@@ -439,7 +439,9 @@ def _check_sample(options: Options, n_sequences: int, length: int) -> None:
 
 def _gate_of(ffn: nn.Module) -> tuple[str, nn.Linear]:
     """The projection that carries the activation, with its name."""
-    name = next(name for name in ("gate_proj", "fc1", "up_proj") if hasattr(ffn, name))
+    from twell.hf.classify import projection_names
+
+    name = projection_names(ffn)[0]
     return name, getattr(ffn, name)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +123,7 @@ def _with_weight(linear: Any, weight: Tensor, scale: Tensor, x: Tensor) -> Any:
 class SparseFFNBase(nn.Module):
     """What the two modules share: plan, frozen state, running counts, conversion from a dense block, repr."""
 
-    projections: ClassVar[tuple[str, ...]]  # input projections first, output projection last
+    projections: tuple[str, ...]  # input projections first, output projection last
     neuron_counts: Tensor
     tokens_seen: Tensor
     plan: Plan | None
@@ -144,8 +144,17 @@ class SparseFFNBase(nn.Module):
         linears = [nn.Linear(n_in, n_out, bias=bias, device=device, dtype=dtype) for n_in, n_out in widths]
         self._build(linears, activation, backend, track_counts)
 
-    def _build(self, linears: list[nn.Linear], activation: str, backend: str, track_counts: bool) -> None:
+    def _build(
+        self,
+        linears: list[nn.Linear],
+        activation: str,
+        backend: str,
+        track_counts: bool,
+        names: tuple[str, ...] | None = None,
+    ) -> None:
         super().__init__()
+        if names is not None and names != self.projections:
+            self.projections = names  # of this layer: its state dict is that of a block with names of its own
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         if backend not in backends.BACKENDS:
@@ -764,7 +773,7 @@ def refresh_(model: nn.Module) -> int:
 
 def find_activation(mlp: nn.Module) -> tuple[str, str] | None:
     """(attribute, name) of a dense block's activation module or function, or None where it tells none."""
-    for attribute in ("act_fn", "activation_fn", "act"):
+    for attribute in ("act_fn", "activation_fn", "act", "gelu_impl"):  # the last is Bloom's
         function = getattr(mlp, attribute, None)
         if function is not None:
             return attribute, getattr(function, "__name__", type(function).__name__)

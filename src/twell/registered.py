@@ -268,7 +268,7 @@ class Train(torch.autograd.Function):
         *weights, call, straight = rest
         if straight:
             y, *others = _train(x.reshape(-1, x.shape[-1]), Weights(*weights), call)
-            output = y.view(x.shape), *others
+            output = y.view(x.shape).data, *others  # as a view it could not be written to in place, as Falcon does
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 output = torch.ops.twell.ffn_train.default(x, *weights, *call)

@@ -381,6 +381,7 @@ class _Layer:
 def _find_layers(model: nn.Module) -> list[_Layer]:
     """Every FFN that is sparse, or that ``sparsify_`` would take, in the model's order."""
     from twell.hf.classify import find_ffns, projection_names
+    from twell.hf.convert import NONE_FOUND
     from twell.hf.inline import InlineFFN
 
     sparse = dict(sparse_ffns(model))
@@ -399,7 +400,7 @@ def _find_layers(model: nn.Module) -> list[_Layer]:
             layers.append(_Layer(name, getattr(block, names[0])))
     if not layers:
         more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
-        raise ValueError(f"nothing to record: {skipped[0] + more if skipped else 'no feed-forward layers found'}")
+        raise ValueError(f"nothing to record: {skipped[0] + more if skipped else NONE_FOUND}")
     return layers
 
 

@@ -124,7 +124,7 @@ def quantize(
     Attention, embeddings and head stay as they are. No GPU is needed for it, but one to run the new model.
     """
     try:
-        from twell.hf.convert import sparsify_
+        from twell.hf.convert import NONE_FOUND, sparsify_
         from twell.hf.counts import COUNTS_FILE
         from twell.hf.loading import load_causal_lm
         from twell.train.files import writing
@@ -141,7 +141,7 @@ def quantize(
     tokenizer, language_model = load_tokenizer(model), load_causal_lm(model).eval()
     found = sparsify_(language_model)
     if next(sparse_ffns(language_model), None) is None:
-        why = found.rows[0].why if found.rows else "no feed-forward layers were found"
+        why = found.rows[0].why if found.rows else NONE_FOUND
         raise ValueError(f"{model} has no feed-forward layers to quantize: {why}")
     report = quantize_(language_model)
     if not report.layers:

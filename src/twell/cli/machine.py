@@ -54,7 +54,9 @@ def _print_plans(layers: list[Any]) -> None:
     from rich.table import Table
 
     if not layers:
-        print("no feed-forward layers found")
+        from twell.hf.convert import NONE_FOUND
+
+        print(NONE_FOUND)
         return
     table = Table("layer", "runs", "plan", "predicted", "frozen adds")
     for (runs, plan, predicted, frozen), group in itertools.groupby(layers, key=lambda layer: layer[1:]):

@@ -82,9 +82,10 @@ def _tokens(sparse: SparseFFNBase) -> Tensor:
     linear: Any = getattr(sparse, sparse.projections[0])
     weight, D = linear.weight, linear.in_features
     dtype = weight.dtype if weight.dtype in DTYPES else torch.get_default_dtype()
-    scales = torch.tensor(_SCALES_FP16 if dtype == torch.float16 else _SCALES)
+    # On the CPU, whatever the default device is: one may load a model under ``with torch.device(...)``.
+    scales = torch.tensor(_SCALES_FP16 if dtype == torch.float16 else _SCALES, device="cpu")
     n_tokens = min(max(cpu.fewest_tokens(D, linear.out_features), len(scales) * _TOKENS_A_SCALE), _MAX_TOKENS)
-    generator = torch.Generator().manual_seed(_SEED)
-    x = torch.randn(1, n_tokens, D, generator=generator)
-    x *= scales[torch.arange(n_tokens) % len(scales)][:, None]
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+    x = torch.randn(1, n_tokens, D, generator=generator, device="cpu")
+    x *= scales[torch.arange(n_tokens, device="cpu") % len(scales)][:, None]
     return x.to(weight.device, dtype)

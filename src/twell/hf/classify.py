@@ -11,13 +11,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.hf.hooks import has_hooks
-from twell.hf.known import GATED_NAMES, INLINE_NAMES, KNOWN, PLAIN_NAMES, class_name
+from twell.hf.known import GATED_NAMES, KNOWN, LINEARS, NAMES, REFUSED, class_name
 from twell.hf.parallel import ParallelFFN, is_sharded
 from twell.nn import INLINE, SparseFFNBase, activation_of, find_activation, why_called
 
@@ -27,27 +27,47 @@ _RELU2_CLASS = "transformers.activations.ReLUSquaredActivation"
 
 
 def find_ffns(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """(name, parent, attribute, FFN) of every module that has the projections of one."""
+    """(name, parent, attribute, FFN) of every module that has the projections of one, or is of a refused class."""
     for name, module in model.named_modules():
-        if not name:
-            continue
-        known = (*GATED_NAMES, *INLINE_NAMES)
-        has = {attribute for attribute in known if isinstance(getattr(module, attribute, None), nn.Module)}
-        if has.issuperset(PLAIN_NAMES) or has.issuperset(INLINE_NAMES):
+        if name and (_is_found(module) or class_name(type(module)) in REFUSED):
             parent_name, _, attribute = name.rpartition(".")
             yield name, model.get_submodule(parent_name), attribute, module
 
 
+def _is_found(module: nn.Module) -> bool:
+    return isinstance(module, SparseFFNBase) or is_known(module) or bool(_held_names(module))
+
+
+def _held_names(module: nn.Module) -> tuple[str, ...]:
+    """The first names in the table of known classes that are all modules here."""
+    held = module._modules
+    return next((names for names in NAMES if all(isinstance(held.get(name), nn.Module) for name in names)), ())
+
+
 def projection_names(ffn: nn.Module) -> tuple[str, ...]:
     """The names of its projections, the one that the activation follows first."""
-    if is_known(ffn):
-        return KNOWN[class_name(type(ffn))].projections
-    return INLINE_NAMES if hasattr(ffn, "fc1") else GATED_NAMES if hasattr(ffn, "gate_proj") else PLAIN_NAMES
+    if isinstance(ffn, SparseFFNBase):
+        return ffn.projections
+    return KNOWN[class_name(type(ffn))].projections if is_known(ffn) else _held_names(ffn)
 
 
 def is_known(ffn: nn.Module) -> bool:
     """Whether its class, not one it inherits from, is in the table."""
     return class_name(type(ffn)) in KNOWN
+
+
+def is_inline(ffn: nn.Module) -> bool:
+    return is_known(ffn) and KNOWN[class_name(type(ffn))].is_inline
+
+
+def as_plain(linear: nn.Module) -> nn.Module:
+    """An ``nn.Linear`` with the parameters of one that computes the same by a class of its own; others as they are."""
+    if class_name(type(linear)) not in LINEARS or has_hooks(linear) or "forward" in vars(linear):
+        return linear
+    own: Any = linear
+    new = nn.Linear(own.in_features, own.out_features, bias=own.bias is not None, device="meta")
+    new.weight, new.bias = own.weight, own.bias
+    return new.train(own.training)
 
 
 def sparse_ffn_of(ffn: nn.Module) -> SparseFFNBase | None:
@@ -75,6 +95,8 @@ def classify(ffn: nn.Module, is_requested: bool = False) -> Verdict:
     """What ``sparsify_`` makes of an FFN, dense or sparse already, as far as its parts tell; nothing is run.
 
     ``is_requested``: the user vouches for its class."""
+    if class_name(type(ffn)) in REFUSED:
+        return Verdict(LEFT_ALONE, REFUSED[class_name(type(ffn))])
     if sparse_ffn_of(ffn) is None and not is_known(ffn) and not is_requested:
         return Verdict(LEFT_ALONE, _why_unknown(ffn))
     for kind, question in _QUESTIONS if sparse_ffn_of(ffn) is not None else (*_DENSE_QUESTIONS, *_QUESTIONS):
@@ -85,11 +107,12 @@ def classify(ffn: nn.Module, is_requested: bool = False) -> Verdict:
 
 
 def _why_unknown(ffn: nn.Module) -> str:
-    name, formula = class_name(type(ffn)), "down(act(up(x)))"
-    if projection_names(ffn) is INLINE_NAMES:
-        return "of FFNs with fc1 and fc2 only OPT's is known"
-    if projection_names(ffn) is GATED_NAMES:
+    name, names = class_name(type(ffn)), projection_names(ffn)
+    if names == GATED_NAMES:
         formula = "down(act(gate(x)) * up(x))"
+    else:
+        up, down = (each.removesuffix("_proj") if each.startswith(("up", "down")) else each for each in names)
+        formula = f"{down}(act({up}(x)))"
     return f"{name} is no known class; pass also={name!r} if it computes {formula} and nothing else"
 
 
@@ -117,8 +140,8 @@ def _why_not_relu(ffn: nn.Module) -> str | None:
 
 def _why_more_parts(ffn: nn.Module) -> str | None:
     """A part that a sparse FFN has no place for would be lost, and with it what it adds, now or once it is trained."""
-    if projection_names(ffn) is INLINE_NAMES:
-        return None  # the decoder layer stays as it is
+    if is_inline(ffn):
+        return None  # the block stays as it is
     activation = KNOWN[class_name(type(ffn))].activation if is_known(ffn) else (find_activation(ffn) or ("", ""))[0]
     known = {*projection_names(ffn), activation}
     held = (*ffn._modules.items(), *ffn._parameters.items(), *ffn._buffers.items())
@@ -132,22 +155,22 @@ def _why_own_forward(ffn: nn.Module) -> str | None:
 
 
 def _why_activation_called(ffn: nn.Module) -> str | None:
-    """A gated or plain block's activation is not kept; OPT's is (``_InlineActivation``)."""
+    """A block's activation is not kept, unless it stays as it is (``_InlineActivation``)."""
     found = find_activation(ffn)
-    if found is None or projection_names(ffn) is INLINE_NAMES:
+    if found is None or is_inline(ffn):
         return None
     function = getattr(ffn, found[0])
     return f"{found[0]} has hooks" if isinstance(function, nn.Module) and has_hooks(function) else None
 
 
 def _why_not_inline(ffn: nn.Module) -> str | None:
-    if projection_names(ffn) is not INLINE_NAMES:
+    if not is_inline(ffn):
         return None
-    if not is_known(ffn):
-        return _why_unknown(ffn)
     if is_sharded(ffn):
-        return "OPT's FFN does not run on sharded weights"
-    for name in INLINE_NAMES:  # they are to get a forward, which has to be the only one
+        return f"{type(ffn).__name__} does not run on sharded weights"
+    if getattr(ffn, "slow_but_exact", False) and getattr(ffn, "pretraining_tp", 1) > 1:  # Bloom
+        return "slow_but_exact reads the weight of its down projection in parts"
+    for name in projection_names(ffn):  # they are to get a forward, which has to be the only one
         linear = getattr(ffn, name)
         if type(linear) is not nn.Linear or "forward" in vars(linear):
             return why_called(linear, name)
@@ -169,7 +192,7 @@ def _why_projections_called(ffn: nn.Module) -> str | None:
         return sparse.why_called()
     if _has_any_global_hook():
         return "there are global hooks on modules"
-    reasons = (why_called(getattr(ffn, name), name) for name in projection_names(ffn))
+    reasons = (why_called(as_plain(getattr(ffn, name)), name) for name in projection_names(ffn))
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -22,8 +22,10 @@ from twell.hf.classify import (
     CALLED,
     LEFT_ALONE,
     SPARSE,
+    as_plain,
     classify,
     find_ffns,
+    is_inline,
     is_known,
     projection_names,
     sparse_ffn_of,
@@ -31,7 +33,7 @@ from twell.hf.classify import (
 from twell.hf.counts import NeuronCounts, find_counts
 from twell.hf.hooks import share_hooks
 from twell.hf.inline import InlineFFN
-from twell.hf.known import GATED_NAMES, INLINE_NAMES, NOBODY, Also, describe, requested
+from twell.hf.known import LINEARS, NOBODY, Also, class_name, describe, requested
 from twell.hf.parallel import is_sharded, parallelize_, tensor_parallel_mesh
 from twell.nn import (
     GatedSparseFFN,
@@ -45,7 +47,7 @@ from twell.nn import (
 )
 
 _ALREADY = "already sparse"
-_NONE_FOUND = f"no feed-forward layers were found; looked for modules with {describe()}"
+NONE_FOUND = f"no feed-forward layers were found; looked for modules with {describe()}"
 _EMPTY = "its weights are on the meta device and hold nothing: load them first"
 
 
@@ -86,14 +88,14 @@ class Report:
         if n_sparse == len(self.rows) > 0:
             return f"all {n_sparse} feed-forward layers can run sparsely"
         reasons = Counter(row.why for row in self.rows if row.kind != SPARSE)
-        why = "; ".join(f"{n} dense: {reason}" for reason, n in reasons.items()) or _NONE_FOUND
+        why = "; ".join(f"{n} dense: {reason}" for reason, n in reasons.items()) or NONE_FOUND
         if n_sparse == 0:
             return f"nothing is sparse: {why}"
         return f"{n_sparse} of {len(self.rows)} feed-forward layers can run sparsely; {why}"
 
     def __str__(self) -> str:
         if not self.rows:
-            return _NONE_FOUND
+            return NONE_FOUND
         cells = [("layer", "was", "became")]
         for row in self.rows:
             why = "" if not row.why else f"called: {row.why}" if row.kind == CALLED else f"skipped: {row.why}"
@@ -110,8 +112,8 @@ class Report:
 def sparsify_(model: nn.Module, counts: NeuronCounts | None = None, *, also: Also = NOBODY) -> Report:
     """Run every FFN of ``model`` that computes relu or relu2 through ``twell``, in place.
 
-    Takes FFNs of the classes in ``twell.hf.known``: gated ones (gate_proj, up_proj, down_proj: Llama, Mistral, Qwen,
-    Gemma and their like), plain ones (up_proj, down_proj: Nemotron) and OPT's fc1 / fc2. A block that has more parts
+    Takes FFNs of the classes in ``twell.hf.known``: gated ones (Llama, Mistral, Qwen, Gemma and their like) and plain
+    ones (Nemotron, OPT, GPT-NeoX, Falcon and their like); docs/models.md lists the models. A block that has more parts
     than an FFN is left alone, and so is one that gives other results than its sparse twin on random tokens, in training
     or in evaluation mode. The report says why.
 
@@ -218,12 +220,15 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
         if isinstance(sparse, InlineFFN):
             sparse.take_out()
             _remember_choice(ffn, sparse.backend)
-            rows.append(Row(name, "SparseFFN (fc1, fc2)", was))
+            rows.append(Row(name, f"SparseFFN ({', '.join(projection_names(ffn))})", was))
         elif dense is not None:
             shared = vars(sparse)["dense_projections"]
             for projection, before in zip(sparse.projections, shared, strict=True):
-                if getattr(sparse, projection) is not before:  # an adapter has taken the linear's place, say
-                    setattr(dense, projection, getattr(sparse, projection))
+                linear, own = getattr(sparse, projection), getattr(dense, projection)
+                if linear is not before:  # an adapter has taken the linear's place, say
+                    setattr(dense, projection, linear)
+                elif class_name(type(own)) in LINEARS:  # of which the sparse FFN has a plain twin
+                    own.weight, own.bias = linear.weight, linear.bias
             for part in (*sparse._modules, *sparse._parameters):
                 if part not in sparse.projections:
                     setattr(dense, part, getattr(sparse, part))
@@ -281,7 +286,7 @@ def _sparsify_one(
         kind, why = classify(sparse)
     if isinstance(sparse, InlineFFN):
         sparse.put_in()
-        return Row(name, was, f"SparseFFN (fc1, fc2), {sparse.activation}", why, kind=kind)
+        return Row(name, was, f"SparseFFN ({', '.join(projection_names(ffn))}), {sparse.activation}", why, kind=kind)
     if is_sharded(ffn):
         mesh = tensor_parallel_mesh(sparse)
         if mesh is None:
@@ -302,15 +307,19 @@ def _sparsify_one(
 
 
 def _class_of(ffn: nn.Module) -> type[SparseFFNBase]:
-    names = projection_names(ffn)
-    return InlineFFN if names is INLINE_NAMES else GatedSparseFFN if names is GATED_NAMES else SparseFFN
+    if is_inline(ffn):
+        return InlineFFN
+    return GatedSparseFFN if len(projection_names(ffn)) == 3 else SparseFFN
 
 
 def wrap(ffn: nn.Module, cls: type[SparseFFNBase] | None = None, activation: str | None = None) -> Any:
-    """The sparse FFN of a dense block, in nobody's place yet. As ``from_dense``, which takes no LoRA's linears."""
-    new = (cls or _class_of(ffn)).__new__(cls or _class_of(ffn))
-    linears, backend = [getattr(ffn, name) for name in projection_names(ffn)], vars(ffn).get(BACKEND_BEFORE, "auto")
-    new._build(linears, activation or activation_of(ffn), backend, False)
+    """The sparse FFN of a dense block, in nobody's place yet. As ``from_dense``, which takes no LoRA's linears, but
+    projections keep their names, and with them the state dict."""
+    cls, names = cls or _class_of(ffn), projection_names(ffn)
+    new, backend = cls.__new__(cls), vars(ffn).get(BACKEND_BEFORE, "auto")
+    linears: list[Any] = [as_plain(getattr(ffn, name)) for name in names]
+    own_names = None if isinstance(new, InlineFFN) else names
+    new._build(linears, activation or activation_of(ffn), backend, False, own_names)
     new.train(ffn.training)
     if isinstance(new, InlineFFN):
         new.belong_to(ffn)

@@ -1,4 +1,5 @@
-"""Sparse FFNs of decoder layers that hold and call the FFN's parts themselves, as OPT's does with fc1 and fc2."""
+"""Sparse FFNs of blocks that stay as they are, since they do more than an FFN: OPT's decoder layer runs fc1 and fc2
+itself, Bloom's block adds the residual, GPT-J's has dropout."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from twell import reference
 from twell.hf.hooks import has_hooks, share_hooks
+from twell.hf.known import KNOWN, Block, class_name
 from twell.nn import INLINE, SparseFFN, why_called
 from twell.ops import Stats
 
 
 class InlineFFN(SparseFFN):
-    """The FFN of a decoder layer that calls fc1, activation_fn and fc2 itself.
+    """The FFN of a layer that calls its parts, fc1, activation_fn and fc2 for one, in its own forward.
 
     The layer has it as an attribute, not as a submodule, so its state dict stays. fc1 then computes the whole FFN, and
     the two after it pass its result on. Each of the three asks ``why_called`` first, and does as it did before where
@@ -24,11 +26,14 @@ class InlineFFN(SparseFFN):
     """
 
     layer: Any
+    parts: Block  # what the layer calls them
     steps: tuple[Any, Any, Any]  # what stands in for the forwards of fc1 and fc2, and for the activation
 
     def belong_to(self, layer: Any) -> None:
         object.__setattr__(self, "layer", layer)  # not a submodule: it is the layer that has the FFN
-        self.steps = _FirstStep(self), _LastStep(self), _InlineActivation(self, layer.activation_fn)
+        self.parts = KNOWN[class_name(type(layer))]
+        before = getattr(layer, self.parts.activation)
+        self.steps = _FirstStep(self), _LastStep(self), _InlineActivation(self, before)
 
     def put_in(self) -> None:
         for linear, step in zip((self.up_proj, self.down_proj), self.steps, strict=False):
@@ -40,7 +45,7 @@ class InlineFFN(SparseFFN):
         """One that is not a plain linear keeps its own forward: it is called, by the layer."""
         super().set_projection(name, linear)
         i = self.projections.index(name)
-        setattr(self.layer, ("fc1", "fc2")[i], linear)
+        setattr(self.layer, self.parts.projections[i], linear)
         if type(linear) is nn.Linear:
             vars(linear)["forward"] = self.steps[i]
 
@@ -50,13 +55,13 @@ class InlineFFN(SparseFFN):
         for linear, step in zip((self.up_proj, self.down_proj), self.steps, strict=False):
             if vars(linear).get("forward") is step:
                 del linear.forward
-        if self.layer.activation_fn is self.steps[2]:
+        if getattr(self.layer, self.parts.activation) is self.steps[2]:
             self._set_activation(self.steps[2].before)
 
     def _set_activation(self, function: Any) -> None:
         if not isinstance(function, nn.Module):
-            del self.layer.activation_fn  # else a module could not make room for a function
-        self.layer.activation_fn = function
+            delattr(self.layer, self.parts.activation)  # else a module could not make room for a function
+        setattr(self.layer, self.parts.activation, function)
 
     def _plain_weights(self) -> None:
         """There is more to look at: see ``why_called``."""
@@ -67,10 +72,9 @@ class InlineFFN(SparseFFN):
             return "it is not in its layer"
         if _has_any_global_hook():
             return "there are global hooks on modules"
-        first, last, _ = self.steps
-        for name, held, step in (("fc1", self._modules["up_proj"], first), ("fc2", self._modules["down_proj"], last)):
-            linear = modules[name]
-            if linear is not held and type(linear) is nn.Linear:
+        for name, own, step in zip(self.parts.projections, self.projections, self.steps[:2], strict=True):
+            linear: Any = modules[name]
+            if linear is not self._modules[own] and type(linear) is nn.Linear:
                 return f"{name} is another linear"
             reason = why_called(linear, name, step)
             if reason is not None:
@@ -79,10 +83,10 @@ class InlineFFN(SparseFFN):
 
     def why_activation_called(self) -> str | None:
         """Why the layer's activation may be more, or other, than the ReLU it was; None where it is not."""
-        activation = self.steps[2]
-        if self.layer._modules.get("activation_fn") is not activation:
-            return "activation_fn is another one"
-        return "activation_fn has hooks" if has_hooks(activation) else None
+        name, activation = self.parts.activation, self.steps[2]
+        if self.layer._modules.get(name) is not activation:
+            return f"{name} is another one"
+        return f"{name} has hooks" if has_hooks(activation) else None
 
 
 class _FirstStep:

@@ -14,6 +14,7 @@ from twell.hf.classify import activation_name, classify, find_ffns, sparse_ffn_o
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.convert import Report, Row, wrap
 from twell.hf.hooks import share_hooks
+from twell.hf.known import ACTIVATION_FIELDS, REFUSED, class_name
 from twell.hf.models import (
     GatedSparseMLP,
     LlamaSparseReluDecoderLayer,
@@ -55,19 +56,25 @@ def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
         raise ValueError(f"relufy_: l1 must be a finite number of at least 0, got {l1}")
     if type(model) in _SPARSE_TYPES:
         return _become_sparse_type(model, l1)
+    fields = [field for field in ACTIVATION_FIELDS if hasattr(model.config, field)]
+    became = "relu, without L1 in the model's own loss"
+    if not fields:  # Bloom's GELU is written into its code
+        became += "; its configuration has no place for it, so call relufy_ after every from_pretrained"
     rows = []
     for name, _, _, ffn in list(find_ffns(model)):
         was = "relu" if sparse_ffn_of(ffn) is not None else activation_name(ffn)
         found = find_activation(ffn)
         if was == "relu":
             rows.append(Row(name, was, None, "is ReLU already"))
+        elif class_name(type(ffn)) in REFUSED:
+            rows.append(Row(name, was, None, REFUSED[class_name(type(ffn))]))
         elif found is None:
             rows.append(Row(name, was, None, "does not tell its activation"))
         else:
             setattr(ffn, found[0], nn.ReLU())
-            rows.append(Row(name, was, "relu, without L1 in the model's own loss"))
-    for field in ("hidden_act", "hidden_activation", "activation_function"):
-        if hasattr(model.config, field):
+            rows.append(Row(name, was, became))
+    if any(row.became for row in rows):
+        for field in fields:
             setattr(model.config, field, "relu")
     return Report(tuple(rows))
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from twell.compressed import OWN_FIELD, is_rowwise_fp8
 from twell.hf.configs import SparsityFields
-from twell.hf.convert import Report, sparsify_
+from twell.hf.convert import NONE_FOUND, Report, sparsify_
+from twell.hf.known import ACTIVATION_FIELDS
 from twell.hf.loading import check_name, load_causal_lm, load_config
 from twell.hf.relufy import relufy_
 from twell.nn import SparseFFNBase
@@ -69,8 +70,13 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
     model = load_causal_lm(name)
     report = relufy_(model, l1)
     if not report.changed:
-        why = report.skipped[0].why if report.skipped else "it has none with projections that relufy_ knows"
+        why = report.skipped[0].why if report.skipped else NONE_FOUND
         raise ValueError(f"no feed-forward layer of {name} ({config.model_type}) can be converted: {why}")
+    if activation_of(model.config) == "unknown":
+        raise ValueError(
+            f"{name} cannot be saved with ReLU: the configuration of {config.model_type} has no field for it; "
+            f"in Python call twell.relufy_ after every from_pretrained"
+        )
     with writing(out):
         model.save_pretrained(out)
         tok.save_pretrained(out)
@@ -89,8 +95,7 @@ def activation_of(config: Any) -> str:
     """relu, silu, gelu...: as the configuration has it."""
     if _is_sparse_type(config):
         return "relu"  # whatever hidden_act says
-    fields = ("hidden_activation", "hidden_act", "activation_function")
-    return next((str(found) for field in fields if (found := getattr(config, field, None))), "unknown")
+    return next((str(found) for field in ACTIVATION_FIELDS if (found := getattr(config, field, None))), "unknown")
 
 
 def _is_sparse_type(config: Any) -> bool:
