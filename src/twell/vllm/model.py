@@ -4,7 +4,7 @@ vLLM replaces every linear layer of a transformers model by its own. Here the FF
 come back as FFNs of this process's share of the neurons: gate and up by rows, down by columns, y summed by one
 all-reduce. Weights arrive through vLLM's own ``load_weights``, the first time and later.
 
-vLLM compiles a model once and drops the compiler's guards, so a layer never looks at tokens and makes no plan by itself.
+vLLM compiles a model once and drops the compiler's guards, so no layer looks at tokens and makes a plan of its own.
 Plans come from the counts beside the model, before vLLM measures how much memory is left.
 """
 
@@ -15,15 +15,6 @@ import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import vllm
-
-TESTED = ("0.32",)  # vLLM's minor versions
-if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:  # before what other versions may not have is imported
-    raise ImportError(
-        f"twell's plugin was tested with vLLM {', '.join(f'{version}.x' for version in TESTED)}, and this is "
-        f"{vllm.__version__}: install a tested one (pip install 'twell[vllm]')"
-    )
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +170,7 @@ class SparseForCausalLM(TransformersForCausalLM):
 
     def process_weights_after_loading(self) -> None:
         """vLLM calls it once the weights are there, and measures memory afterwards."""
-        plan_(self.model, _find_counts(self.model_config))
+        plan_(self.model, _find_counts(self.model_config), self.device_config.device)
         self.model.eval()
         logger.info("%s", freeze_(self.model))
         ffns = [ffn for _, ffn in sparse_ffns(self.model)]
@@ -201,22 +192,22 @@ def _find_counts(model_config: Any) -> NeuronCounts | None:
     return None if path is None else NeuronCounts.load(Path(path))
 
 
-def plan_(model: nn.Module, counts: NeuronCounts | None) -> None:
+def plan_(model: Any, counts: NeuronCounts | None, device: torch.device) -> None:
     """Give every FFN the plan for its share of the neurons; without counts that is to run densely."""
-    ffns = dict(sparse_ffns(model))
+    ffns: dict[str, Any] = dict(sparse_ffns(model))
     if counts is None:
         for ffn in ffns.values():
             ffn.set_plan(None)
-        if any(ffn.neuron_counts.device.type == "cuda" for ffn in ffns.values()):  # other devices need no plan
+        if device.type == "cuda":  # others need no plan
             logger.warning_once(_NO_COUNTS, model.config.name_or_path, COUNTS_FILE)
         return
+    counted, n_layers = [len(fired) for fired in counts.fired], model.config.num_hidden_layers
     for name, ffn in ffns.items():
-        layer, n_neurons = int(name.split(".")[-2]), len(ffn.neuron_counts) * ffn.n_shares  # others' layers are elsewhere
-        counted = [len(fired) for fired in counts.fired]
-        if len(counted) != model.config.num_hidden_layers or counted[layer] != n_neurons:
+        layer, n_neurons = int(name.split(".")[-2]), len(ffn.neuron_counts) * ffn.n_shares
+        if len(counted) != n_layers or counted[layer] != n_neurons:
             raise ValueError(
-                f"{COUNTS_FILE} is of {len(counted)} layers {counted}, the model has {model.config.num_hidden_layers} "
-                f"of {n_neurons} neurons: it belongs to another model"
+                f"{COUNTS_FILE} is of {len(counted)} layers {counted}, and the model has {n_layers} of {n_neurons} "
+                f"neurons: it belongs to another model"
             )
         plan = ffn._plan_for(counts.fired[layer][ffn.own], counts.tokens)
         ffn.set_plan(dataclasses.replace(plan, tail=None))  # stays as it is, whatever the text
