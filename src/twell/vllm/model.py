@@ -70,10 +70,21 @@ class _ShareMixin(SparseFFNBase):
             # batch, with which vLLM compiles, for all.
             w = self._weights()
             kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
-            y = ops.run(x, w, self.activation, self.backend, self._plan_eager, kept, None, False)
+            y = ops.run(x, w, self.activation, self.backend, self._plan_compiled, kept, None, False)
         else:
             y = self._ffn(x, None, False)
         return tensor_model_parallel_all_reduce(y) if self.n_shares > 1 else y
+
+    def _place_plan(self, device: torch.device | None = None) -> None:
+        """vLLM takes every symbolic size in compiled code for the number of tokens: the plan's become constants, since
+        other tensors than the plan's own are not marked as symbolic."""
+        super()._place_plan(device)
+        self._plan_compiled = tuple(None if t is None else t.detach() for t in self._plan_eager)
+
+    def compiled_for(self) -> list[Any]:
+        """Sizes and types that compiled code takes for granted."""
+        frozen = () if self.frozen is None else self.frozen.tensors(self._weights(), self.plan)
+        return [(tuple(t.shape), str(t.dtype)) for t in (*self._plan_compiled, *frozen) if t is not None]
 
 
 class _GatedShare(_ShareMixin, GatedSparseFFN):
@@ -173,14 +184,13 @@ class SparseForCausalLM(TransformersForCausalLM):
         plan_(self.model, _find_counts(self.model_config), self.device_config.device)
         self.model.eval()
         logger.info("%s", freeze_(self.model))
-        ffns = [ffn for _, ffn in sparse_ffns(self.model)]
+        ffns: list[Any] = [ffn for _, ffn in sparse_ffns(self.model)]
         for ffn in ffns:
             if ffn.frozen is not None and not self.model_config.enforce_eager:
                 ffn.frozen.is_captured = True  # compiled code and CUDA graphs read it: other sizes are an error
         if isinstance(self.vllm_config.additional_config, dict):  # part of the key of vLLM's cache of compiled code
-            frozen = [() if ffn.frozen is None else ffn.frozen.tensors(ffn._weights(), ffn.plan) for ffn in ffns]
-            shapes = repr([[(t.dtype, t.shape) for t in tensors] for tensors in frozen])
-            self.vllm_config.additional_config["twell"] = hashlib.sha256(shapes.encode()).hexdigest()
+            given = repr([ffn.compiled_for() for ffn in ffns])
+            self.vllm_config.additional_config["twell"] = hashlib.sha256(given.encode()).hexdigest()
 
 
 def _find_counts(model_config: Any) -> NeuronCounts | None:
