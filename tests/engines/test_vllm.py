@@ -52,7 +52,7 @@ from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 
 D, F, LAYERS, CONTEXT = 512, 2560, 2, 256  # one token takes the sparse code of the CPU
-NEW_TOKENS = 16
+NEW_TOKENS, CHUNK = 16, 128
 SHAPE: dict[str, Any] = {
     "hidden_size": D,
     "intermediate_size": F,
@@ -137,7 +137,8 @@ def llama(models: dict[str, Any], tmp_path: Path) -> tuple[Path, list[list[int]]
 def running(path: Path, **how: Any) -> Iterator[LLM]:
     llm = None
     try:
-        llm = LLM(str(path), skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=4, **how)
+        how = {"dtype": "float32", "max_num_seqs": len(PROMPTS), "max_num_batched_tokens": CHUNK, **how}
+        llm = LLM(str(path), skip_tokenizer_init=True, max_model_len=CONTEXT, **how)
         yield llm
     finally:
         if llm is not None:
@@ -146,13 +147,14 @@ def running(path: Path, **how: Any) -> Iterator[LLM]:
 
 
 def generated(llm: LLM) -> list[list[int]]:
-    """All at once, and the first alone: one token at a time takes code of its own."""
+    """The longest alone, in chunks and then a token at a time; then all together, when its prefix is cached."""
     llm.reset_prefix_cache()  # its keys and values are of the weights before
     how = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     prompts: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    answers = [*llm.generate(prompts[:1], how), *llm.generate(prompts, how)]
-    first, *others = [list(answer.outputs[0].token_ids) for answer in answers]
-    assert first == others[0]
+    answers = [*llm.generate(prompts[-1:], how), *llm.generate(prompts, how)]
+    alone, *others = [list(answer.outputs[0].token_ids) for answer in answers]
+    assert alone == others[-1]
+    assert answers[-1].num_cached_tokens
     return others
 
 
@@ -164,8 +166,8 @@ def generated(llm: LLM) -> list[list[int]]:
 # For LLM.apply_model, which sends them to other processes.
 
 
-def plans(model: Any) -> list[tuple[int, float]]:
-    return [(ffn.plan.n_neurons, ffn.plan.mean_active) for _, ffn in sparse_ffns(model)]
+def plans(model: Any) -> list[tuple[int, int, float]]:
+    return [(f._plan_eager.order.numel(), f.plan.n_neurons, f.plan.mean_active) for _, f in sparse_ffns(model)]
 
 
 def frozen(model: Any) -> list[tuple[int, float]]:
@@ -191,16 +193,17 @@ def test_tokens_are_those_of_transformers(
         return infer(x, *rest)
 
     monkeypatch.setattr(registered, "infer", counted)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # layers have their plans' tensors on the device, as on a GPU
     with running(path, **MODES[mode]) as llm:
         assert generated(llm) == tokens
         found = llm.apply_model(plans)
-    assert mode != "compiled" or {1, len(PROMPTS), len(PROMPTS[0])} <= sizes
+    assert mode != "compiled" or {1, len(PROMPTS), CHUNK} <= sizes
     counts, n_shares = NeuronCounts.load(path / COUNTS_FILE), MODES[mode].get("tensor_parallel_size", 1)
     assert len(found) == n_shares
     for rank, shares in enumerate(found):
         own = slice(rank * F // n_shares, (rank + 1) * F // n_shares)
-        assert [n for n, _ in shares] == [F // n_shares] * LAYERS
-        assert [mean for _, mean in shares] == pytest.approx([int(c[own].sum()) / 1000 for c in counts.fired])
+        assert [widths for *widths, _ in shares] == [[F // n_shares] * 2] * LAYERS
+        assert [mean for *_, mean in shares] == pytest.approx([int(c[own].sum()) / 1000 for c in counts.fired])
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
