@@ -31,11 +31,12 @@ os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions for LLM.apply
 
 import torch
 import vllm
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import twell
@@ -290,8 +291,15 @@ def test_the_server_answers_many_clients(models: dict[str, Any], tmp_path: Path)
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_lora_on_ffns_is_refused(llama: tuple[Path, list[list[int]]]) -> None:
+def test_lora_on_ffns_is_refused(llama: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     path, tokens = llama
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    how = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["gate_proj"], "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(how))
+    name = "base_model.model.model.layers.0.mlp.gate_proj"
+    weights = {f"{name}.lora_A.weight": torch.ones(8, D), f"{name}.lora_B.weight": torch.ones(F, 8)}
+    save_file(weights, adapter / "adapter_model.safetensors")
     for target in (None, ["q_proj", "down_proj"]):
         with (
             pytest.raises(ValueError, match=r"LoRA cannot act on model.layers.0.mlp.*Merge the adapter"),
@@ -300,6 +308,8 @@ def test_lora_on_ffns_is_refused(llama: tuple[Path, list[list[int]]]) -> None:
             pass
     with running(path, enforce_eager=True, enable_lora=True, lora_target_modules=["q_proj", "v_proj"]) as llm:
         assert generated(llm) == tokens
+        with pytest.raises(ValueError, match=r"expected target modules .* received .*gate_proj"):  # vLLM's own words
+            llm.generate({"prompt_token_ids": [1]}, lora_request=LoRARequest("adapter", 1, str(adapter)))
 
 
 def quantised(path: Path, ignore: list[str], **fields: Any) -> Path:
