@@ -208,8 +208,15 @@ def test_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_a_reload_rewrites_what_is_frozen(mode: str, models: dict[str, Any]) -> None:
+def test_a_reload_rewrites_what_is_frozen(mode: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """At a width where layers freeze an int8 gate, which decides for one token which neurons fire."""
+    infer, n_kept = registered.infer, set()
+
+    def counted(*given: Any) -> torch.Tensor:
+        n_kept.add(len(given[-1]))
+        return infer(*given)
+
+    monkeypatch.setattr(registered, "infer", counted)
     (first, tokens), (second, others) = models["wide 1"], models["wide 2"]
     assert tokens != others
     of_first, of_second = (load_file(path / "model.safetensors") for path in (first, second))
@@ -251,6 +258,7 @@ def test_a_reload_rewrites_what_is_frozen(mode: str, models: dict[str, Any]) -> 
         assert generated(llm) != tokens
         assert llm.apply_model(write_ffns) == [1]
         assert generated(llm) == tokens
+    assert mode != "compiled" or n_kept == {len(before)}  # compiled code takes what is frozen, at any time
 
 
 def test_the_server_answers_many_clients(models: dict[str, Any], tmp_path: Path) -> None:
