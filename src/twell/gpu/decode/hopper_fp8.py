@@ -61,6 +61,23 @@ def rounded(x):
 
 
 @gluon.jit
+def copy_gate(
+    i_gate, first, row, n, D, layout: gl.constexpr, EARLY: gl.constexpr, SUBS: gl.constexpr, CHAINS: gl.constexpr,
+    DEPTH: gl.constexpr,
+):  # fmt: skip
+    """SUBS blocks [CHAINS, 16, DEPTH] of n rows of the gate, on their way to shared memory. ``row``: 0 to 15."""
+    shared: gl.constexpr = gl.SwizzledSharedLayout(64, 1, 2, [2, 1, 0])  # four threads read 64 bytes of a row
+    blocks = ()  # not parts of one, between which there would be barriers
+    for sub in gl.static_range(SUBS):
+        blocks += (gl.allocate_shared_memory(gl.float8e4nv, [CHAINS, 16, DEPTH], shared),)
+        wanted = sub * 16 + row
+        copy_rows(i_gate, first + wanted, wanted < n, D, layout, blocks[sub], CHAINS, DEPTH)
+        if EARLY:  # not all at once: what the kernel before still loads would come after all of it
+            async_copy.wait_group(0)
+    return blocks
+
+
+@gluon.jit
 def products_of(rows, x, CHAINS: gl.constexpr, BM: gl.constexpr):
     """fp32 [CHAINS, 16, BM] of rows [CHAINS, 16, DEPTH] in shared memory."""
     mma: gl.constexpr = x.type.layout.parent
@@ -111,7 +128,6 @@ def hopper_fp8_neurons_kernel(
     dtype: gl.constexpr = m_h.dtype.element_ty
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHAINS, 1, 1], [1, 16, 8])
     copied: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 512 // DEPTH, DEPTH // 16], [CHAINS, 1, 1], [2, 1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(64, 1, 2, [2, 1, 0])  # four threads read 64 bytes of a row
     # Sums: a thread adds up all chains of some of [64, BM]. SAME: bits of a thread's number that do not change its row.
     summed: gl.constexpr = gl.BlockedLayout([CHAINS, 1, 1], [1, 32 // BM, BM], [1, CHAINS, 1], [2, 1, 0])
     SAME: gl.constexpr = BM - 1 + (CHAINS * 32 - BM * 64 if CHAINS * 32 > BM * 64 else 0)
@@ -126,13 +142,7 @@ def hopper_fp8_neurons_kernel(
     copied_row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, copied)))
     m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(0, summed)))
     row = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(0, summed)))
-    blocks = ()  # not parts of one, between which there would be barriers
-    for sub in gl.static_range(SUBS):
-        blocks += (gl.allocate_shared_memory(gl.float8e4nv, [CHAINS, 16, DEPTH], shared),)
-        wanted = sub * 16 + copied_row
-        copy_rows(i_gate, first + wanted, wanted < n, D, copied, blocks[sub], CHAINS, DEPTH)
-        if EARLY:  # not all at once: what the kernel before still loads would come after all of it
-            async_copy.wait_group(0)
+    blocks = copy_gate(i_gate, first, copied_row, n, D, copied, EARLY, SUBS, CHAINS, DEPTH)
     touch(i_gate_scale + gl.where(row < n, first + row, 0))
     if GATED:
         touch(i_up_scale + gl.where(row < n, first + row, 0))

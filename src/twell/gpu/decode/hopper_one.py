@@ -25,8 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from twell.gpu.decode.hopper import barrier, copy_rows, popcount, prefetch, relu
-from twell.gpu.decode.hopper_fp8 import load_x, products_of, rounded, touch
+from twell.gpu.decode.hopper import barrier, popcount, prefetch, relu
+from twell.gpu.decode.hopper_fp8 import copy_gate, load_x, products_of, rounded, touch
 
 # Where two programs fit into a processor's shared memory, the most registers with which they fit beside two of
 # hopper_add_kernel. (121 and 113 registers: 7.4 and 7.8 us a layer, 112: 6.8; H200.)
@@ -59,7 +59,6 @@ def hopper_one_kernel(
     BM: gl.constexpr = 8  # what tensor cores take; the first is the token
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHAINS, 1, 1], [1, 16, 8])
     copied: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 512 // DEPTH, DEPTH // 16], [CHAINS, 1, 1], [2, 1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(64, 1, 2, [2, 1, 0])  # four threads read 64 bytes of a row
     summed: gl.constexpr = gl.BlockedLayout([CHAINS, 1, 1], [1, 32 // BM, BM], [1, CHAINS, 1], [2, 1, 0])
     SAME: gl.constexpr = BM - 1 + (CHAINS * 32 - BM * 64 if CHAINS * 32 > BM * 64 else 0)
     rows: gl.constexpr = gl.BlockedLayout([1, DEPTH // 32], [1, 32], [1, CHAINS], [1, 0])  # a thread's part of D
@@ -73,13 +72,7 @@ def hopper_one_kernel(
     copied_row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, copied)))
     m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(0, summed)))
     row = gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(0, summed)))
-    blocks = ()  # not parts of one, between which there would be barriers
-    for sub in gl.static_range(SUBS):
-        blocks += (gl.allocate_shared_memory(gl.float8e4nv, [CHAINS, 16, DEPTH], shared),)
-        wanted = sub * 16 + copied_row
-        copy_rows(i_gate, first + wanted, wanted < n, D, copied, blocks[sub], CHAINS, DEPTH)
-        if EARLY:  # not all at once: what the kernel before still loads would come after all of it
-            async_copy.wait_group(0)
+    blocks = copy_gate(i_gate, first, copied_row, n, D, copied, EARLY, SUBS, CHAINS, DEPTH)
     touch(i_gate_scale + gl.where(row < n, first + row, 0))
     if GATED:
         touch(i_up_scale + gl.where(row < n, first + row, 0))
