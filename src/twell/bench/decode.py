@@ -6,7 +6,8 @@ the weights of a workload and its input: here other tokens in every layer, so th
 The sparse model is frozen (``twell.freeze_``), as ``twell generate`` and ``twell serve`` have it.
 
 On a GPU with FP8 the same with FP8 FFNs: dense ones as ``bench ffn`` has them, always compiled, and where there are
-kernels for it the sparse model after ``twell.quantize_``. All else of these models stays as it is.
+kernels for it the sparse model after ``twell.quantize_``. All else of these models stays as it is: where whole models
+are compiled, all of them are compiled alike, with the options that FP8 weights alone need.
 """
 
 from __future__ import annotations
@@ -59,18 +60,19 @@ def measure(
     sparse, plan, frozen = _sparse(model, fired)
     models, how = {"dense": model, "sparse": sparse}, {}
     if fp8.applies(device, model.dtype, D, F) if in_fp8 is None else in_fp8:
-        for name, (kind, options) in fp8.ways(batch).items():
-            models[name], how[name] = fp8.in_model(model, kind), options
+        for name, (kind, given) in fp8.ways(batch).items():
+            models[name], how[name] = fp8.in_model(model, kind), given
         if fp8.applies_sparsely(device, model.dtype):
             models[ffn.SPARSE_FP8], *_ = _sparse(model, fired, in_fp8=True)
     for each in models.values():
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
     if device.type == "cuda" and not compiled:
-        for name, options in how.items():
+        for name, given in how.items():
             for layer in models[name].model.layers:
-                layer.mlp.compile(fullgraph=True, dynamic=False, **options)
-    steps = {name: _Step(each, batch, context, compiled, how.get(name)) for name, each in models.items()}
+                layer.mlp.compile(fullgraph=True, dynamic=False, **given)
+    options = {key: value for given in how.values() for key, value in given.items()}
+    steps = {name: _Step(each, batch, context, options if compiled else None) for name, each in models.items()}
     runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
     outputs = {
         name: torch.cat([layer.mlp(x)[:, 0] for layer, x in zip(each.model.layers, tokens, strict=True)])
@@ -152,16 +154,15 @@ def _check(logits: Mapping[str, Tensor]) -> dict[str, float]:
 class _Step:
     """A model, a static cache filled with ``context`` tokens, and the token after them."""
 
-    def __init__(
-        self, model: Any, batch: int, context: int, compiled: bool = False, how: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, model: Any, batch: int, context: int, how: Mapping[str, Any] | None = None) -> None:
+        """``how``: options of torch.compile; None: the model is not compiled."""
         self.model, self.context, device = model, context, model.device
         self.cache = StaticCache(config=model.config, max_cache_len=context + 1)
         ids = torch.randint(
             model.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0)
         ).to(device)
         model(ids[:, :context], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.call = torch.compile(model, dynamic=False, **(how or {})) if compiled else model
+        self.call = model if how is None else torch.compile(model, dynamic=False, **how)
         self.ids, self.position = ids[:, context:], torch.full((1, 1), context, device=device)
 
     def rewind(self) -> None:

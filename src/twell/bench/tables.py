@@ -313,6 +313,21 @@ def _in_fp8(rows: list[Row]) -> list[str]:
     return lines if _is_workload(rows[0]) else [*lines, f"| mean | | | | | | {mean} | |"]
 
 
+def _fp8_grid(rows: list[Row]) -> list[str]:
+    """Sparse in FP8 over the faster dense FFN in FP8: workloads down, tokens across."""
+    sizes, found = sorted({r["M"] for r in rows}), {(r["workload"], r["M"]): r["speedup_fp8"] for r in rows}
+    head = ("workload", *(f"{M} token{'s' if M > 1 else ''}" for M in sizes))
+    names = dict.fromkeys(r["workload"] for r in rows)
+    return _lines(head, ((name, *(f"{found[name, M]:.2f}x" for M in sizes)) for name in names))
+
+
+def _by_share(rows: list[Row]) -> list[str]:
+    """As few tokens, by the share of neurons that are silent."""
+    in_order = sorted(rows, key=lambda r: (r["M"], -int(r["workload"].removeprefix("skew"))))
+    named = [{**r, "workload": f"{100 - 100 * r['mean_active'] / r['F']:.0f} % silent"} for r in in_order]
+    return _ffn_few([{k: v for k, v in r.items() if k != "memory"} for r in named])
+
+
 def _between_layers(rows: list[Row]) -> list[str]:
     """Layers of a trace by numbers of tokens, and their means."""
     layers, sizes = list(dict.fromkeys(r["workload"] for r in rows)), sorted({r["M"] for r in rows})
@@ -790,6 +805,18 @@ TABLES = {
     ),
     "ffn-fp8": Table(("ffn-fp8-h200.jsonl",), f"{_FFN} [--graph] -w skew29 -m 1 ... -m 16384", _is_workload, _in_fp8),
     "ffn-fp8-layers": Table(("ffn-fp8-h200.jsonl",), f"{_FFN} --trace TRACE.npz -m 16384", _is_layer, _in_fp8),
+    "ffn-fp8-sweep": Table(
+        ("ffn-fp8-sweep-h200.jsonl",),
+        f"{_FFN} --no-called [--graph] -w skew100 -w iid29 -w skew300 -w skew2800 -m 1 ... -m 16384",
+        _is_any,
+        _fp8_grid,
+    ),
+    "ffn-half": Table(
+        ("ffn-half-h200.jsonl",),
+        f"{_FFN} --no-called [--graph] -w skew2816 -w skew1126 -w skew563 -w skew282 -m 1 ... -m 16384",
+        _is_any,
+        _by_share,
+    ),
     "ffn-layers": Table(("ffn-h200.jsonl",), f"{_FFN} --trace TRACE.npz", _is_layer, _layers),
     "model": Table(
         ("model-h200.jsonl",),
