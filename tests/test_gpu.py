@@ -8,6 +8,7 @@ import torch
 import twell
 from twell import reference
 from twell.bench import cases, ffn
+from twell.vllm.ffn import share_of
 
 pytestmark = pytest.mark.gpu
 
@@ -98,3 +99,67 @@ def test_backends_and_devices_are_checked() -> None:
         twell.gated_ffn(inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down, backend="cpu")
     with pytest.raises(ValueError, match="w_up is on cpu but x is on cuda:0"):
         twell.gated_ffn(inputs.x, inputs.w_gate, inputs.w_up.cpu(), inputs.w_down)
+
+
+# -- as vLLM calls a layer: vllm/ffn.py ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_shares", [1, 2])
+def test_vllms_conditions(n_shares: int) -> None:
+    """Inference mode, one compilation for all batches with no guard left, CUDA graphs of 1 to 512 tokens, larger
+    batches without, and new weights where graphs read the old ones. Shares of the neurons sum up to the whole layer."""
+    inputs = cases.make("skew29", 8192, 2048, 5632, dtype=torch.bfloat16, device="cuda")
+    x = inputs.x[:4096]
+    whole = twell.GatedSparseFFN(2048, 5632, device="meta")
+    fired = (torch.relu(inputs.x[4096:] @ inputs.w_gate.T) != 0).sum(0)
+    shares = [share_of(whole, i, n_shares, x.device, x.dtype, lambda y: y) for i in range(n_shares)]
+    model = torch.nn.ModuleList(shares)
+    for share in shares:
+        share.plan_share(fired, 4096)
+        assert share.plan is not None and share.plan.few_tokens >= 32 and not share.plan.is_dense
+
+    def load(scale: float) -> None:
+        for share in shares:
+            share.gate_proj.weight.data.copy_(inputs.w_gate[share.own])
+            share.up_proj.weight.data.copy_(inputs.w_up[share.own] * scale)
+            share.down_proj.weight.data.copy_(inputs.w_down[:, share.own])
+
+    load(1)
+    twell.freeze_(model)
+    twell.refresh_(model)
+    torch.compiler.reset()
+    drop = {"guard_filter_fn": lambda guards: [False for _ in guards]}
+    compiled = [torch.compile(share, fullgraph=True, options=drop) for share in shares]
+    expected = dense_truth(inputs, x)
+
+    def check(y: torch.Tensor, scale: float, name: str) -> None:
+        error = ffn.relative_error(y, expected[: len(y)] * scale)
+        assert error < 8e-3, (name, len(y), error)  # two sums of bf16; dense has 3e-3
+
+    with torch.inference_mode():
+        first = x[:2048].clone()
+        torch._dynamo.mark_dynamic(first, 0)
+        check(sum(run(first) for run in compiled), 1, "first")  # with the largest batch, as vLLM
+        graphs = {}
+        for M in (512, 256, 128, 64, 16, 8, 2, 1):
+            given = x[:M].clone()
+            y = sum(run(given) for run in compiled)
+            check(y, 1, "compiled")
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = sum(run(given) for run in compiled)
+            graphs[M] = graph, given, y
+        for M in (700, 2048, 3072, 4096):
+            check(sum(run(x[:M]) for run in compiled), 1, "without a graph")
+        load(2)
+        twell.refresh_(model)
+        for graph, _, y in graphs.values():
+            y.zero_()
+            graph.replay()
+            check(y, 2, "replayed")
+        check(sum(run(x) for run in compiled), 2, "new weights")
+
+
+def dense_truth(inputs: cases.FFNInputs, x: torch.Tensor) -> torch.Tensor:
+    h = torch.relu(x.double() @ inputs.w_gate.double().T) * (x.double() @ inputs.w_up.double().T)
+    return h @ inputs.w_down.double().T

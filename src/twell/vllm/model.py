@@ -10,7 +10,6 @@ Plans come from the counts beside the model, before vLLM measures how much memor
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,9 +26,9 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinea
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from twell import ops
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
-from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, freeze_, neuron_major_, sparse_ffns
+from twell.nn import SparseFFNBase, freeze_, sparse_ffns
+from twell.vllm.ffn import Share, share_of
 
 logger = init_logger("vllm.twell")  # vLLM shows what is below its own name
 
@@ -52,90 +51,6 @@ _FP8 = (
 _SLEEP = "sleep mode would lose the plans of sparse feed-forward layers: leave enable_sleep_mode out"
 
 
-# ---------------------------------------------------------------------------------------------------------
-# FFNs
-# ---------------------------------------------------------------------------------------------------------
-
-
-class _ShareMixin(SparseFFNBase):
-    """An FFN of one process's share of the neurons."""
-
-    n_shares: int
-    own: slice  # of the layer's neurons
-
-    def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
-        """y of all shares."""
-        if torch.compiler.is_compiling():
-            # The operation chooses by the plan when it runs. A choice in Python would be made once: by the largest
-            # batch, with which vLLM compiles, for all.
-            w = self._weights()
-            kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
-            y = ops.run(x, w, self.activation, self.backend, self._plan_compiled, kept, None, False)
-        else:
-            y = self._ffn(x, None, False)
-        return tensor_model_parallel_all_reduce(y) if self.n_shares > 1 else y
-
-    def _place_plan(self, device: torch.device | None = None) -> None:
-        """vLLM takes every symbolic size in compiled code for the number of tokens: the plan's become constants, since
-        other tensors than the plan's own are not marked as symbolic."""
-        super()._place_plan(device)
-        self._plan_compiled = tuple(None if t is None else t.detach() for t in self._plan_eager)
-
-    def compiled_for(self) -> list[Any]:
-        """Sizes and types that compiled code takes for granted."""
-        frozen = () if self.frozen is None else self.frozen.tensors(self._weights(), self.plan)
-        return [(tuple(t.shape), str(t.dtype)) for t in (*self._plan_compiled, *frozen) if t is not None]
-
-
-class _GatedShare(_ShareMixin, GatedSparseFFN):
-    pass
-
-
-class _PlainShare(_ShareMixin, SparseFFN):
-    pass
-
-
-def _share_of(ffn: SparseFFNBase, rank: int, n_shares: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """The FFN of a process's neurons, with room for the weights and loaders that know which of them are its own."""
-    first: Any = getattr(ffn, ffn.projections[0])
-    D, F = first.in_features, first.out_features
-    if F % n_shares:
-        raise ValueError(f"feed-forward layers of {F} neurons cannot be shared out evenly over {n_shares} processes")
-    own, is_gated, has_bias = F // n_shares, len(ffn.projections) == 3, first.bias is not None
-    cls = _GatedShare if is_gated else _PlainShare
-    share = cls(D, own, activation=ffn.activation, bias=has_bias, device="meta", dtype=dtype).to_empty(device=device)
-    share.n_shares, share.own = n_shares, slice(rank * own, (rank + 1) * own)
-    share.reset_counts()
-    share.eval().requires_grad_(False)
-    *inputs, down = (getattr(share, name) for name in share.projections)
-    neuron_major_(down)
-    for linear in inputs:
-        for parameter in linear.parameters():
-            parameter.weight_loader = _loader(0, share.own)
-    down.weight.weight_loader = _loader(1, share.own)
-    if has_bias and rank > 0:  # it is added once
-        down.bias.weight_loader = _load_zeros
-    return share
-
-
-def _loader(dim: int, own: slice) -> Callable[[Tensor, Tensor], None]:
-    """As vLLM calls it: for a parameter, with the whole tensor of a file."""
-
-    def load(param: Tensor, loaded_weight: Tensor) -> None:
-        default_weight_loader(param, loaded_weight.narrow(dim, own.start, own.stop - own.start))
-
-    return load
-
-
-def _load_zeros(param: Tensor, loaded_weight: Tensor) -> None:
-    default_weight_loader(param, torch.zeros_like(loaded_weight))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The model
-# ---------------------------------------------------------------------------------------------------------
-
-
 class SparseForCausalLM(TransformersForCausalLM):
     """Every sparse model type: the configuration says which."""
 
@@ -156,7 +71,9 @@ class SparseForCausalLM(TransformersForCausalLM):
         rank, n_shares = self.tp_group.rank_in_group, self.tp_group.world_size
         device, dtype = torch.device(self.device_config.device), self.model_config.dtype
         for name, ffn in ffns.items():
-            self.model.set_submodule(name, _share_of(ffn, rank, n_shares, device, dtype))
+            share = share_of(ffn, rank, n_shares, device, dtype, tensor_model_parallel_all_reduce)
+            _set_loaders(share, rank)
+            self.model.set_submodule(name, share)
 
     def _refuse_changes(self, ffns: dict[str, SparseFFNBase]) -> None:
         """vLLM looks for its own linear layers to put LoRA and quantised weights into, and would pass by in silence."""
@@ -193,6 +110,30 @@ class SparseForCausalLM(TransformersForCausalLM):
             self.vllm_config.additional_config["twell"] = hashlib.sha256(given.encode()).hexdigest()
 
 
+def _set_loaders(share: Share, rank: int) -> None:
+    """Loaders that know which rows and columns of a file's tensor are a share's own."""
+    *inputs, down = (getattr(share, name) for name in share.projections)
+    for linear in inputs:
+        for parameter in linear.parameters():
+            parameter.weight_loader = _loader(0, share.own)
+    down.weight.weight_loader = _loader(1, share.own)
+    if down.bias is not None and rank > 0:  # it is added once
+        down.bias.weight_loader = _load_zeros
+
+
+def _loader(dim: int, own: slice) -> Callable[[Tensor, Tensor], None]:
+    """As vLLM calls it: for a parameter, with the whole tensor of a file."""
+
+    def load(param: Tensor, loaded_weight: Tensor) -> None:
+        default_weight_loader(param, loaded_weight.narrow(dim, own.start, own.stop - own.start))
+
+    return load
+
+
+def _load_zeros(param: Tensor, loaded_weight: Tensor) -> None:
+    default_weight_loader(param, torch.zeros_like(loaded_weight))
+
+
 def _find_counts(model_config: Any) -> NeuronCounts | None:
     """The counts in the model's folder, or in its repository; None where there are none."""
     try:
@@ -219,5 +160,4 @@ def plan_(model: Any, counts: NeuronCounts | None, device: torch.device) -> None
                 f"{COUNTS_FILE} is of {len(counted)} layers {counted}, and the model has {n_layers} of {n_neurons} "
                 f"neurons: it belongs to another model"
             )
-        plan = ffn._plan_for(counts.fired[layer][ffn.own], counts.tokens)
-        ffn.set_plan(dataclasses.replace(plan, tail=None))  # stays as it is, whatever the text
+        ffn.plan_share(counts.fired[layer], counts.tokens)
