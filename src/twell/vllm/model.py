@@ -13,12 +13,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import cached_file
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
@@ -28,7 +26,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from twell import ops
-from twell.hf.counts import COUNTS_FILE, NeuronCounts
+from twell.hf.counts import COUNTS_FILE, NeuronCounts, counts_path
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, freeze_, neuron_major_, sparse_ffns
 
 logger = init_logger("vllm.twell")  # vLLM shows what is below its own name
@@ -195,11 +193,8 @@ class SparseForCausalLM(TransformersForCausalLM):
 
 def _find_counts(model_config: Any) -> NeuronCounts | None:
     """The counts in the model's folder, or in its repository; None where there are none."""
-    try:
-        path = cached_file(model_config.model, COUNTS_FILE, revision=model_config.revision)
-    except OSError:  # it has no such file, or the hub cannot be reached
-        return None
-    return None if path is None else NeuronCounts.load(Path(path))
+    path = counts_path(model_config.model, model_config.revision)
+    return None if path is None else NeuronCounts.load(path)
 
 
 def plan_(model: Any, counts: NeuronCounts | None, device: torch.device) -> None:
