@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -440,20 +441,49 @@ def adapter_gradients(model: Any) -> dict[str, Tensor | None]:
 
 
 @each_model
-def test_lora_on_a_sparse_model_is_lora_on_the_dense_one(kind: str) -> None:
+def test_lora_on_a_sparse_model_is_lora_on_the_dense_one(kind: str, tmp_path: Path) -> None:
+    """Trained, saved and loaded, merged and unmerged, merged for good: results, gradients and weights."""
+    from peft import PeftModel
+
     pair = model_pair(kind)
-    plain = logits(pair[1])
+    plain, weights = logits(pair[1]), copy.deepcopy(pair[1].state_dict())
     torch.testing.assert_close(plain, logits(pair[0]))
-    dense, sparse = (with_lora(model, kind) for model in pair)
-    adapted = logits(sparse)
-    assert not torch.allclose(adapted, plain)
-    torch.testing.assert_close(adapted, logits(dense))
+    both = dense, sparse = [with_lora(model, kind) for model in pair]
+    untrained = logits(sparse)
+    torch.testing.assert_close(untrained, logits(dense))
     found = adapter_gradients(sparse)
     assert len(found) == 2 * 2 * len(TARGETS[kind]) and all(g is not None and g.any() for g in found.values())
     torch.testing.assert_close(found, adapter_gradients(dense))
 
+    for model in both:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(input_ids=IDS, labels=IDS).loss.backward()
+            optimizer.step()
+    adapted = logits(sparse)
+    assert not any(torch.allclose(adapted, before) for before in (plain, untrained))
+    torch.testing.assert_close(adapted, logits(dense))
+    torch.testing.assert_close(sparse.state_dict(), dense.state_dict())
+    sparse.save_pretrained(tmp_path, save_embedding_layers=False)
+    for model in model_pair(kind):
+        model.load_state_dict(weights)
+        torch.testing.assert_close(logits(PeftModel.from_pretrained(model, tmp_path)), adapted)
+
+    for model in both:
+        model.merge_adapter()
+    torch.testing.assert_close(logits(sparse), adapted)
+    torch.testing.assert_close(sparse.state_dict(), dense.state_dict())
+    for model in both:
+        model.unmerge_adapter()
+    torch.testing.assert_close(logits(sparse), adapted)
+    torch.testing.assert_close(sparse.state_dict(), dense.state_dict())
+    with sparse.disable_adapter():
+        torch.testing.assert_close(logits(sparse), plain)
+
     merged = sparse.merge_and_unload()
     assert merged is pair[1] and all(ffn.why_called() is None for _, ffn in sparse_ffns(merged))
+    torch.testing.assert_close(merged.state_dict(), dense.merge_and_unload().state_dict())
     torch.testing.assert_close(logits(merged), adapted)
     torch.testing.assert_close(logits(twell_dense(merged)), adapted)
 

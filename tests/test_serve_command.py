@@ -12,7 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,11 +23,15 @@ from command_line import Twell
 openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' openai")
 pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 import torch
+from starlette.responses import PlainTextResponse
+from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import twell
 from serving import SHAPE, post
 from twell import serve
+from twell.hf.counts import COUNTS_FILE, NeuronCounts
+from twell.serve.guard import HandedOver
 
 # ---------------------------------------------------------------------------------------------------------
 # The command
@@ -154,3 +160,126 @@ def test_options_are_told(command: Twell, folder: Path, tmp_path: Path, monkeypa
         assert line in command(str(path), "--port", "0", *how).stdout
         assert seen[-1][0].name == activation
         assert seen[-1][0].model.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------------------------------------------------
+# vLLM in its place
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretend(command: Twell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any]]:
+    """Runs the command where vLLM of a version is installed, and a GPU or none: gives its output, and what it runs."""
+    monkeypatch.delenv("TWELL_API_KEY", raising=False)
+
+    def run(*args: str, version: str | None = "0.32.1", gpu: bool = True) -> tuple[Any, Any]:
+        ran: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr("twell.vllm.installed_version", lambda: version)
+            patch.setattr(torch.cuda, "is_available", lambda: gpu)
+            patch.setattr("twell.cli.serving.load_model", lambda *_: ran.append("built in") or sys.exit(0))
+            patch.setattr(os, "execve", lambda *given: ran.append(given) or sys.exit(0))
+            result = command(*args)
+        return result, ran[0] if ran else None
+
+    return run
+
+
+def test_vllm_is_handed_everything(pretend: Any, folder: Path, tmp_path: Path) -> None:
+    path = str(shutil.copytree(folder, tmp_path / "my-run" / "model"))
+    said, (program, words, environment) = pretend(path, "--port", "0")
+    assert said.stdout.startswith("engine:   vLLM 0.32.1 (--engine twell for the built-in server)\n")
+    assert f"warning:  {path} has no neuron_counts.npz: in vLLM" in said.stdout
+    assert f"twell calibrate {path} --text FILE" in said.stdout
+    port = re.search(r"address:  http://127\.0\.0\.1:(\d+)/v1, the model is called my-run\n$", said.stdout)
+    assert port is not None
+    assert program == sys.executable and words[:4] == [program, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+    assert dict(zip(words[4::2], words[5::2], strict=True)) == {
+        "--model": path,
+        "--served-model-name": "my-run",
+        "--host": "127.0.0.1",
+        "--port": port[1],
+        "--dtype": "float32",
+        "--shutdown-timeout": "30",
+        "--middleware": "twell.serve.guard.HandedOver",
+    }
+    hosts = f"127.0.0.1,{socket.gethostname()}"
+    assert environment == {**os.environ, "TWELL_HOSTS": hosts}
+
+    NeuronCounts(fired=[], tokens=1).save(Path(path) / COUNTS_FILE)
+    how = ["--host", "0.0.0.0", "--api-key", "secret", "--name", "me", "--dtype", "half", "--drain", "0.5"]
+    said, (_, words, environment) = pretend(path, "--port", "0", *how, "--allow-host", "Box", "--device", "cuda")
+    assert "warning" not in said.stdout and "secret" not in said.stdout + " ".join(words)
+    options = dict(zip(words[4::2], words[5::2], strict=True))
+    assert [options[f"--{name}"] for name in ("host", "served-model-name", "dtype")] == ["0.0.0.0", "me", "float16"]
+    assert options["--shutdown-timeout"] == "1"
+    assert environment["TWELL_API_KEY"] == environment["VLLM_API_KEY"] == "secret"
+    assert environment["TWELL_HOSTS"] == f"0.0.0.0,{socket.gethostname()},Box"
+    assert "no key is asked for (--open)" in pretend(path, "--port", "0", "--host", "0.0.0.0", "--open")[0].stdout
+    said, ran = pretend(path, "--port", "0", "--host", "0.0.0.0")
+    assert ran is None and "other machines can reach 0.0.0.0" in said.stderr
+
+
+def test_what_vllm_cannot_do_is_said(pretend: Any, folder: Path, tmp_path: Path) -> None:
+    """--engine auto takes the built-in server then, and --engine vllm is an error."""
+    config = json.loads((folder / "config.json").read_text())
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
+    token = {**fp8, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": fp8, "input_activations": token}
+    own = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    changed = {
+        "relu": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "relu"},
+        "fp8": {"quantization_config": own},
+        "int8": {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
+    }
+    for name, fields in changed.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, **fields}))
+    path, both, auto = str(folder), ("auto", "vllm"), ("auto",)
+    for args, where, why, engines in (
+        ([path], {"version": "0.99.0"}, "twell's plugin was tested with vLLM 0.32.x", both),
+        ([path, "--dense"], {}, "--dense is an option of the built-in server", both),
+        ([path, "--no-batching"], {}, "--no-batching is an option", both),
+        ([path, "--cache-tokens", "512"], {}, "--cache-tokens is an option", both),
+        ([path, "--device", "cpu"], {}, "--device cpu is an option", both),
+        ([path, "--dtype", "float64"], {}, "--dtype float64 is an option", both),
+        ([str(tmp_path / "relu")], {}, "twell's plugin does not run LlamaForCausalLM", both),
+        ([str(tmp_path / "fp8")], {}, "the model has FP8 weights", both),
+        ([str(tmp_path / "int8")], {}, "the model is quantised", auto),
+        ([path], {"gpu": False}, "torch sees no GPU", auto),
+    ):
+        for engine in both:
+            said, ran = pretend(*args, "--port", "0", "--engine", engine, **where)
+            if engine not in engines:
+                assert ran[1][3] == "vllm.entrypoints.openai.api_server"
+            elif engine == "auto":
+                version = where.get("version", "0.32.1")
+                assert ran == "built in" and said.stdout.startswith(f"engine:   built in, not vLLM {version}: {why}")
+            else:
+                assert ran is None and said.stderr.startswith(f"twell: error: vLLM cannot serve it so: {why}")
+    said, ran = pretend(path, "--port", "0", "--engine", "twell")
+    assert ran == "built in" and said.stdout == ""
+    said, ran = pretend(path, "--port", "0", version=None)
+    assert ran == "built in" and said.stdout == ""
+    said, ran = pretend(path, "--port", "0", "--engine", "vllm", version=None)
+    assert ran is None and "vLLM is not installed: pip install 'twell[vllm]'" in said.stderr
+    said, ran = pretend(path, "--port", "0", "--engine", "tgi")
+    assert ran is None and "unknown engine 'tgi': expected auto, vllm or twell" in said.stderr
+
+
+def test_the_guard_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made without arguments."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("fine")(scope, receive, send)
+
+    def status(path: str = "/metrics", host: str = "localhost", **headers: str) -> int:
+        return TestClient(guard).get(path, headers={"Host": host, **headers}).status_code
+
+    monkeypatch.setenv("TWELL_HOSTS", "127.0.0.1,Box")
+    monkeypatch.delenv("TWELL_API_KEY", raising=False)
+    guard = HandedOver(app)
+    assert [status(host=host) for host in ("127.0.0.1:8000", "box", "elsewhere.example")] == [200, 200, 403]
+    monkeypatch.setenv("TWELL_API_KEY", "secret")
+    guard = HandedOver(app)
+    assert (status(), status("/health"), status(Authorization="Bearer secret")) == (401, 200, 200)

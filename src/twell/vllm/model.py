@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import cached_file
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
@@ -26,7 +24,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinea
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from twell.hf.counts import COUNTS_FILE, NeuronCounts
+from twell.hf.counts import COUNTS_FILE, NeuronCounts, counts_path
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns
 from twell.vllm.ffn import Share, share_of
 
@@ -136,11 +134,8 @@ def _load_zeros(param: Tensor, loaded_weight: Tensor) -> None:
 
 def _find_counts(model_config: Any) -> NeuronCounts | None:
     """The counts in the model's folder, or in its repository; None where there are none."""
-    try:
-        path = cached_file(model_config.model, COUNTS_FILE, revision=model_config.revision)
-    except OSError:  # it has no such file, or the hub cannot be reached
-        return None
-    return None if path is None else NeuronCounts.load(Path(path))
+    path = counts_path(model_config.model, model_config.revision)
+    return None if path is None else NeuronCounts.load(path)
 
 
 def plan_(model: Any, counts: NeuronCounts | None, device: torch.device) -> None:
