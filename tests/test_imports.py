@@ -29,6 +29,7 @@ LEVELS = {
     "backends": 4.5,
     "registered": 4.8,
     "ops": 5,
+    "parallel": 5.5,
     "frozen": 6,
     "nn": 6.5,
     "quantize": 6.8,

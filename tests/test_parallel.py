@@ -6,10 +6,14 @@ This file is a program, too: the tests start it in two processes, once, since st
 from __future__ import annotations
 
 import copy
+import io
 import os
+import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +22,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config
 from transformers.distributed import DistributedConfig
 
 import twell
@@ -27,13 +32,12 @@ from interpreted import look_through_triton_once, shorten_lists
 from twell import cpu
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.counts import NeuronCounts
-from twell.hf.parallel import ParallelFFN, parallelize_
 from twell.nn import SparseFFNBase
 from twell.ops import Stats
 from twell.plan import Plan, choose_plan, costs_for
 from twell.sparsity import Planner, restart_neurons_
 
-tensor_parallel = pytest.importorskip("transformers.distributed.tensor_parallel", reason="transformers 5.16 has it")
+STYLES = pytest.importorskip("transformers.distributed.tensor_parallel", reason="new in 5.16").ALL_PARALLEL_STYLES
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -75,6 +79,10 @@ def make_models(folder: Path) -> None:
         for p in model.parameters():  # larger weights than at initialisation, and biases that are not 0
             nn.init.normal_(p, std=0.2) if p.dim() == 2 or not bool(p.any()) else None
         model.save_pretrained(folder / name)
+    config = LlamaSparseReluConfig(**SHAPE, intermediate_size=96)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    twell.quantize_(model)
+    model.save_pretrained(folder / "fp8")
 
 
 def batch() -> dict[str, Tensor]:
@@ -138,6 +146,15 @@ def run_ffn(run: Any) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": whole(x.grad), "counts": stats.counts}
 
 
+def share_out(ffn: Any, mesh: Any) -> None:
+    """As transformers does by a plan."""
+    for name in ffn.projections:
+        linear, style = getattr(ffn, name), STYLES["rowwise" if name == ffn.projections[-1] else "colwise"]
+        for parameter in ("weight", "bias"):
+            style.shard_param(linear, parameter, mesh)
+        style.install_forward(linear, mesh)
+
+
 # -- the program ------------------------------------------------------------------------------------------
 
 
@@ -159,6 +176,38 @@ def run_with_hook(ffn: Any) -> dict[str, Tensor]:
     seen = run_ffn(ffn._ffn)
     hook.remove()
     assert calls == [1] and ffn.why_called() is None
+    return seen
+
+
+class Wrapper(nn.Module):
+    """An adapter in the place of a projection."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def run_with_wrapper(ffn: Any) -> dict[str, Tensor]:
+    linear, ffn.gate_proj = ffn.gate_proj, Wrapper(ffn.gate_proj)
+    assert ffn.why_called() == "gate_proj is Wrapper, not a plain nn.Linear"
+    seen = run_ffn(ffn._ffn)
+    ffn.gate_proj = linear
+    return seen
+
+
+def run_copy(ffn: Any, copied: Any) -> dict[str, Tensor]:
+    """A copy has weights of its own, also where it calls its projections."""
+    new = copied(ffn)
+    seen = run_ffn(new._ffn)
+    assert_same(run_with_hook(new), seen, "copy with a hook")
+    before = run_ffn(ffn._ffn)["y"]
+    with torch.no_grad():
+        new.down_proj.weight.zero_()
+    torch.testing.assert_close(run_with_hook(new)["y"], whole(ffn.down_proj.bias).expand(4, -1))
+    assert run_ffn(ffn._ffn)["y"].equal(before)
     return seen
 
 
@@ -189,7 +238,7 @@ def assert_same_plan(a: Plan, b: Plan) -> None:
 def check_plans(rank: int) -> None:
     """Each process plans for its own neurons, from counts of all."""
     ffn: Any = twell.GatedSparseFFN(16, 4096)
-    tensor_parallel.ALL_PARALLEL_STYLES["twell_ffn"].install_forward(ffn, init_device_mesh("cpu", (2,)))
+    share_out(ffn, init_device_mesh("cpu", (2,)))
     own = slice(2048 * rank, 2048 * rank + 2048)
     costs = {training: costs_for(torch.device("cpu"), training=training) for training in (False, True)}
     expected = {t: choose_plan(fired(4096)[own], COUNTED_TOKENS, costs[t], width=16) for t in costs}
@@ -213,7 +262,7 @@ def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
 
     with warnings.catch_warnings(record=True):  # newer versions would rather have distributed_config
         model = load("llama", tp_plan="auto")
-    assert all(isinstance(ffn, ParallelFFN) and len(ffns(model)) == 2 for ffn in ffns(model))
+    assert [ffn.share().own for ffn in ffns(model)] == [slice(48 * rank, 48 * rank + 48)] * 2
     assert {ffn.gate_proj.weight.to_local().shape for ffn in ffns(model)} == {(48, 32)}
     seen["llama"] = observe(model)
     model.save_pretrained(folder / "llama-saved")
@@ -226,9 +275,15 @@ def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
     assert f"neurons {48 * rank} to {48 * rank + 47} here" in repr(ffn)
     assert ffn.why_called() is None and "runs densely" not in repr(ffn)
     seen["hooked"] = run_with_hook(ffn)
+    seen["wrapped"] = run_with_wrapper(ffn)
+    new = twell.GatedSparseFFN(32, 96, bias=True)  # weights loaded by transformers cannot be copied, dense ones too
+    new.load_state_dict({name: whole(tensor) for name, tensor in ffn.state_dict().items()})
+    share_out(new, ffn.share().mesh)
+    seen["copied"] = run_copy(new, copy.deepcopy)
+    seen["pickled"] = run_copy(new, lambda ffn: pickle.loads(pickle.dumps(ffn)))
     seen["frozen"] = run_frozen(ffn)
     seen["by plan"] = run_by_plan(ffn)
-    with pytest.raises(ValueError, match="for 96 neurons, and this process has 48 of the layer's 96"):
+    with pytest.raises(ValueError, match="for 96 neurons, the layer has 96, 48 of them in this process"):
         ffn.set_plan(Plan(n_neurons=96, hot=torch.arange(2), cap=16))
     ffn._look_at(torch.randn(4096, 32))
     assert ffn.plan.n_neurons == 48
@@ -248,7 +303,7 @@ def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
     assert not ffns(model)
     seen["desparsified"] = observe(model)
     twell.relufy_(model, l1=0.03)
-    assert all(isinstance(ffn, ParallelFFN) for ffn in ffns(model)) and len(ffns(model)) == 2
+    assert [ffn.share().n_own for ffn in ffns(model)] == [48, 48]
     seen["relufied"] = observe(model)
     model.save_pretrained(folder / "relufied")
 
@@ -270,14 +325,17 @@ def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
     with pytest.raises(ValueError, match="pipeline parallel only predicts"):
         type(model).forward(model, **batch())
 
-    with pytest.raises(ValueError, match="an FFN of 1 neurons cannot be shared out over 2 processes"):
-        parallelize_(twell.SparseFFN(16, 1), init_device_mesh("cpu", (2,)))
+    # A plan of the user's own, with other styles that lay the weights out by neurons.
     stock = {f"model.{name}": style for name, style in LlamaConfig.base_model_tp_plan.items()}
-    with pytest.raises((ValueError, RuntimeError), match="DTensor"):  # never silently wrong
-        load("llama", distributed_config=DistributedConfig(tp_size=2, tp_plan=stock))(**batch())
-    with pytest.raises(ValueError, match="twell_ffn is for sparse FFNs, not for LlamaMLP"):
-        plan = {"model.layers.*.mlp": "twell_ffn"}
-        load("dense", distributed_config=DistributedConfig(tp_size=2, tp_plan=plan))
+    gathered = {"gate_proj": "colwise_gather_output", "up_proj": "colwise_gather_output"}
+    stock |= {f"model.layers.*.mlp.{name}": style for name, style in gathered.items()}
+    stock["model.layers.*.mlp.down_proj"] = "rowwise_split_input"
+    model = load("llama", distributed_config=DistributedConfig(tp_size=2, tp_plan=stock))
+    seen["gathered"] = observe(model)
+    seen["gathered, hooked"] = run_with_hook(ffns(model)[0])
+
+    with pytest.raises(ValueError, match="FP8 weights cannot be shared out over processes"):
+        load("fp8", distributed_config=two_shares)
     return seen
 
 
@@ -295,11 +353,11 @@ def observe_whole(folder: Path) -> dict[str, Any]:
     """The same of one process."""
     models = {name: AutoModelForCausalLM.from_pretrained(folder / name) for name in CONFIGS}
     seen = {name: observe(copy.deepcopy(model)) for name, model in models.items()}
-    seen["llama-checkpointed"] = seen["fsdp"] = seen["llama"]
+    seen["llama-checkpointed"] = seen["fsdp"] = seen["gathered"] = seen["llama"]
     seen["desparsified"] = seen["dense"]
     seen["pipeline"] = {"logits": seen["llama"]["logits"], "tokens": seen["llama"]["tokens"][::2]}
     ffn = ffns(models["llama"])[0]
-    seen["hooked"] = run_ffn(ffn._ffn)
+    seen["hooked"] = seen["wrapped"] = seen["copied"] = seen["pickled"] = seen["gathered, hooked"] = run_ffn(ffn._ffn)
     seen["by plan"] = seen["frozen"] = {"y": seen["hooked"]["y"]}
     seen["restarted"] = {"weights": restart(models["llama"])}
     ffn = twell.GatedSparseFFN.from_dense(models["dense"].model.layers[0].mlp)
@@ -342,12 +400,114 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
         assert type(AutoModelForCausalLM.from_pretrained(tmp_path / saved)) is not LlamaForCausalLM
 
 
-def test_plans_name_the_whole_ffn() -> None:
-    for config in (CONFIGS["llama"], CONFIGS["qwen2"]):
+def test_plans_are_those_of_the_base_models() -> None:
+    """Other engines read them: vLLM takes styles it does not know for replicated, SGLang raises."""
+    for config, base in ((CONFIGS["llama"], LlamaConfig), (CONFIGS["qwen2"], Qwen2Config)):
         plan = AutoModelForCausalLM.from_config(config).tp_plan
-        assert plan["model.layers.*.mlp"] == "twell_ffn" and plan["model.layers.*.self_attn.o_proj"] == "rowwise"
-        assert not any(".mlp." in name for name in plan)
-        assert "tp_plan" not in config.to_json_string()
+        assert (
+            plan
+            == AutoModelForCausalLM.from_config(base(**SHAPE, tie_word_embeddings=config.tie_word_embeddings)).tp_plan
+        )
+        assert plan["model.layers.*.mlp.down_proj"] == "rowwise" and "tp_plan" not in config.to_json_string()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """This process is the second of two; sums over processes leave tensors as they are."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def shared_out(mesh: DeviceMesh, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    ffn = twell.GatedSparseFFN(32, 96, **settings)
+    share_out(ffn, mesh)
+    return ffn.eval()
+
+
+def test_threads_share_a_parallel_ffn(mesh: DeviceMesh) -> None:
+    ffn = shared_out(mesh, bias=True)
+    xs = [torch.randn(4 + i % 3, 32) for i in range(64)]
+    with torch.no_grad():
+        expected = [ffn(x) for x in xs]
+    weights = [(p, id(p)) for p in ffn.parameters()]
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return ffn(x)
+
+    with ThreadPoolExecutor(8) as pool:
+        for y, y_alone in zip(pool.map(run, xs), expected, strict=True):
+            assert y.equal(y_alone)
+    assert [(p, id(p)) for p in ffn.parameters()] == weights
+
+
+def test_an_error_in_a_call_changes_nothing(mesh: DeviceMesh) -> None:
+    ffn = shared_out(mesh, bias=True)
+    before, x = {name: id(p) for name, p in ffn.named_parameters()}, torch.randn(4, 32)
+    y = ffn(x)
+    for wrong in (torch.randn(4, 31), torch.randn(4, 32, dtype=torch.float64), "x"):
+        with pytest.raises(ValueError, match="GatedSparseFFN"):
+            ffn(wrong)
+    hook = ffn.up_proj.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ffn(x)
+    hook.remove()
+    assert {name: id(p) for name, p in ffn.named_parameters()} == before and ffn(x).equal(y)
+
+
+def test_a_copy_stays_parallel(mesh: DeviceMesh) -> None:
+    ffn = shared_out(mesh, bias=True)
+    stored = io.BytesIO()
+    torch.save(ffn, stored)
+    stored.seek(0)
+    for new in (copy.deepcopy(ffn), torch.load(stored, weights_only=False)):
+        assert type(new) is twell.GatedSparseFFN and new.share() == ffn.share() and new.why_called() is None
+        assert repr(new) == repr(ffn) and "neurons 48 to 95 here" in repr(new)
+
+
+def test_a_pickle_opens_without_other_processes(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """As DTensors do: the weights are there, and a call says what is missing."""
+    torch.save(shared_out(mesh), tmp_path / "ffn.pt")
+    program = f"""
+import torch, twell
+ffn = torch.load({str(tmp_path / "ffn.pt")!r}, weights_only=False)
+assert ffn.gate_proj.weight.to_local().shape == (48, 32) and "neurons 48 to 95 here" in repr(ffn)
+try:
+    ffn(torch.zeros(2, 32))
+except RuntimeError as error:
+    assert "process group" in str(error), error
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_neurons_shared_out_later(mesh: DeviceMesh) -> None:
+    """A plan of the whole layer would not fit."""
+    torch.manual_seed(0)
+    ffn: Any = twell.GatedSparseFFN(32, 96)
+    ffn.set_plan(Plan(n_neurons=96, hot=torch.arange(2), cap=16))
+    share_out(ffn, mesh)
+    with torch.no_grad():
+        ffn(torch.randn(4, 32))
+    assert ffn.plan is None
+    ffn.set_plan(Plan(n_neurons=48, hot=torch.arange(2), cap=16))
+
+
+def test_layouts_that_are_not_by_neurons(mesh: DeviceMesh) -> None:
+    """Never silently wrong."""
+    for name in twell.GatedSparseFFN.projections:
+        ffn = shared_out(mesh)
+        whole = nn.Linear(32, 96, bias=False) if name != "down_proj" else nn.Linear(96, 32, bias=False)
+        setattr(ffn, name, whole)
+        assert ffn.share() is None and ffn.why_called() is not None
+        with pytest.raises((ValueError, RuntimeError)):
+            ffn(torch.randn(4, 32))
+    with pytest.raises(ValueError, match="an FFN of 1 neurons cannot be shared out over 2 processes"):
+        share_out(ffn := twell.SparseFFN(16, 1), mesh)
+        ffn(torch.zeros(1, 16))
 
 
 if __name__ == "__main__":

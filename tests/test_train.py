@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from small_runs import mortal_runs
-from twell.hf.parallel import _parallel
+from twell.parallel import Share
 from twell.train.data import SAMPLE, read_texts
 from twell.train.files import MANIFEST_FILE, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
@@ -282,9 +282,9 @@ def test_a_refused_run_leaves_no_folder_in_the_way(text: Path, tmp_path: Path) -
     train(MINI, text, tmp_path / "run")
 
 
-def test_tensor_parallel_models_are_refused(tmp_path: Path) -> None:
+def test_tensor_parallel_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(MINI, 300, 0)
     ffn = model.model.layers[1].mlp
-    ffn.__class__, ffn.own = _parallel(type(ffn)), slice(0, len(ffn.neuron_counts))
+    monkeypatch.setattr(ffn, "share", lambda: Share(None, slice(0, 8), 16))
     with pytest.raises(ValueError, match="tensor parallel models need a loop of their own"):
         SparseTrainer(MINI, model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))

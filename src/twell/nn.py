@@ -20,6 +20,7 @@ from twell import backends, ops, reference, registered
 from twell.drift import Drift
 from twell.fp8 import Fp8Linear
 from twell.frozen import Frozen
+from twell.parallel import Share, bind_forwards_, share_of, stock_forward
 from twell.plan import MAX_FEW_TOKENS, Plan, as_size, choose_plan, costs_for, dense_plan, sizes_of, tokens_of
 from twell.reference import ACTIVATIONS, Weights, is_neuron_major
 
@@ -51,10 +52,11 @@ INLINE = "twell_inline_ffn"  # attribute of a block that runs its FFN itself, as
 # ---------------------------------------------------------------------------------------------------------
 
 
-def why_called(linear: nn.Module, name: str, known_forward: Any = None) -> str | None:
+def why_called(linear: nn.Module, name: str, known_forward: Any = None, is_share: bool = False) -> str | None:
     """Why a projection has to be called instead of read, or None where it is a plain ``nn.Linear``.
 
-    ``known_forward``: one in the place of the class's for which the layer stands in.
+    ``known_forward``: one in the place of the class's for which the layer stands in. ``is_share``: of its weight the
+    layer takes this process's part.
     """
     kind = type(linear)
     if kind is Fp8Linear:
@@ -70,7 +72,7 @@ def why_called(linear: nn.Module, name: str, known_forward: Any = None) -> str |
     weight = linear._parameters.get("weight")
     if weight is None:
         return f"{name} computes its weight"
-    if type(weight) not in (nn.Parameter, Tensor):
+    if type(weight) not in (nn.Parameter, Tensor) and not is_share:
         return f"{name} has a weight of type {type(weight).__name__}"
     return None
 
@@ -114,6 +116,12 @@ def sparse_ffns(model: nn.Module) -> Iterator[tuple[str, SparseFFNBase]]:
 # ---------------------------------------------------------------------------------------------------------
 # Modules
 # ---------------------------------------------------------------------------------------------------------
+
+
+def _dense(x: Tensor, w: Weights, activation: str) -> Tensor:
+    linear = nn.functional.linear
+    h = reference.activate(torch.relu(linear(x, w.gate, w.gate_bias)), activation)
+    return linear(h if w.up is None else h * linear(x, w.up, w.up_bias), w.down, w.down_bias)
 
 
 def _with_weight(linear: Any, weight: Tensor, scale: Tensor, x: Tensor) -> Any:
@@ -261,9 +269,10 @@ class SparseFFNBase(nn.Module):
         self._set_plan(plan)
 
     def _set_plan(self, plan: Plan | None) -> None:
-        n_neurons = len(self.neuron_counts)
-        if plan is not None and plan.n_neurons != n_neurons:
-            raise ValueError(f"the plan is for {plan.n_neurons} neurons, the layer has {n_neurons}")
+        n_own, n_neurons = self._n_own(), len(self.neuron_counts)
+        if plan is not None and plan.n_neurons != n_own:
+            here = f", {n_own} of them in this process" if n_own != n_neurons else ""
+            raise ValueError(f"the plan is for {plan.n_neurons} neurons, the layer has {n_neurons}{here}")
         before, self.plan = self.plan, plan
         try:
             self.refresh()
@@ -279,7 +288,9 @@ class SparseFFNBase(nn.Module):
         """Have the plan's tensors on the layer's device. A layer without one takes those of a dense plan on a GPU, so
         that compiled code is the same whatever the plan."""
         device = self.neuron_counts.device if device is None else device
-        self._plan_device = device
+        self._plan_device, self._plan_neurons = device, self._n_own()
+        if self.plan is not None and self.plan.n_neurons != self._plan_neurons:
+            self.plan = None  # it was made before the neurons were shared out
         self._plan_eager: Sequence[Tensor | None] = ops.NO_PLAN
         self._plan_captured: Sequence[Tensor | None] = ops.NO_PLAN
         self._kernels_on: int | None = None  # the GPU on which all calls go to the kernels
@@ -287,10 +298,10 @@ class SparseFFNBase(nn.Module):
         self._fp8 = None
         self._number: Tensor | None = None  # as compiled code takes it; None: there are no kernels
         if device.type != "meta" and backends.why_unavailable("triton", device) is None:
-            plan = self.plan or dense_plan(len(self.neuron_counts))
+            plan = self.plan or dense_plan(self._plan_neurons)
             self._plan_eager, self._plan_captured = plan.on(device), plan.on(device, captured=True)
             down: Any = getattr(self, self.projections[-1])
-            if device.type == "cuda" and backends.fits_kernels(*down.weight.shape):
+            if device.type == "cuda" and backends.fits_kernels(down.weight.shape[0], self._plan_neurons):
                 self._kernels_on, self._plan_tokens = device.index, [plan.tokens(captured=c) for c in (False, True)]
                 if self._has_fp8() and backends.kernels().fp8.why_not(device) is None:
                     if self._own_number is None:
@@ -309,6 +320,7 @@ class SparseFFNBase(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
+        bind_forwards_([getattr(self, name) for name in self.projections])
         # Drift may wait for a copy on its way to the host; graphs are of this layer alone.
         return {**self.__dict__, "_drift": None, "_graph_plans": [], "_fp8": None, "_own_number": None, "_number": None}
 
@@ -322,9 +334,10 @@ class SparseFFNBase(nn.Module):
         """Set the plan that suits neurons which fired ``counts`` times in ``tokens`` tokens, and return it.
 
         Without them the running counts are read: that waits for the device. ``training``: what suits forward and
-        backward together.
+        backward together. Where the neurons are shared out over processes the plan is for those of this one.
         """
-        counts = self.neuron_counts if counts is None else counts
+        counts, share = self.neuron_counts if counts is None else counts, self.share()
+        counts = counts if share is None else share.counts_of_own(counts)
         plan = self._plan_for(counts, int(self.tokens_seen) if tokens is None else tokens, training=training)
         self.set_plan(plan)
         return plan
@@ -351,8 +364,11 @@ class SparseFFNBase(nn.Module):
             self._plans_itself = False
             return
         x_MD = x_MD[:LOOK_TOKENS]
-        first = getattr(self, self.projections[0])
-        z = first(x_MD) if self._has_fp8() else nn.functional.linear(x_MD, first.weight, first.bias)
+        if self._has_fp8():
+            z = getattr(self, self.projections[0])(x_MD)
+        else:
+            w = self._weights()
+            z = nn.functional.linear(x_MD, w.gate, w.gate_bias)
         fired = (torch.relu(z) != 0).sum(0)
         seen_before, counts, tokens = tokens, counts + fired, tokens + len(x_MD)
         if tokens >= LOOK_TOKENS:
@@ -376,11 +392,13 @@ class SparseFFNBase(nn.Module):
 
     # -- frozen state: see frozen.py -------------------------------------------------------------------
 
+    @torch.no_grad()  # parts of distributed weights are the same tensors every time
     def freeze(self) -> None:
         """Take the user's word that the weights stay: see ``twell.freeze_``."""
         if self.frozen is None and self.why_called() is None:
             self.frozen = Frozen(self._weights(), self.plan, self.backend)
 
+    @torch.no_grad()
     def refresh(self) -> None:
         """Write frozen state over, from the weights as they are now: see ``twell.refresh_``."""
         if self.frozen is not None:
@@ -417,13 +435,30 @@ class SparseFFNBase(nn.Module):
     def why_called(self) -> str | None:
         """Why this layer calls its projections one by one, densely, instead of running its operation; None: it does
         not."""
+        return self._why_called(self.share())
+
+    def _why_called(self, share: Share | None) -> str | None:
         if torch_module._has_any_global_hook():
             return "there are global hooks on modules"
         for name in self.projections:
-            reason = self._why_called(self._modules[name], name)  # type: ignore[arg-type]
+            linear: Any = self._modules[name]
+            stands_in = () if share is None else (stock_forward(linear), share.is_whole)
+            reason = why_called(linear, name, *stands_in)
             if reason is not None:
                 return reason
         return None
+
+    def share(self) -> Share | None:
+        """The neurons of this process, where the layer's are shared out over several (tensor parallel): see
+        parallel.py."""
+        down: Any = self._modules[self.projections[-1]]
+        if type(down._parameters.get("weight")) is nn.Parameter:
+            return None
+        return share_of([getattr(self, name) for name in self.projections])
+
+    def _n_own(self) -> int:
+        share = self.share()
+        return len(self.neuron_counts) if share is None else share.n_own
 
     def _plain_weights(self) -> Weights | None:
         """The weights, if no projection has anything that ``why_called`` would look at: for every eager call."""
@@ -445,17 +480,15 @@ class SparseFFNBase(nn.Module):
             return Weights(weights[0], None, weights[1], biases[0], None, biases[1])
         return Weights(*weights, *biases)
 
-    @staticmethod
-    def _why_called(linear: nn.Module, name: str) -> str | None:
-        return why_called(linear, name)
-
     def _weights(self) -> Weights:
-        modules, names = self._modules, self.projections
-        gate, down = modules[names[0]]._parameters, modules[names[-1]]._parameters  # type: ignore[union-attr]
-        if len(names) == 2:
-            return Weights(gate["weight"], None, down["weight"], gate["bias"], None, down["bias"])  # type: ignore[arg-type]
-        up = modules[names[1]]._parameters  # type: ignore[union-attr]
-        return Weights(gate["weight"], up["weight"], down["weight"], gate["bias"], up["bias"], down["bias"])  # type: ignore[arg-type]
+        """What this process computes with."""
+        share = self.share()
+        return self._whole_weights() if share is None else share.weights_of_own(self._whole_weights())
+
+    def _whole_weights(self) -> Weights:
+        gate, *up, down = (self._modules[name]._parameters for name in self.projections)  # type: ignore[union-attr]
+        w = Weights(gate["weight"], None, down["weight"], gate["bias"], None, down["bias"])  # type: ignore[arg-type]
+        return w._replace(up=up[0]["weight"], up_bias=up[0]["bias"]) if up else w
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
         """y [..., D] for x [..., D]; (y, Stats) with ``return_stats``."""
@@ -466,18 +499,23 @@ class SparseFFNBase(nn.Module):
             self.commit(stats)
         return (y, stats) if return_stats else y
 
-    def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
+    def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool, own: Weights | None = None) -> Any:
+        """``own``: the weights of a share of the neurons, of which alone the result is."""
         is_compiling, index = torch.compiler.is_compiling(), self._kernels_on
+        w = own if is_compiling or own is not None else self._plain_weights()
+        if w is None and self._number is None:
+            share = self.share()
+            if share is not None and self._why_called(share) is None:
+                return self._run_share(share, x, token_mask, return_stats)
         if is_compiling and index is not None and token_mask is None and not (return_stats or torch.is_grad_enabled()):
             few, _, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # as symbols: others compile nothing anew
             if few < x.numel() // x.shape[-1] < least:
                 # A compiler makes the best of a dense layer. By tiles of tokens it would take 0.75x: the host's time.
-                return self._call_projections(x, None, False)
+                return self._call_projections(x, None, False) if own is None else _dense(x, own, self.activation)
             is_plain = x.dtype == torch.bfloat16 and not torch.is_autocast_enabled(x.device.type)
             # Exported programs may run elsewhere. (To dynamo of torch 2.11 torch.compiler.is_exporting is always true.)
             if self._number is not None and is_plain and torch.compiler.is_dynamo_compiling():
                 return torch.ops.twell.fp8_layer.default(x, self._fp8_tensors(), self._number)
-        w = None if is_compiling else self._plain_weights()
         if w is None:
             if index is not None and not (is_compiling or return_stats or token_mask is not None):
                 y = self._by_fp8_kernels(x, index)
@@ -531,6 +569,13 @@ class SparseFFNBase(nn.Module):
             self._keep_for_graphs(plan)
         kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
         return ops.run(x, w, self.activation, self.backend, plan, kept, token_mask, return_stats)
+
+    def _run_share(self, share: Share, x: Tensor, token_mask: Tensor | None, return_stats: bool) -> Any:
+        if self._plan_neurons != share.n_own:  # they were shared out since
+            self._place_plan()
+        whole = self._whole_weights()
+        own = share.weights_of_own(whole)
+        return share.run(lambda x: self._ffn(x, token_mask, return_stats, own), x, whole.down_bias, return_stats)
 
     def in_fp8(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """y of a layer whose projections are all ``Fp8Linear``, for compiled code. ``weights``: see ``_fp8_tensors``;
@@ -639,13 +684,14 @@ class SparseFFNBase(nn.Module):
         y = down(h)
         if not return_stats:
             return y
-        F = len(self.neuron_counts)
-        if r.shape[-1] != F:
-            raise ValueError(f"{self.projections[0]} gave {r.shape[-1]} of {F} neurons: no statistics of a part")
+        F, n_neurons, share = r.shape[-1], len(self.neuron_counts), self.share()
+        if F not in (n_neurons, n_neurons if share is None else share.n_own):
+            raise ValueError(f"{self.projections[0]} gave {F} of {n_neurons} neurons: no statistics of a part")
         mask = None if token_mask is None else token_mask.reshape(-1).to(torch.bool)
         l1_sum, counts = reference.statistics(r.reshape(-1, F), h.reshape(-1, F), mask)
         tokens = counts.new_full((), r[..., 0].numel(), dtype=torch.int64) if mask is None else mask.sum()
-        return y, ops.Stats(l1_sum, counts, tokens)
+        stats = ops.Stats(l1_sum, counts, tokens)
+        return y, stats if share is None or n_neurons == F else share.stats_of_all(stats)
 
     def extra_repr(self) -> str:
         linear = getattr(self, self.projections[0])
@@ -655,6 +701,9 @@ class SparseFFNBase(nn.Module):
         if reason is not None:
             is_sharded = reason.endswith("DTensor")  # which is plain while FSDP runs the layer
             parts.append("its weights are sharded" if is_sharded else f"runs densely: {reason}")
+        share = self.share()
+        if share is not None:
+            parts.append(f"neurons {share.own.start} to {share.own.stop - 1} here")
         if self.neuron_counts.device.type == "meta":
             return ", ".join(parts)
         mean = self.mean_active

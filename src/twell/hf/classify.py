@@ -18,8 +18,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from twell.hf.hooks import has_hooks
 from twell.hf.known import GATED_NAMES, KNOWN, LINEARS, NAMES, REFUSED, class_name
-from twell.hf.parallel import ParallelFFN, is_sharded
 from twell.nn import INLINE, SparseFFNBase, activation_of, find_activation, why_called
+from twell.parallel import is_sharded
 
 SPARSE, CALLED, LEFT_ALONE = "sparse", "called", "left alone"
 BACKEND_BEFORE = "_backend_before_desparsify"  # attribute of a block that ``desparsify_`` has made dense
@@ -186,7 +186,8 @@ def _why_reference(ffn: nn.Module) -> str | None:
 
 def _why_projections_called(ffn: nn.Module) -> str | None:
     sparse = sparse_ffn_of(ffn)
-    if is_sharded(ffn) and not isinstance(sparse, ParallelFFN):
+    share = None if sparse is None else sparse.share()
+    if is_sharded(ffn) and (share is None or not share.is_whole):
         return None  # FSDP2's weights are plain during a call; parallel.py stands in for tensor parallel forwards
     if sparse is not None:
         return sparse.why_called()

@@ -13,13 +13,7 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 
 from twell.compressed import OWN_FIELD, is_rowwise_fp8
 
-FFN_STYLE = "twell_ffn"  # how tensor parallelism treats a sparse FFN: see parallel.py
 _NOT_PREDICTIONS = ["past_key_values", "ce_loss", "l1_loss", "sparsity"]  # what the Trainer must not gather
-
-
-def _with_sparse_ffns(tp_plan: dict[str, str]) -> dict[str, str]:
-    """A base model's plan with one rule for the whole FFN: those of its projections are for forwards of their own."""
-    return {name: style for name, style in tp_plan.items() if ".mlp." not in name} | {"layers.*.mlp": FFN_STYLE}
 
 
 @dataclasses.dataclass(kw_only=True, repr=False, eq=False)
@@ -67,7 +61,6 @@ class LlamaSparseReluConfig(SparsityFields, LlamaConfig):
 
     model_type = "llama_sparse_relu"
     keys_to_ignore_at_inference = _NOT_PREDICTIONS
-    base_model_tp_plan = _with_sparse_ffns(LlamaConfig.base_model_tp_plan)
 
 
 @dataclasses.dataclass(kw_only=True, repr=False, eq=False)
@@ -76,4 +69,3 @@ class Qwen2SparseReluConfig(SparsityFields, Qwen2Config):
 
     model_type = "qwen2_sparse_relu"
     keys_to_ignore_at_inference = _NOT_PREDICTIONS
-    base_model_tp_plan = _with_sparse_ffns(Qwen2Config.base_model_tp_plan)

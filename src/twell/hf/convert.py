@@ -34,7 +34,6 @@ from twell.hf.counts import NeuronCounts, find_counts
 from twell.hf.hooks import share_hooks
 from twell.hf.inline import InlineFFN
 from twell.hf.known import LINEARS, NOBODY, Also, class_name, describe, requested
-from twell.hf.parallel import is_sharded, parallelize_, tensor_parallel_mesh
 from twell.nn import (
     GatedSparseFFN,
     SparseFFN,
@@ -45,6 +44,7 @@ from twell.nn import (
     restore_layout_,
     sparse_ffns,
 )
+from twell.parallel import is_sharded
 
 _ALREADY = "already sparse"
 NONE_FOUND = f"no feed-forward layers were found; looked for modules with {describe()}"
@@ -288,11 +288,10 @@ def _sparsify_one(
         sparse.put_in()
         return Row(name, was, f"SparseFFN ({', '.join(projection_names(ffn))}), {sparse.activation}", why, kind=kind)
     if is_sharded(ffn):
-        mesh = tensor_parallel_mesh(sparse)
-        if mesh is None:
+        share = sparse.share()
+        if share is None or not share.is_whole:
             why = "its weights are sharded, but not by neurons (colwise, rowwise)"
             return Row(name, was, None, why, kind=LEFT_ALONE)
-        parallelize_(sparse, mesh)
         kind, why = classify(sparse)
     reason = None if is_empty else why_not_the_same(ffn, sparse, must_tell=not is_known(ffn))
     if reason is not None:

@@ -66,6 +66,9 @@ class InlineFFN(SparseFFN):
     def _plain_weights(self) -> None:
         """There is more to look at: see ``why_called``."""
 
+    def share(self) -> None:
+        """Blocks that run their parts do not run on sharded weights."""
+
     def why_called(self) -> str | None:
         modules = self.layer._modules
         if self.layer.__dict__.get(INLINE) is not self:

@@ -34,9 +34,9 @@ from twell.compressed import place_fp8_
 from twell.fp8 import Fp8Linear
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.loading import refuse_missing
-from twell.hf.parallel import register_style
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase
 from twell.ops import Stats
+from twell.parallel import is_sharded
 
 IGNORED_LABEL = -100
 _REENTRANT = (
@@ -49,7 +49,6 @@ _NO_LABELS = (
     "model.config.sparsity_l1_coeff = 0 to train without L1. For a loss of your own pass output_sparsity=True and add "
     "L1 from output.sparsity; for predictions call model.eval() or use torch.no_grad()"
 )
-register_style()  # the configurations' tensor parallel plans name it
 
 
 @dataclasses.dataclass
@@ -167,8 +166,12 @@ class _PretrainedMixin:
         model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         refuse_missing(name, info)
         for module in model.modules():
-            if isinstance(module, Fp8Linear):  # transformers has every float require a gradient
-                module.requires_grad_(False)
+            if isinstance(module, Fp8Linear):
+                if is_sharded(module):
+                    raise ValueError(
+                        "FP8 weights cannot be shared out over processes: load the model without a tp_plan"
+                    )
+                module.requires_grad_(False)  # transformers has every float require a gradient
         return (model, info) if output_loading_info else model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):

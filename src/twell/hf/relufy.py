@@ -24,7 +24,6 @@ from twell.hf.models import (
     Qwen2SparseReluForCausalLM,
     Qwen2SparseReluModel,
 )
-from twell.hf.parallel import parallelize_, tensor_parallel_mesh
 from twell.nn import find_activation
 
 _SPARSE_TYPES: dict[type, tuple[type, type, type, Any]] = {
@@ -82,8 +81,8 @@ def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
 def _become_sparse_type(model: Any, l1: float) -> Report:
     causal_lm, base, decoder_layer, config_class = _SPARSE_TYPES[type(model)]
     ffns = [wrap(layer.mlp, GatedSparseMLP, "relu") for layer in model.model.layers]
-    meshes = [tensor_parallel_mesh(ffn) for ffn in ffns]
-    if (model.tp_size or 1) > 1 and None in meshes:
+    shares = [ffn.share() for ffn in ffns]
+    if (model.tp_size or 1) > 1 and not all(share is not None and share.is_whole for share in shares):
         raise ValueError("relufy_: tensor parallel FFNs must be sharded by neurons, as transformers 5.16 does")
     fields = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
     config = config_class.from_dict({**fields, "sparsity_l1_coeff": l1})
@@ -91,12 +90,10 @@ def _become_sparse_type(model: Any, l1: float) -> Report:
     if hasattr(model.config, "distributed_config"):
         config.distributed_config = model.config.distributed_config
     rows = []
-    for i, (layer, ffn, mesh) in enumerate(zip(model.model.layers, ffns, meshes, strict=True)):
+    for i, (layer, ffn) in enumerate(zip(model.model.layers, ffns, strict=True)):
         was = activation_name(layer.mlp)
         share_hooks(layer.mlp, ffn)
         layer.mlp = ffn
-        if mesh is not None:
-            parallelize_(ffn, mesh)
         layer.__class__ = decoder_layer
         kind, why = classify(ffn)
         rows.append(Row(f"model.layers.{i}.mlp", was, f"relu, l1 {l1:g}", why, kind=kind))

@@ -38,7 +38,6 @@ from transformers import (
 
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.models import IGNORED_LABEL
-from twell.hf.parallel import ParallelFFN
 from twell.nn import SparseFFNBase
 from twell.ops import Stats
 from twell.sparsity import FiringClock, Planner, l1_warmup, restart_neurons_, sum_over_processes
@@ -177,7 +176,7 @@ class SparseTrainer(Trainer):
         model: Any = self.model
         blocks = [layer.mlp for layer in model.model.layers]
         self.ffns: list[SparseFFNBase] = [b for b in blocks if isinstance(b, SparseFFNBase)]  # none in a SiLU model
-        if any(isinstance(ffn, ParallelFFN) for ffn in self.ffns):
+        if any(ffn.share() is not None for ffn in self.ffns):
             raise ValueError("tensor parallel models need a loop of their own: this trainer knows DDP and FSDP2")
         self.clocks = [FiringClock(len(ffn.neuron_counts)) for ffn in self.ffns]
         self.planner = Planner(self.ffns, recipe.plan_every or 1)
