@@ -8,7 +8,7 @@ import torch
 import twell
 from twell import reference
 from twell.bench import cases, ffn
-from twell.vllm.ffn import share_of
+from twell.vllm.ffn import vllm_ffn_of
 
 pytestmark = pytest.mark.gpu
 
@@ -112,10 +112,10 @@ def test_vllms_conditions(n_shares: int) -> None:
     x = inputs.x[:4096]
     whole = twell.GatedSparseFFN(2048, 5632, device="meta")
     fired = (torch.relu(inputs.x[4096:] @ inputs.w_gate.T) != 0).sum(0)
-    shares = [share_of(whole, i, n_shares, x.device, x.dtype, lambda y: y) for i in range(n_shares)]
+    shares = [vllm_ffn_of(whole, i, n_shares, x.device, x.dtype, lambda y: y) for i in range(n_shares)]
     model = torch.nn.ModuleList(shares)
     for share in shares:
-        share.plan_share(fired, 4096)
+        share.plan_own(fired, 4096)
         assert share.plan is not None and share.plan.few_tokens >= 32 and not share.plan.is_dense
 
     def load(scale: float) -> None:

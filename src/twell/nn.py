@@ -536,6 +536,7 @@ class SparseFFNBase(nn.Module):
             and x.dtype == gate.dtype != torch.float64
             and x.dim() > 1
             and x.shape[-1] == gate.shape[1]
+            and gate.shape[0] == self._plan_neurons
             and registered.nothing_stands_before("cuda")
         ):
             captured, gpu, tokens = _is_capturing(), backends.kernels(), x.numel() // gate.shape[1]
@@ -561,7 +562,7 @@ class SparseFFNBase(nn.Module):
             self._look_at(x)
         if x.dtype != gate.dtype or x.shape[-1] != gate.shape[1] or x.device != gate.device or token_mask is not None:
             ops.check(type(self).__name__, x, w, self.activation, token_mask)
-        if x.device != self._plan_device:  # parameters were moved one by one
+        if x.device != self._plan_device or len(gate) != self._plan_neurons:  # moved one by one, or shared out before
             self._place_plan(x.device)
         captured = ops.is_captured(x.device)
         plan = self._plan_captured if captured else self._plan_eager

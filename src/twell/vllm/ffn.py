@@ -16,26 +16,26 @@ from twell import ops
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, neuron_major_
 
 
-class Share(SparseFFNBase):
+class VllmFFN(SparseFFNBase):
     """An FFN of one process's neurons."""
 
     n_shares: int
     own: slice  # of the layer's neurons
     summed: Callable[[Tensor], Tensor]  # over all processes
+    _kept_compiled: tuple[Tensor, ...] = ()  # what is frozen; of another type vLLM could not save compiled code
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
         """y of all shares."""
         if torch.compiler.is_compiling():
             # The operation chooses by the plan when it runs. A choice in Python would be made once: by the largest
             # batch, with which vLLM compiles, for all.
-            w = self._weights()
-            kept = () if self.frozen is None else self.frozen.tensors(w, self.plan)
+            w, kept = self._weights(), () if self.frozen is None else self._kept_compiled
             y = ops.run(x, w, self.activation, self.backend, self._plan_compiled, kept, None, False)
         else:
             y = self._ffn(x, None, False)
         return self.summed(y) if self.n_shares > 1 else y
 
-    def plan_share(self, fired: Tensor, tokens: int) -> None:
+    def plan_own(self, fired: Tensor, tokens: int) -> None:
         """By counts [F] of the whole layer. The plan stays, whatever the text: no layer in vLLM looks at tokens."""
         self.set_plan(dataclasses.replace(self._plan_for(fired[self.own], tokens), tail=None))
 
@@ -45,34 +45,45 @@ class Share(SparseFFNBase):
         super()._place_plan(device)
         self._plan_compiled = tuple(None if t is None else t.detach() for t in self._plan_eager)
 
+    def freeze(self) -> None:
+        super().freeze()
+        self._keep_for_compiled_code()
+
+    def refresh(self) -> None:
+        super().refresh()
+        self._keep_for_compiled_code()
+
+    def _keep_for_compiled_code(self) -> None:
+        self._kept_compiled = () if self.frozen is None else tuple(self.frozen.tensors(self._weights(), self.plan))
+
     def compiled_for(self) -> list[Any]:
         """Sizes and types that compiled code takes for granted."""
-        frozen = () if self.frozen is None else self.frozen.tensors(self._weights(), self.plan)
-        return [(tuple(t.shape), str(t.dtype)) for t in (*self._plan_compiled, *frozen) if t is not None]
+        given = (*self._plan_compiled, *self._kept_compiled)
+        return [(tuple(t.shape), str(t.dtype)) for t in given if t is not None]
 
 
-class GatedShare(Share, GatedSparseFFN):
+class GatedVllmFFN(VllmFFN, GatedSparseFFN):
     pass
 
 
-class PlainShare(Share, SparseFFN):
+class PlainVllmFFN(VllmFFN, SparseFFN):
     pass
 
 
-def share_of(
+def vllm_ffn_of(
     ffn: SparseFFNBase,
     rank: int,
     n_shares: int,
     device: torch.device,
     dtype: torch.dtype,
     summed: Callable[[Tensor], Tensor],
-) -> Share:
+) -> VllmFFN:
     """The FFN of a process's neurons, with room for its weights, which are not set yet."""
     first: Any = getattr(ffn, ffn.projections[0])
     D, F = first.in_features, first.out_features
     if F % n_shares:
         raise ValueError(f"feed-forward layers of {F} neurons cannot be shared out evenly over {n_shares} processes")
-    own, cls = F // n_shares, GatedShare if len(ffn.projections) == 3 else PlainShare
+    own, cls = F // n_shares, GatedVllmFFN if len(ffn.projections) == 3 else PlainVllmFFN
     with_bias = first.bias is not None
     share = cls(D, own, activation=ffn.activation, bias=with_bias, device="meta", dtype=dtype).to_empty(device=device)
     share.n_shares, share.own, share.summed = n_shares, slice(rank * own, (rank + 1) * own), summed

@@ -26,7 +26,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from twell.hf.counts import COUNTS_FILE, NeuronCounts, counts_path
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns
-from twell.vllm.ffn import Share, share_of
+from twell.vllm.ffn import VllmFFN, vllm_ffn_of
 
 logger = init_logger("vllm.twell")  # vLLM shows what is below its own name
 
@@ -69,7 +69,7 @@ class SparseForCausalLM(TransformersForCausalLM):
         rank, n_shares = self.tp_group.rank_in_group, self.tp_group.world_size
         device, dtype = torch.device(self.device_config.device), self.model_config.dtype
         for name, ffn in ffns.items():
-            share = share_of(ffn, rank, n_shares, device, dtype, tensor_model_parallel_all_reduce)
+            share = vllm_ffn_of(ffn, rank, n_shares, device, dtype, tensor_model_parallel_all_reduce)
             _set_loaders(share, rank)
             self.model.set_submodule(name, share)
 
@@ -108,7 +108,7 @@ class SparseForCausalLM(TransformersForCausalLM):
             self.vllm_config.additional_config["twell"] = hashlib.sha256(given.encode()).hexdigest()
 
 
-def _set_loaders(share: Share, rank: int) -> None:
+def _set_loaders(share: VllmFFN, rank: int) -> None:
     """Loaders that know which rows and columns of a file's tensor are a share's own."""
     *inputs, down = (getattr(share, name) for name in share.projections)
     for linear in inputs:
@@ -155,4 +155,4 @@ def plan_(model: Any, counts: NeuronCounts | None, device: torch.device) -> None
                 f"{COUNTS_FILE} is of {len(counted)} layers {counted}, and the model has {n_layers} of {n_neurons} "
                 f"neurons: it belongs to another model"
             )
-        ffn.plan_share(counts.fired[layer], counts.tokens)
+        ffn.plan_own(counts.fired[layer], counts.tokens)
