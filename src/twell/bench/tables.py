@@ -318,7 +318,8 @@ def _fp8_grid(rows: list[Row]) -> list[str]:
     sizes, found = sorted({r["M"] for r in rows}), {(r["workload"], r["M"]): r["speedup_fp8"] for r in rows}
     head = ("workload", *(f"{M} token{'s' if M > 1 else ''}" for M in sizes))
     names = dict.fromkeys(r["workload"] for r in rows)
-    return _lines(head, ((name, *(f"{found[name, M]:.2f}x" for M in sizes)) for name in names))
+    cells = {key: f"{speedup:.2f}x" for key, speedup in found.items()}
+    return _lines(head, ((name, *(cells.get((name, M), "") for M in sizes)) for name in names))
 
 
 def _by_share(rows: list[Row]) -> list[str]:
@@ -609,8 +610,16 @@ def _range(rows: list[Row]) -> str:
 def _decode(rows: list[Row]) -> list[str]:
     """Steps of generation."""
     has_fp8, has_both = _any_has(rows, "fp8_ms"), _any_has(rows, "sparse_fp8_ms")
-    in_fp8: tuple[str, ...] = ("dense FP8 ms", "over FP8") if has_fp8 else ()
-    in_fp8 += ("sparse FP8 ms", "over FP8") if has_both else ()
+    in_fp8: tuple[str, ...] = ("dense FP8 ms", "FP8 weights ms") if has_fp8 else ()
+    in_fp8 += ("sparse FP8 ms", "over dense FP8", "over FP8 weights") if has_both else ()
+
+    def fp8(row: Row) -> tuple[str, ...]:
+        ways = [row.get(f"{name}_ms") for name in ("fp8", "fp8_weights")]
+        sparse = row.get("sparse_fp8_ms")
+        cells = ["" if way is None else _ms(way) for way in (*ways, sparse)]
+        over = ["" if way is None or sparse is None else _speedup(way["p50"] / sparse["p50"]) for way in ways]
+        return tuple([*cells, *over] if has_both else cells[:2] if has_fp8 else [])
+
     return _lines(
         ("model", "workload", "sequences", "context", "dense ms", "sparse ms", "tokens/s", "speedup", *in_fp8),
         (
@@ -623,8 +632,7 @@ def _decode(rows: list[Row]) -> list[str]:
                 _ms(row["sparse_ms"]),
                 f"{row['tokens_per_second']['dense']} -> {row['tokens_per_second']['sparse']}",
                 _speedup(row["speedup"]),
-                *(_fp8(row) if has_fp8 else ()),
-                *(_sparse_fp8(row) if has_both else ()),
+                *fp8(row),
             )
             for row in rows
         ),
