@@ -24,7 +24,8 @@ openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' 
 pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 import torch
 from starlette.responses import PlainTextResponse
-from starlette.testclient import TestClient
+from starlette.testclient import TestClient, WebSocketDenialResponse
+from starlette.websockets import WebSocket
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import twell
@@ -215,6 +216,9 @@ def test_vllm_is_handed_everything(pretend: Any, folder: Path, tmp_path: Path) -
     assert options["--shutdown-timeout"] == "1"
     assert environment["TWELL_API_KEY"] == environment["VLLM_API_KEY"] == "secret"
     assert environment["TWELL_HOSTS"] == f"0.0.0.0,{socket.gethostname()},Box"
+    _, (_, _, environment) = pretend(path, "--port", "0", "--api-key", "sésame")
+    sent = "Bearer sésame".encode().decode("latin-1").removeprefix("Bearer ")  # as a server reads the client's header
+    assert environment["TWELL_API_KEY"] == "sésame" and environment["VLLM_API_KEY"] == sent  # vLLM compares with that
     assert "no key is asked for (--open)" in pretend(path, "--port", "0", "--host", "0.0.0.0", "--open")[0].stdout
     said, ran = pretend(path, "--port", "0", "--host", "0.0.0.0")
     assert ran is None and "other machines can reach 0.0.0.0" in said.stderr
@@ -268,18 +272,30 @@ def test_what_vllm_cannot_do_is_said(pretend: Any, folder: Path, tmp_path: Path)
 
 
 def test_the_guard_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made without arguments."""
+    """It is made without arguments, and asks web sockets, too: vLLM has a path of them."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await PlainTextResponse("fine")(scope, receive, send)
+        if scope["type"] == "websocket":
+            await WebSocket(scope, receive, send).accept()
+        else:
+            await PlainTextResponse("fine")(scope, receive, send)
 
     def status(path: str = "/metrics", host: str = "localhost", **headers: str) -> int:
         return TestClient(guard).get(path, headers={"Host": host, **headers}).status_code
+
+    def connects(host: str = "localhost", **headers: str) -> int:
+        try:
+            with TestClient(guard).websocket_connect("/v1/realtime", headers={"Host": host, **headers}):
+                return 101
+        except WebSocketDenialResponse as refused:
+            return refused.status_code
 
     monkeypatch.setenv("TWELL_HOSTS", "127.0.0.1,Box")
     monkeypatch.delenv("TWELL_API_KEY", raising=False)
     guard = HandedOver(app)
     assert [status(host=host) for host in ("127.0.0.1:8000", "box", "elsewhere.example")] == [200, 200, 403]
+    assert [connects(host=host) for host in ("127.0.0.1:8000", "box", "elsewhere.example")] == [101, 101, 403]
     monkeypatch.setenv("TWELL_API_KEY", "secret")
     guard = HandedOver(app)
     assert (status(), status("/health"), status(Authorization="Bearer secret")) == (401, 200, 200)
+    assert (connects(), connects(Authorization="Bearer secret")) == (401, 101)

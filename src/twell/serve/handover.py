@@ -63,7 +63,8 @@ def vllm_command(
     command += [word for option, value in options.items() for word in (f"--{option}", str(value))]
     environment = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE} | {HOSTS_VARIABLE: ",".join(hosts)}
     if key is not None:
-        environment |= {KEY_VARIABLE: key, "VLLM_API_KEY": key}
+        # vLLM encodes the header, which ASGI servers decode as latin-1, as UTF-8: its key must have been through both.
+        environment |= {KEY_VARIABLE: key, "VLLM_API_KEY": key.encode().decode("latin-1")}
     return command, environment
 
 
