@@ -617,7 +617,8 @@ def _decode(rows: list[Row]) -> list[str]:
         ways = [row.get(f"{name}_ms") for name in ("fp8", "fp8_weights")]
         sparse = row.get("sparse_fp8_ms")
         cells = ["" if way is None else _ms(way) for way in (*ways, sparse)]
-        over = ["" if way is None or sparse is None else _speedup(way["p50"] / sparse["p50"]) for way in ways]
+        # Rounded as a row's speedups are, so that a number is the same in all tables.
+        over = ["" if way is None or sparse is None else _speedup(round(way["p50"] / sparse["p50"], 3)) for way in ways]
         return tuple([*cells, *over] if has_both else cells[:2] if has_fp8 else [])
 
     return _lines(
