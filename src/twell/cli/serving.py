@@ -24,7 +24,7 @@ def serve(
     ] = None,
     engine: Annotated[
         str,
-        typer.Option(help="vllm: hand over to vLLM; twell: the built-in server; auto: vLLM if it is here with a GPU."),
+        typer.Option(help="vllm: hand over to vLLM; twell: the built-in server; auto: vLLM if it and a GPU are there."),
     ] = "auto",
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")] = None,
@@ -50,8 +50,8 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models.
 
-    To this machine only, unless --host says otherwise: then with --api-key, or --open. By vLLM where it is installed
-    and there is a GPU. Example:
+    To this machine only, unless --host says otherwise: then with --api-key, or --open. Where vLLM
+    is installed and there is a GPU, vLLM does it. Example:
     [bold]twell serve my-run/model --port 8000[/bold]
     """
     try:

@@ -1,4 +1,4 @@
-"""vLLM in the place of the built-in server: the same options, with the same guard before it."""
+"""vLLM in the place of the built-in server: the same options, with the same guard in front."""
 
 from __future__ import annotations
 
