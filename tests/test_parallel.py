@@ -23,6 +23,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config
 from transformers.distributed import DistributedConfig
@@ -465,6 +467,21 @@ def test_a_copy_stays_parallel(mesh: DeviceMesh) -> None:
     for new in (copy.deepcopy(ffn), torch.load(stored, weights_only=False)):
         assert type(new) is twell.GatedSparseFFN and new.share() == ffn.share() and new.why_called() is None
         assert repr(new) == repr(ffn) and "neurons 48 to 95 here" in repr(new)
+
+
+def test_fsdp_along_neurons_is_not_tensor_parallel(mesh: DeviceMesh) -> None:
+    """FSDP2 can divide each weight along its longest dimension: columns of down. In a call the weights are whole."""
+    model: Any = nn.Sequential(twell.GatedSparseFFN(16, 4096))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh, shard_placement_fn=lambda p: Shard(0 if p.shape[0] > p.shape[1] else 1))
+    ffn = model[0]
+    assert [p.to_local().numel() for p in ffn.parameters()] == [16 * 2048] * 3 and ffn.down_proj.weight.shape[0] == 16
+    assert ffn.share() is None and "its weights are sharded" in repr(ffn)
+    plan = ffn.plan_from_counts(fired(4096), COUNTED_TOKENS)
+    y, stats = model[0](torch.randn(3, 16), return_stats=True)
+    y.sum().backward()
+    assert len(stats.counts) == 4096 and ffn.plan is plan and plan.n_neurons == 4096
+    ffn.set_plan(Plan(n_neurons=4096, hot=torch.arange(2), cap=16))
 
 
 def test_a_pickle_opens_without_other_processes(mesh: DeviceMesh, tmp_path: Path) -> None:

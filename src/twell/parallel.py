@@ -5,7 +5,8 @@ An FFN is parallel if its weights are: DTensors, gate and up cut by rows, down b
 its weights in every call and keeps nothing, so it loads, saves, copies and pickles as far as DTensors do.
 
 The styles also replace the forwards of the projections. The fused op stands in for these forwards. They stay in place,
-and the FFN calls them where a projection has an adapter or a hook, which then acts as in the dense block.
+and the FFN calls them where a projection has an adapter or a hook, which then acts as in the dense block. A style's
+forward also marks weights as tensor parallel: FSDP2 can lay weights out alike, but they are whole in every call.
 
 Outside the FFN everything is of the whole layer and the same on every process: y, l1_sum, counts, the running counts.
 So the loss, its gradients and what is calibrated are those of one process. Only the plan is of a process's own neurons.
@@ -68,13 +69,14 @@ def share_of(projections: Sequence[nn.Module]) -> Share | None:
 
     An input projection without a weight of its own, such as a wrapper, counts as laid out like the others.
     """
-    *inputs, down = (_wrapped(linear)._parameters for linear in projections)
-    weight: Any = down.get("weight")
-    if weight is None or not is_distributed(weight):
+    *inputs, down = map(_wrapped, projections)
+    weight: Any = down._parameters.get("weight")
+    if weight is None or not is_distributed(weight) or stock_forward(down) is None:
         return None
     mesh, F = weight.device_mesh, weight.shape[1]
     dims = [dim for dim, placement in enumerate(weight.placements) if placement.is_shard(1)]
-    parts = [p for own in inputs if own.get("weight") is not None for p in own.values() if p is not None]
+    owned = [linear._parameters for linear in inputs]
+    parts = [p for own in owned if own.get("weight") is not None for p in own.values() if p is not None]
     if len(dims) != 1 or not all(_is_cut_by_rows(p, mesh, dims[0]) for p in parts):
         return None
     n, rank = mesh.size(dims[0]), mesh.get_coordinate()[dims[0]]
