@@ -145,8 +145,8 @@ def test_defaults_go_with_the_steps_and_the_shape_is_the_models() -> None:
     recipe = converting.continued_recipe(Qwen2Config(**SHAPE, rope_parameters={"rope_theta": 1e6}), ["steps=200"])
     assert (recipe.hidden_size, recipe.intermediate_size, recipe.layers, recipe.heads) == (32, 64, 2, 4)
     assert (recipe.context, recipe.vocab_size, recipe.rope_theta) == (64, 320, 1e6)
-    assert 0 < recipe.lr_warmup < recipe.l1_warmup_end < 200 and recipe.save_every < 200
-    assert converting.continued_recipe(Qwen2Config(**SHAPE), ["steps=200", "l1_warmup_end=7"]).l1_warmup_end == 7
+    assert 0 < recipe.lr_warmup < 200 and recipe.save_every < 200 and recipe.target_active == 0.01
+    assert converting.continued_recipe(Qwen2Config(**SHAPE), ["l1=1e-3", "l1_warmup_end=7"]).target_neurons is None
     assert converting.continued_recipe(LlamaConfig(max_position_embeddings=1 << 17)).context == 2048
 
 
@@ -165,7 +165,7 @@ def test_a_converted_model_trains_and_an_interrupted_run_goes_on(
 
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "through/model")
     original: Any = AutoModelForCausalLM.from_pretrained(name)
-    assert model.config.model_type == f"{kind}_sparse_relu" and model.config.sparsity_end_warmup_step == 3
+    assert model.config.model_type == f"{kind}_sparse_relu" and model.config.sparsity_l1_coeff > 0
     assert {n: p.shape for n, p in parameters(model).items()} == {n: p.shape for n, p in parameters(original).items()}
     recipe, tok = converting.continued_recipe(original.config, SHORT), load_tokenizer(name)
     corpus = run_module.read_corpus(recipe, [text], [], tok, tmp_path, True, print)
@@ -209,24 +209,48 @@ def test_a_run_without_a_checkpoint_starts_again_and_a_finished_one_stays(
 
 
 def test_a_sparse_model_trains_on(llama: str, text: Path, tmp_path: Path) -> None:
-    """Two steps instead of one: what --relufy saved is what --train takes."""
+    """What --relufy saved is what --from takes, with the same recipe fields."""
     twell("convert", llama, "--relufy", "--out", tmp_path / "sparse")
-    result = twell(
-        "convert",
-        tmp_path / "sparse",
-        "--train",
-        "--data",
-        text,
-        "--out",
-        tmp_path / "run",
-        *SHORT,
-        "steps=1",
-        "l1=0.5",
-    )
+    command = ["train", "--from", tmp_path / "sparse", "--data", text, "--out", tmp_path / "run", *SHORT]
+    result = twell(*command, "steps=1", "l1=0.5")
     assert result.exit_code == 0, result.output
+    assert "it was " in result.stdout and "right after" not in result.stdout
     facts = json.loads((tmp_path / "run/summary.json").read_text())["conversion"]
     assert facts["loss_before"] == facts["loss_after"] and facts["activation"] == "relu"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").config.sparsity_l1_coeff == 0.5
+    assert "is not empty: resume the run there" in str(twell(*command).exception)
+
+
+def test_adapters_train_on_a_sparse_model_and_leave_its_weights(
+    llama: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import PeftModel
+
+    twell("convert", llama, "--relufy", "--out", tmp_path / "sparse")
+    command = ["train", "--from", tmp_path / "sparse", "--data", text, "--lora", "4", "lr=3e-2", *SHORT]
+    through = twell(*command, "--out", tmp_path / "through")
+    assert through.exit_code == 0, through.output
+    sparse: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "through/model")
+    assert merged.config.sparsity_l1_coeff == 0
+    before, after = sparse.state_dict(), merged.state_dict()
+    changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"} and before.keys() == after.keys()
+    ids = torch.arange(20)[None]
+    adapted = PeftModel.from_pretrained(sparse, tmp_path / "through/adapter")
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, merged(ids).logits)
+    trained = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+    assert f"parameters, {trained:,} of them train; 6 steps" in through.stdout
+    summary = json.loads((tmp_path / "through/summary.json").read_text())
+    assert summary["validation_loss"] < summary["conversion"]["loss_before"]
+
+    with mortal_runs(monkeypatch):
+        assert twell(*command, "--out", tmp_path / "killed").exit_code != 0
+    shutil.rmtree(tmp_path / "sparse")  # which a checkpoint holds
+    assert twell("train", "--resume", "--out", tmp_path / "killed").exit_code == 0
+    resumed: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "killed/model")
+    torch.testing.assert_close(resumed.state_dict(), after)
 
 
 # -- bad input --------------------------------------------------------------------------------------------
@@ -258,7 +282,7 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
         ([lacking, "--out", out], "lacks 1 of its model's weights"),
         ([tmp_path / "nowhere", "--check"], "nowhere is no folder of a model"),
         ([llama, "--check", "--out", out], "--check writes nothing"),
-        ([llama, "--out", out], "is silu: --relufy makes it ReLU"),
+        ([llama, "--out", out], "is silu: twell convert --relufy --train makes it ReLU"),
         ([relu, "--relufy", "--out", out], "is ReLU already: leave out --relufy"),
         (
             [gpt2, "--relufy", "--out", out],
@@ -268,6 +292,7 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
         ([mute, "--relufy", "--out", out], "has no tokenizer that can be loaded: give --tokenizer"),
         ([narrow, "--relufy", "--out", out], "has 300 tokens, the model's vocabulary 280"),
         ([llama, "--relufy", "--out", full], "is not empty"),
+        ([relu, "--train", "--out", out, "--data", text], "trains further by twell train --from"),
         ([llama, "--relufy", "--out", out, "--data", text], "--data is for --train"),
         ([llama, "--relufy", "--out", out, "steps=3"], "steps=3 is for --train"),
         ([llama, "--relufy", "--train", "--out", out], "give --data"),
@@ -275,10 +300,25 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
         ([mute, *train], "give --tokenizer"),
         ([mistral, *train], "only llama and qwen2 train with L1"),
         ([llama, *train, "context=128"], "context 128 is longer than the model's, 64"),
-        ([llama, *train, "hidden_size=64"], "a converted model keeps its shape"),
+        ([llama, *train, "hidden_size=64"], "a model keeps its shape"),
         ([llama, *train[:-3], tmp_path / "none.txt", "--out", out], "does not exist"),
+        (["train", "--from", llama, "--out", out], "is silu: twell convert --relufy --train makes it ReLU"),
+        (["train", "--from", mistral, "--out", out], "is silu"),
+        (["train", "--from", tmp_path / "nowhere", "--out", out], "nowhere is no folder of a model"),
+        (["train", "--from", relu, "--out", full], "is not empty"),
+        (["train", "--from", relu, "--out", out, "--preset", "tiny"], "--preset is not for --from"),
+        (["train", "--from", relu, "--out", out, "--resume"], "--resume is not for --from"),
+        (["train", "--from", relu, "--out", out, "layers=3"], "a model keeps its shape"),
+        (["train", "--from", relu, "--out", out, "--lora", "0"], "at least 1; got 0"),
+        (
+            ["train", "--from", relu, "--out", out, "--lora", "4", "--lora-modules", "c_fc"],
+            "no linear layer is called c_fc",
+        ),
+        (["train", "--from", relu, "--out", out, "--lora", "4", "restart_every=5"], "with --lora these do not train"),
+        (["train", "--out", out, "--lora", "4"], "--lora is for --from"),
+        (["train", "--from", relu, "--out", out, "--lora-modules", "q_proj"], "--lora-modules is for --lora"),
     ):
-        result = twell("convert", *args)
+        result = twell(*(args if args[0] == "train" else ["convert", *args]))
         assert result.exit_code != 0, args
         with pytest.raises((ValueError, OSError), match=message) as raised:
             raise result.exception or AssertionError

@@ -59,6 +59,7 @@ RECIPE = dataclasses.replace(
     save_every=5,
     seed=11,  # of many, one where each layer has both neurons that die and others
 )
+STEERED = {"l1": None, "target_active": 8.0}
 SILU = {"activation": "silu", "l1": 0.0, "restart_every": 0}
 SHARDED = {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 
@@ -76,6 +77,7 @@ ONE_PROCESS = {
     "one": Case(),
     "one-accumulated": Case(recipe={"micro_batch": 2}),
     "one-silu": Case(recipe=SILU),
+    "one-steered": Case(recipe=STEERED),
     "one-all-labels": Case(counts_all_labels=True),
 }
 TWO_PROCESSES = {
@@ -84,10 +86,13 @@ TWO_PROCESSES = {
     "ddp-checkpointed": Case(arguments={"gradient_checkpointing": True}),
     "ddp-resumed": Case(resumes="ddp"),
     "ddp-silu": Case(recipe=SILU, like="one-silu"),
+    "ddp-steered": Case(recipe=STEERED | {"micro_batch": 2}, like="one-steered"),
+    "ddp-steered-resumed": Case(recipe=STEERED, resumes="ddp-steered", like="one-steered"),
     "ddp-all-labels": Case(counts_all_labels=True, like="one-all-labels"),
     "fsdp": Case(arguments=FSDP2),
     "fsdp-accumulated": Case(recipe={"micro_batch": 2}, arguments=FSDP2),
     "fsdp-checkpointed": Case(arguments=FSDP2 | {"fsdp_config": {"activation_checkpointing": True}}),
+    "fsdp-steered": Case(recipe=STEERED, arguments=FSDP2, like="one-steered"),
     "fsdp-resumed": Case(arguments=FSDP2, resumes="fsdp"),
     "fsdp-sharded": Case(arguments=FSDP2 | SHARDED),
     "fsdp-sharded-resumed": Case(arguments=FSDP2 | SHARDED, resumes="fsdp-sharded"),

@@ -30,6 +30,7 @@ def logged(recipe: Recipe, **changes: Any) -> dict[str, float]:
     return {
         "loss": 3.5,
         "ce_loss": 3.25,
+        "l1": 2e-5,
         "l1_loss": 617.2,
         "active_mean": 1.0,
         "dead_share": 0.0123,
@@ -79,7 +80,7 @@ def test_usual_screens_lose_nothing(width: int, height: int, layers: int) -> Non
     assert "…" not in text
     for words in (
         f"{layers} layer",
-        "L1 2e-05",
+        "target 56.3",
         "199/40,000 steps",
         "Elapsed 1:02:05",
         "1,312,346 tokens/s",
@@ -120,10 +121,12 @@ def test_38_layers_stand_in_columns_or_in_named_groups() -> None:
     assert narrow[-1].split()[0] == "36-37"
 
 
-def test_the_l1_term_follows_the_warm_up() -> None:
-    recipe = dataclasses.replace(tiny(), l1=0.004, l1_warmup_start=0, l1_warmup_end=100)
-    state = LiveState(recipe=recipe, steps=300).after_log(50, {"ce_loss": 3.0, "l1_loss": 10.0})
+def test_the_l1_term_is_that_of_the_log() -> None:
+    state = LiveState(recipe=tiny(), steps=300).after_log(50, {"ce_loss": 3.0, "l1_loss": 10.0, "l1": 0.002})
     assert "L1 term       0.02 = coefficient 0.002 x L1 10" in picture(state)
+    assert "target 5.12" in picture(state)[0]
+    fixed = dataclasses.replace(state, recipe=dataclasses.replace(tiny(), l1=0.004))
+    assert "L1 0.004" in picture(fixed)[0]
 
 
 def test_what_is_missing_is_left_out() -> None:
@@ -343,4 +346,4 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
         run.on_train_begin()
         run.on_log(logs=logged(tiny()))
     text = raw.getvalue().decode("ascii")
-    assert "0 \x1b[36m####" in text and "4 layers of 512 neurons | L1 0.003" in text
+    assert "0 \x1b[36m####" in text and "4 layers of 512 neurons | target 5.12" in text

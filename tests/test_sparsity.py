@@ -1,8 +1,9 @@
-"""Firing clocks, dead neurons, fresh starts, L1 warm-up; with two processes too."""
+"""Firing clocks, dead neurons, fresh starts, the L1 coefficient; with two processes too."""
 
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from twell import GatedSparseFFN, SparseFFN, Stats
-from twell.sparsity import FiringClock, l1_warmup, restart_neurons_
+from twell.sparsity import FiringClock, L1Steering, l1_warmup, restart_neurons_
 
 
 def stats(counts: list[int], tokens: int) -> Stats:
@@ -30,6 +31,82 @@ def stats(counts: list[int], tokens: int) -> Stats:
 )
 def test_l1_warmup(start: int | None, end: int | None, expected: list[float]) -> None:
     assert [l1_warmup(step, start, end) for step in (0, 5, 10, 100)] == expected
+
+
+def l1_stats(active: float, l1_sum: float = 20.0, tokens: int = 10_000) -> list[Stats]:
+    """Of two layers, one with all the active neurons of a token."""
+    total = torch.tensor([round(2 * active * tokens), 0])
+    return [
+        Stats(torch.tensor(2 * l1_sum * tokens), total, torch.tensor(tokens)),
+        Stats(torch.tensor(0.0), total * 0, torch.tensor(tokens)),
+    ]
+
+
+class Plant:
+    """A model as L1 moves it: active neurons fall by themselves, and by a power of l1 within ``lag`` steps, by a
+    learning rate that rises and falls."""
+
+    def __init__(self, steps: int, lag: float, power: float) -> None:
+        self.steps, self.lag, self.power, self.x = steps, lag, power, 0.0
+
+    def step(self, t: int, l1: float) -> float:
+        rests = -1.5 * (1 - math.exp(-20 * t / self.steps)) - self.power * math.log1p(l1 / 1e-5)
+        rate = min(1.0, 10 * t / self.steps) * (1 + math.cos(math.pi * t / self.steps)) / 2
+        self.x += (rests - self.x) * min(1.0, rate / self.lag)
+        return 2048 * math.exp(self.x) * (1 + 0.03 * math.sin(37.0 * t))  # of 4096 neurons at first; texts differ
+
+
+@pytest.mark.parametrize("power", [0.7, 1.0, 1.6])
+@pytest.mark.parametrize(("steps", "lag"), [(300, 15), (1500, 50), (5000, 100)])
+def test_steering_reaches_its_target_by_a_third_of_the_steps(steps: int, lag: float, power: float) -> None:
+    target = 40.96
+    steering, plant = L1Steering(target, steps), Plant(steps, lag, power)
+    active, most = [], 0.0
+    for t in range(steps):
+        active.append(plant.step(t, steering.l1))
+        steering.advance(l1_stats(active[-1]))
+        most = max(most, steering.l1)
+    means = [
+        sum(active[t : t + steps // 30]) / (steps // 30) / target
+        for t in range(steps // 3, steps - steps // 30, steps // 30)
+    ]
+    assert all(0.9 < mean < 1.1 for mean in means), means
+    assert most <= 1 / 20
+
+
+def test_steering_is_bounded_and_goes_on_from_its_saved_state() -> None:
+    stuck = L1Steering(target=1, steps=100)
+    for _ in range(60):
+        stuck.advance(l1_stats(500.0, l1_sum=4.0))
+    assert stuck.l1 == 1 / 4  # a nat
+    sparse = L1Steering(target=400, steps=100)
+    for _ in range(60):
+        sparse.advance(l1_stats(100.0, l1_sum=4.0))
+    assert sparse.l1 == pytest.approx(1e-5 / 4)
+    twin = L1Steering(target=1, steps=100)
+    twin.load_state_dict(copy.deepcopy(stuck.state_dict()))
+    for steering in (stuck, twin):
+        for active in (2.0, 0.5, 0.0, 0.9):
+            steering.advance(l1_stats(active))
+    assert 0 < twin.l1 == stuck.l1 < 1 / 4
+
+
+def test_steering_acts_one_step_later_and_only_by_what_was_counted() -> None:
+    steering = L1Steering(target=5, steps=100)
+    steering.advance(l1_stats(50.0, l1_sum=4.0))
+    assert steering.l1 == 0  # nothing has come to the host yet
+    steering.advance(l1_stats(45.0))
+    first = steering.l1
+    assert first == pytest.approx(1e-2 / 4)
+    steering.advance(l1_stats(0.0, tokens=0))  # all labels masked
+    kept = steering.l1
+    steering.advance(l1_stats(40.0, l1_sum=math.nan))
+    assert steering.l1 == kept != first
+    steering.advance(l1_stats(40.0))
+    assert steering.l1 == kept
+    for bad in ({"target": 0.0, "steps": 5}, {"target": math.nan, "steps": 5}, {"target": 5.0, "steps": 0}):
+        with pytest.raises(ValueError, match=r"L1Steering: (target|steps) must be"):
+            L1Steering(**bad)
 
 
 def test_clock_counts_tokens_since_the_last_firing() -> None:

@@ -87,7 +87,9 @@ def test_presets_have_the_sizes_they_say(name: str, billions: float) -> None:
 
 def test_overrides_and_their_errors() -> None:
     changed = override(tiny(), ["l1=1e-4", "steps=7", "gated=False"])
-    assert (changed.l1, changed.steps, changed.gated) == (1e-4, 7, False)
+    assert (changed.l1, changed.steps, changed.gated, changed.target_neurons) == (1e-4, 7, False, None)
+    assert [override(tiny(), [f"target_active={n}"]).target_neurons for n in (0.25, 1, 30)] == [128, 1, 30]
+    assert override(tiny(), ["activation=silu"]).target_neurons is None
     for bad, message in (
         ("nonsense=1", "expected key=value with a key of"),
         ("steps", "expected key=value"),
@@ -97,7 +99,13 @@ def test_overrides_and_their_errors() -> None:
         ("heads=7", "no even multiple of heads"),
         ("micro_batch=0", "micro_batch must be at least 1"),
         ("activation=gelu", "activation must be relu or silu"),
-        ("activation=silu", "takes l1=0"),
+        ("activation=silu l1=1", "takes no l1"),
+        ("l1=1 target_active=2", "give one of them"),
+        ("target_active=0", "target_active must be above 0"),
+        ("target_active=nan", "target_active must be a finite number"),
+        ("target_active=513", "more than all 512 neurons"),
+        ("target_active=x", r"expected a number \(float\)"),
+        ("l1_warmup_end=9", "l1_warmup_end is for a fixed l1"),
         ("l1=-1", "l1 must not be negative, got -1"),
         ("l1=nan", "l1 must be a finite number, got nan"),
         ("lr=inf", "lr must be a finite number, got inf"),
@@ -117,7 +125,7 @@ def test_overrides_and_their_errors() -> None:
         ("vocab_size=99999999999", "vocab_size must be at most 4194304"),  # the trainer of BPEs would abort
         ("heads=128", "no even multiple of heads"),
         ("l1_warmup_start=9", "l1_warmup_start does nothing without l1_warmup_end"),
-        ("l1_warmup_start=9 l1_warmup_end=8", "l1_warmup_start 9 is after l1_warmup_end 8"),
+        ("l1=1 l1_warmup_start=9 l1_warmup_end=8", "l1_warmup_start 9 is after l1_warmup_end 8"),
         ("restart_until=9", "restart_until does nothing without restart_every"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -146,12 +154,15 @@ def test_a_run_learns_logs_and_leaves_a_model(text: Path, tmp_path: Path) -> Non
     train(dataclasses.replace(MINI, steps=40, lr=1e-2, eval_every=20, save_every=20), text, out)
     rows = [row for row in metrics(out) if "ce_loss" in row]
     assert rows[-1]["ce_loss"] < rows[0]["ce_loss"] - 0.5
+    before = 0.0
     for row in rows:
-        assert row["loss"] == pytest.approx(row["ce_loss"] + MINI.l1 * row["l1_loss"], rel=2e-3)
+        assert row["loss"] == pytest.approx(row["ce_loss"] + before * row["l1_loss"], rel=2e-3)
+        before = row["l1"]  # of the next step
         assert row["active_mean"] == pytest.approx((row["active/0"] + row["active/1"]) / 2)
         assert 0 <= row["dead_share"] <= 1
     assert sum("eval_loss" in row for row in metrics(out)) == 2
     model = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert model.config.sparsity_l1_coeff == rows[-1]["l1"] > 0
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     ids = tokenizer("The ", return_tensors="pt").input_ids
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
@@ -170,7 +181,7 @@ def test_micro_batches_do_not_change_a_run(text: Path, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = dataclasses.replace(MINI, restart_every=2, l1_warmup_end=6)
+    recipe = dataclasses.replace(MINI, restart_every=2)
     through = train(recipe, text, tmp_path / "through")
     with mortal_runs(monkeypatch), pytest.raises(KeyboardInterrupt):
         train(recipe, text, tmp_path / "killed")
@@ -178,6 +189,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monk
     (tmp_path / "killed/checkpoint-5" / MANIFEST_FILE).unlink()  # a checkpoint that was never finished
     resumed = run(None, [text], tmp_path / "killed", go_on=True, say=lambda line: None)
     assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "through"), rel=1e-6)
+    assert 0 < resumed.l1 == pytest.approx(through.l1, rel=1e-6)
     for a, b in zip(through.clocks, resumed.clocks, strict=True):
         assert torch.equal(a.tokens_since_fired, b.tokens_since_fired)
     for a, b in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
@@ -259,7 +271,7 @@ def test_resuming_a_finished_run_trains_no_further(text: Path, tmp_path: Path) -
 
 
 def test_a_silu_model_trains_to_compare_with(text: Path, tmp_path: Path) -> None:
-    train(dataclasses.replace(MINI, activation="silu", l1=0.0), text, tmp_path)
+    train(dataclasses.replace(MINI, activation="silu"), text, tmp_path)
     rows = metrics(tmp_path)
     assert all(row["l1_loss"] == 0 for row in rows if "ce_loss" in row)
     assert not any("active_mean" in row or "eval_active_mean" in row for row in rows)

@@ -44,7 +44,7 @@ class Variant(NamedTuple):
 
 
 def variants(recipe: Recipe, l1: Sequence[float], ablations: Sequence[str] = ()) -> list[Variant]:
-    """A run for each l1, and for each ablation one at the recipe's own l1.
+    """A run for each l1, and for each ablation one at the recipe's own l1, or target.
 
     >>> from twell.train.recipes import tiny
     >>> [v.name for v in variants(tiny(), [0, 1e-3], ["silu", "plain"])]

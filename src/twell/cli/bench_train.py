@@ -135,7 +135,7 @@ def _model_steps(
     from twell.train import recipes
 
     recipe = recipes.preset(preset)
-    of_all = {"length": length, "l1": recipe.l1, **how}
+    of_all = {"length": length, "l1": 2e-5 if recipe.l1 is None else recipe.l1, **how}
     measure: Callable[..., dict[str, Any]] = train_model.measure_largest
     if batch is not None:
         measure = functools.partial(train_model.measure_model, batch=batch)

@@ -28,7 +28,7 @@ def convert(
     relufy: Annotated[
         bool, typer.Option("--relufy", help="SiLU or GELU gate -> ReLU: changes what the model computes.")
     ] = False,
-    train: Annotated[bool, typer.Option("--train", help="Train it further on --data, L1 rising from zero.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="With --relufy: train it further on --data, with L1.")] = False,
     check: Annotated[
         bool,
         typer.Option("--check", help="Only tell, layer by layer, what sparsify_ (with --relufy: relufy_) would do."),
@@ -48,6 +48,7 @@ def convert(
     Example: [bold]twell convert my-model --relufy --train --data text/ --out sparse-run steps=300[/bold]
 
     Without --train the model is saved untrained. Interrupted, the same command goes on, as does twell train --resume.
+    A model that is ReLU already trains further by twell train --from.
     """
     try:
         from twell.train import convert as converting
@@ -63,6 +64,8 @@ def convert(
         raise ValueError("where to? give --out, or --check to only look")
     if check and tokenizer is not None:
         raise ValueError("--check writes nothing: leave out --tokenizer")
+    if train and not relufy:
+        raise ValueError("--train is for --relufy; a model that is ReLU already trains further by twell train --from")
     if not train:
         for option, given in (("--data", data), ("--validation", validation), ("--compile", compiled)):
             if given:
@@ -79,7 +82,6 @@ def convert(
                 model,
                 out,
                 data or [],
-                relufy=relufy,
                 changes=changes,
                 validation=validation or [],
                 tokenizer=tokenizer,
@@ -95,7 +97,7 @@ def convert(
         if as_json:
             print(json.dumps(read_summary(out)))
         return
-    l1 = override(Recipe(l1=converting.L1), changes).l1
+    l1 = override(Recipe(l1=converting.L1), changes).l1 or 0.0
     if out is None:
         report = converting.check(model, relufy=relufy, l1=l1)
     else:

@@ -33,8 +33,23 @@ def train(
         typer.Option(help="Files to validate on; repeatable. Default: one document in a hundred is held out."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("run"),
+    model: Annotated[
+        str | None,
+        typer.Option("--from", help="Train this model further: folder or hub name of a Llama or Qwen2 with ReLU."),
+    ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(help="With --from: train adapters of this rank alone, and no L1 unless you ask for it."),
+    ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(help="With --lora: layers that get one; repeatable. Default: those of attention."),
+    ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="tokenizer.json, folder or name; without it a BPE is trained on the data.")
+        str | None,
+        typer.Option(
+            help="tokenizer.json, folder or name. Default: with --from the model's, else a BPE is trained on the data."
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the run's newest checkpoint; steps=N: for longer.")
@@ -54,8 +69,12 @@ def train(
 ) -> None:
     """Train a sparse language model: ReLU and L1, on the Hugging Face Trainer.
 
-    On a terminal the run is shown as one screen, elsewhere line by line. Example:
-    [bold]twell train --preset tiny --out my-run l1=5e-3 steps=200[/bold]
+    L1 is steered until a token fires 1 % of the neurons; target_active=0.02 for another share, target_active=30 for a
+    number, l1=1e-3 for a fixed coefficient. On a terminal the run is shown as one screen, elsewhere line by line.
+
+    [bold]twell train --preset tiny --out my-run target_active=0.02 steps=200[/bold]
+
+    [bold]twell train --from my-run/model --data more/ --out my-second-run steps=500[/bold]
     """
     try:
         from twell.train import recipes
@@ -66,26 +85,44 @@ def train(
     except ImportError as error:
         raise RuntimeError(f"training needs more packages ({error}): pip install 'twell[train]'") from None
     quiet_libraries()
-    recipe = recipes.override(recipes.preset(preset or "tiny"), overrides or [])
-    if resume:
-        was = Saved.read(out).recipe
-        recipe = recipes.override(recipe if preset else was, overrides or [])
-        if not any(change.startswith("steps=") for change in overrides or []):  # a preset's are no wish for more
-            recipe = dataclasses.replace(recipe, steps=was.steps)
+    how: dict[str, Any] = {
+        "validation": validation or [],
+        "tokenizer": tokenizer,
+        "say": lambda line: print(line, flush=True, file=sys.stderr if as_json else sys.stdout),
+        "live": sys.stdout.isatty() and not as_json,
+        "torch_compile": compiled,
+        "report_to": report_to,
+        **(FSDP2 if fsdp else {}),
+    }
+    changes = overrides or []
+    if model is None and (lora is not None or lora_modules):
+        raise ValueError("--lora is for --from: a model without weights has nothing to adapt")
+    if lora_modules and lora is None:
+        raise ValueError("--lora-modules is for --lora: give the rank of the adapters, --lora 16")
+    if model is not None:
+        for option, given in (("--preset", preset), ("--resume", resume)):
+            if given:
+                raise ValueError(
+                    f"{option} is not for --from: a model has its own shape, and a run that began resumes alone"
+                )
+        if lora is not None and fsdp:
+            raise ValueError("--lora runs on one GPU, or several without --fsdp")
     try:
-        run(
-            recipe,
-            data or ([] if resume else [SAMPLE]),
-            out,
-            validation=validation or [],
-            tokenizer=tokenizer,
-            go_on=resume,
-            say=lambda line: print(line, flush=True, file=sys.stderr if as_json else sys.stdout),
-            live=sys.stdout.isatty() and not as_json,
-            torch_compile=compiled,
-            report_to=report_to,
-            **(FSDP2 if fsdp else {}),
-        )
+        if model is not None:
+            from twell.cli.common import counted_bar
+            from twell.train.convert import continue_training
+            from twell.train.lora import ATTENTION
+
+            how |= {"lora": lora, "lora_modules": lora_modules or ATTENTION, "bar": counted_bar}
+            continue_training(model, out, data or [SAMPLE], changes=changes, **how)
+        else:
+            recipe = recipes.override(recipes.preset(preset or "tiny"), changes)
+            if resume:
+                was = Saved.read(out).recipe
+                recipe = recipes.override(recipe if preset else was, changes)
+                if not any(change.startswith("steps=") for change in changes):  # a preset's are no wish for more
+                    recipe = dataclasses.replace(recipe, steps=was.steps)
+            run(recipe, data or ([] if resume else [SAMPLE]), out, go_on=resume, **how)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             options = ["--compile"] * compiled + ["--fsdp"] * fsdp
@@ -103,7 +140,7 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Folder of the sweep; one that exists goes on.")] = Path("sweep"),
     l1: Annotated[list[float] | None, typer.Option(help="Repeatable. Default: the paper's eight.")] = None,
     ablation: Annotated[
-        list[str] | None, typer.Option(help="silu, plain or restart, at the preset's l1; repeatable.")
+        list[str] | None, typer.Option(help="silu, plain or restart, at the preset's target_active; repeatable.")
     ] = None,
     preset: Annotated[str, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "small",
     data: Annotated[list[str] | None, typer.Option(help="As for twell train. Default: the bundled text.")] = None,

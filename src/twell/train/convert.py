@@ -1,4 +1,4 @@
-"""``twell convert``: from a checkpoint with SiLU or GELU gates to a sparse one.
+"""``twell convert``: from a checkpoint with SiLU or GELU gates to a sparse one; ``twell train --from``: further on.
 
 Changing the gate to ReLU costs a model part of what it knows; further training brings it back, and L1, which rises
 from zero while it does, makes active neurons rare. The model stays the checkpoint's in all else: grouped heads, tied
@@ -26,14 +26,15 @@ from twell.hf.relufy import relufy_
 from twell.nn import SparseFFNBase
 from twell.train.data import Blocks, Corpus, Progress, silent
 from twell.train.files import writing
+from twell.train.lora import ATTENTION, add_lora
 from twell.train.recipes import Recipe, override
-from twell.train.run import SUMMARY_FILE, describe, read_summary, run
+from twell.train.run import SUMMARY_FILE, Begin, describe, read_summary, run
 from twell.train.saved import RECIPE_FILE, check_same_run
 from twell.train.tokenizer import load_tokenizer
 
 HAVE_A_SPARSE_TYPE = ("llama", "qwen2")
 LONGEST_CONTEXT = 2048  # by default: long ones are for models that are to keep using them
-L1 = 4e-4  # by default, as of the preset `small`
+L1 = 4e-4  # of a model that is saved untrained
 _SHAPE = ("hidden_size", "intermediate_size", "layers", "heads", "rope_theta", "gated", "activation", "vocab_size")
 
 Bar = Callable[[str], contextlib.AbstractContextManager[Progress]]
@@ -107,7 +108,9 @@ def _check_activation(name: str, config: Any, relufy: bool) -> None:
     if relufy and activation == "relu":
         raise ValueError(f"{name} is ReLU already: leave out --relufy")
     if not relufy and activation != "relu":
-        raise ValueError(f"the activation of {name} is {activation}: --relufy makes it ReLU, and then it needs --train")
+        raise ValueError(
+            f"the activation of {name} is {activation}: twell convert --relufy --train makes it ReLU and trains it"
+        )
     if not relufy and not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
         raise ValueError(
             f"{name} is a {config.model_type}, which has no sparse type (llama and qwen2 have): load it as it is, and "
@@ -136,16 +139,16 @@ def _tokenizer(name: str, other: str | None, config: Any) -> PreTrainedTokenizer
 
 
 def continued_recipe(config: Any, changes: Sequence[str] = ()) -> Recipe:
-    """How to train a converted model further: its shape, defaults that go with the number of steps, and ``changes``.
+    """How to train a model further: its shape, defaults that go with the number of steps, and ``changes``.
 
     >>> from transformers import LlamaConfig
     >>> recipe = continued_recipe(LlamaConfig(), ["steps=300"])
-    >>> recipe.hidden_size, recipe.lr_warmup, recipe.l1_warmup_end
-    (4096, 15, 150)
+    >>> recipe.hidden_size, recipe.lr_warmup, recipe.target_active
+    (4096, 15, 0.01)
     """
     for change in changes:
         if change.partition("=")[0] in _SHAPE:
-            raise ValueError(f"{change!r}: a converted model keeps its shape; leave it out")
+            raise ValueError(f"{change!r}: a model keeps its shape; leave it out")
     recipe = Recipe(
         hidden_size=config.hidden_size,
         intermediate_size=getattr(config, "sparsity_new_intermediate_size", None) or config.intermediate_size,
@@ -155,7 +158,6 @@ def continued_recipe(config: Any, changes: Sequence[str] = ()) -> Recipe:
         rope_theta=(config.rope_parameters or {}).get("rope_theta", 1e4),
         gated=getattr(config, "sparsity_gated_mlp", True),
         vocab_size=config.vocab_size,
-        l1=L1,
         steps=1000,
         sequences_per_step=32,
         lr=3e-4,
@@ -165,7 +167,6 @@ def continued_recipe(config: Any, changes: Sequence[str] = ()) -> Recipe:
     by_steps = dataclasses.replace(
         recipe,
         lr_warmup=steps // 20,
-        l1_warmup_end=steps // 2,
         dead_after_tokens=min(10_000_000, tokens // 10),
         eval_every=max(1, steps // 5),
         save_every=max(1, steps // 5),
@@ -184,7 +185,6 @@ def convert_and_train(
     out: Path,
     data: Sequence[Path | str],
     *,
-    relufy: bool,
     changes: Sequence[str] = (),
     validation: Sequence[Path | str] = (),
     tokenizer: str | None = None,
@@ -192,62 +192,106 @@ def convert_and_train(
     bar: Bar = _no_bar,
     **how: Any,
 ) -> None:
-    """Convert a model and train it further into the folder ``out``, a run as of ``twell train``.
+    """Make a SiLU or GELU model ReLU and train it further into the folder ``out``, a run as of ``twell train``.
 
     Called again with the same arguments it goes on where it was. ``how`` goes to ``run``.
     """
     if not data:
         raise ValueError("--train needs text to train on: give --data")
-    config = _config(name)
-    _check_activation(name, config, relufy)
-    if not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
-        raise ValueError(f"{name} is a {config.model_type}: only llama and qwen2 train with L1 here; leave out --train")
-    recipe = continued_recipe(config, changes)
+    recipe = _recipe_of(name, changes, tokenizer, relufy=True)
     begun = (out / RECIPE_FILE).exists()
     if begun:
         check_same_run(out, recipe, data, validation, name)
     if (out / SUMMARY_FILE).exists():
         say(f"{out} is finished: {describe(read_summary(out))}")
         return
-    is_first = os.environ.get("RANK", "0") == "0"  # of the processes a launcher started
-    _tokenizer(name, tokenizer, config)  # before any data is read with it
-
-    def begin(recipe: Recipe, corpus: Corpus) -> tuple[Any, dict[str, Any]]:
-        if is_first:
-            return _converted(name, recipe, corpus, say, bar)
-        return _converted(name, recipe, corpus, lambda line: None, _no_bar)
-
     own: dict[str, Any] = {"go_on": True} if begun else {"validation": validation, "tokenizer": tokenizer or name}
-    run(recipe, data, out, begin=begin, say=say, **own, **how)
+    run(recipe, data, out, begin=_beginning(name, say, bar), say=say, **own, **how)
 
 
-def _converted(
-    name: str, recipe: Recipe, corpus: Corpus, say: Callable[[str], None], bar: Bar
+def continue_training(
+    name: str,
+    out: Path,
+    data: Sequence[Path | str],
+    *,
+    lora: int | None = None,
+    lora_modules: Sequence[str] = ATTENTION,
+    changes: Sequence[str] = (),
+    tokenizer: str | None = None,
+    say: Callable[[str], None] = print,
+    bar: Bar = _no_bar,
+    **how: Any,
+) -> None:
+    """Train a ReLU model further into the folder ``out``: all its weights, or with ``lora`` adapters of that rank.
+
+    Adapters hardly change which neurons fire, so with them there is no L1 unless ``changes`` ask for it. ``how`` goes
+    to ``run``, which also resumes it.
+    """
+    given = {change.partition("=")[0] for change in changes}
+    if lora is not None:
+        if lora < 1:
+            raise ValueError(f"--lora is the rank of the adapters, at least 1; got {lora}")
+        if "restart_every" in given:
+            raise ValueError(
+                "restart_every gives neurons new weights, and with --lora these do not train: leave it out"
+            )
+        if not given & {"l1", "target_active"}:
+            changes = [*changes, "l1=0"]
+    recipe = _recipe_of(name, changes, tokenizer, relufy=False)
+    adapters = None if lora is None else {"rank": lora, "modules": list(lora_modules)}
+    begin = _beginning(name, say, bar, adapters)
+    run(recipe, data, out, begin=begin, tokenizer=tokenizer or name, say=say, **how)
+
+
+def _recipe_of(name: str, changes: Sequence[str], tokenizer: str | None, *, relufy: bool) -> Recipe:
+    """The recipe for a model, which must be one that trains with L1, and have a tokenizer."""
+    config = _config(name)
+    _check_activation(name, config, relufy)
+    if not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
+        raise ValueError(f"{name} is a {config.model_type}: only llama and qwen2 train with L1 here")
+    recipe = continued_recipe(config, changes)
+    _tokenizer(name, tokenizer, config)  # before any data is read with it
+    return recipe
+
+
+def _beginning(name: str, say: Callable[[str], None], bar: Bar, lora: dict[str, Any] | None = None) -> Begin:
+    """Loads the model once the data is read; of several processes the first one talks."""
+    if os.environ.get("RANK", "0") != "0":
+        say, bar = (lambda line: None), _no_bar
+    return lambda recipe, corpus: _begun(name, recipe, corpus, lora, say, bar)
+
+
+def _begun(
+    name: str, recipe: Recipe, corpus: Corpus, lora: dict[str, Any] | None, say: Callable[[str], None], bar: Bar
 ) -> tuple[Any, dict[str, Any]]:
-    """The model to train, and its validation losses before and after the change."""
+    """The model to train, and its validation losses before and after a change of its activation."""
     model = load_causal_lm(name, torch.float32)  # as training keeps weights
     if torch.cuda.is_available():
         model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-    facts: dict[str, Any] = {"model": name, "type": model.config.model_type, "activation": activation_of(model.config)}
-    with bar("validating the original") as progress:
-        facts["loss_before"], active = validate(model, corpus.held_out, recipe, progress)
-    say(f"{name}, {facts['activation']}: validation cross-entropy {facts['loss_before']:.4f}")
+    was = activation_of(model.config)
+    facts: dict[str, Any] = {"model": name, "type": model.config.model_type, "activation": was}
+    if was != "relu":
+        with bar("validating the original") as progress:
+            facts["loss_before"], _ = validate(model, corpus.held_out, recipe, progress)
+        say(f"{name}, {was}: validation cross-entropy {facts['loss_before']:.4f}")
     if not _is_sparse_type(model.config):
-        relufy_(model, recipe.l1)
-    model.config.sparsity_l1_coeff = recipe.l1
+        relufy_(model, recipe.l1 or 0.0)
+    model.config.sparsity_l1_coeff = recipe.l1 or 0.0
     model.config.sparsity_start_warmup_step = recipe.l1_warmup_start
     model.config.sparsity_end_warmup_step = recipe.l1_warmup_end
     model.config.sparsity_tokens_until_dead = recipe.dead_after_tokens
-    facts["loss_after"] = facts["loss_before"]
-    if not active:
-        with bar("validating with ReLU") as progress:
-            facts["loss_after"], active = validate(model, corpus.held_out, recipe, progress)
+    with bar("validating") as progress:
+        facts["loss_after"], active = validate(model, corpus.held_out, recipe, progress)
+    facts.setdefault("loss_before", facts["loss_after"])
     facts["active_after"] = sum(active) / len(active)
     share = facts["active_after"] / recipe.intermediate_size
-    say(
-        f"with ReLU, not yet trained: validation cross-entropy {facts['loss_after']:.4f}, "
-        f"{facts['active_after']:.1f} active neurons a token ({share:.1%})"
-    )
+    what = name if was == "relu" else "with ReLU, not yet trained"
+    active_now = f"{facts['active_after']:.1f} active neurons a token ({share:.1%})"
+    say(f"{what}: validation cross-entropy {facts['loss_after']:.4f}, {active_now}")
+    if lora is not None:
+        torch.manual_seed(recipe.seed)
+        add_lora(model, **lora)
+        facts["lora"] = lora
     return model, facts
 
 

@@ -19,7 +19,6 @@ from rich.live import Live
 from rich.text import Text
 from transformers import TrainerCallback
 
-from twell.sparsity import l1_warmup
 from twell.train.recipes import Recipe
 
 REDRAWS_PER_SECOND = 4
@@ -45,7 +44,6 @@ class LiveState:
     first_step_at: float = 0.0  # when this process finished its first step
     last_step_at: float = 0.0
     logs: Mapping[str, float] = field(default_factory=dict)  # the newest value of each
-    logged_step: int = 0
     losses: tuple[float, ...] = ()  # every cross-entropy logged
     validation: tuple[float, int] | None = None  # the last, and its step
     best: tuple[float, int] | None = None
@@ -74,7 +72,7 @@ class LiveState:
         numbers = {key: float(value) for key, value in logs.items() if isinstance(value, int | float)}
         state = replace(self, logs={**self.logs, **numbers})
         if "ce_loss" in numbers:
-            state = replace(state, losses=(*self.losses, numbers["ce_loss"]), logged_step=step)
+            state = replace(state, losses=(*self.losses, numbers["ce_loss"]))
         if "eval_loss" in numbers:
             last = (numbers["eval_loss"], step)
             better = math.isfinite(last[0]) and (self.best is None or last[0] < self.best[0])
@@ -172,7 +170,7 @@ def _title(recipe: Recipe, width: int) -> Text:
     plural = "" if recipe.layers == 1 else "s"
     parts = [
         f"{recipe.layers} layer{plural} of {recipe.intermediate_size:,} neurons",
-        f"L1 {recipe.l1:g}",
+        f"L1 {recipe.l1:g}" if (target := recipe.target_neurons) is None else f"target {target:.3g}",
         f"model width {recipe.hidden_size:,}",
         "gated" if recipe.gated else "not gated",
     ]
@@ -221,8 +219,8 @@ def _numbers(state: LiveState, width: int) -> list[Text]:
         rows += [Text(f"{name:<{_LABEL}}") + line for name, line in zip(names, lines, strict=True)]
 
     cells = []
-    if "l1_loss" in logs:
-        coefficient = recipe.l1 * l1_warmup(state.logged_step, recipe.l1_warmup_start, recipe.l1_warmup_end or None)
+    if "l1_loss" in logs and "l1" in logs:
+        coefficient = logs["l1"]
         factors = f" = coefficient {coefficient:.3g} x L1 {logs['l1_loss']:.4g}"
         if _LABEL + len(factors) + 7 > width:
             factors = f" = {coefficient:.3g} x {logs['l1_loss']:.4g}"

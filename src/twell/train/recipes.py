@@ -28,8 +28,9 @@ class Recipe:
     vocab_size: int = 49152  # of a tokenizer trained on the data; a given tokenizer brings its own
 
     # sparsity
-    l1: float = 2e-5
-    l1_warmup_start: int = 0
+    target_active: float = 0.01  # neurons a token fires, as a share (below 1) or a number: l1 is steered to it
+    l1: float | None = None  # or a fixed coefficient, and target_active means nothing
+    l1_warmup_start: int = 0  # of a fixed one
     l1_warmup_end: int = 0
     dead_after_tokens: int = 10_000_000
     restart_every: int = 0  # steps between fresh starts for dead neurons; 0: never
@@ -59,22 +60,45 @@ class Recipe:
         for name, needed in (("l1_warmup_start", "l1_warmup_end"), ("restart_until", "restart_every")):
             if getattr(self, name) and not getattr(self, needed):
                 raise ValueError(f"{name} does nothing without {needed}")
+        if self.l1_warmup_end and self.l1 is None:
+            raise ValueError("l1_warmup_end is for a fixed l1: steered, l1 rises by itself")
+        if self.target_active > self.intermediate_size:
+            raise ValueError(
+                f"target_active {self.target_active:g} is more than all {self.intermediate_size} neurons: give a share "
+                "below 1, or a number of neurons"
+            )
         if self.l1_warmup_start > self.l1_warmup_end:
             raise ValueError(f"l1_warmup_start {self.l1_warmup_start} is after l1_warmup_end {self.l1_warmup_end}")
         if self.activation not in ("relu", "silu"):
             raise ValueError(f"activation must be relu or silu, got {self.activation!r}")
         if self.activation == "silu" and (self.l1 or self.restart_every or not self.gated):
-            raise ValueError("activation=silu makes a dense gated model: it takes l1=0, restart_every=0 and gated=true")
+            raise ValueError(
+                "activation=silu makes a dense gated model: it takes no l1, restart_every=0 and gated=true"
+            )
 
     @property
     def tokens_per_step(self) -> int:
         return self.sequences_per_step * self.context
 
+    @property
+    def target_neurons(self) -> float | None:
+        """The neurons a token is to fire, to which l1 is steered; None where l1 is fixed, and in a SiLU model."""
+        if self.l1 is not None or self.activation == "silu":
+            return None
+        return self.target_active * (self.intermediate_size if self.target_active < 1 else 1)
 
-_KINDS: dict[str, Any] = {"bool": bool, "int": int, "float": (float, int), "str": str}
+
+_KINDS: dict[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+    "str": str,
+}
 _SIZES = ("hidden_size", "intermediate_size", "layers", "heads", "vocab_size", "rope_theta")
 _COUNTS = ("steps", "sequences_per_step", "micro_batch", "log_every", "eval_every", "save_every")
 _LEAST = {**dict.fromkeys(_SIZES + _COUNTS, 1), "context": 2}  # of all other numbers: 0
+_ABOVE_ZERO = {"lr": "nothing would be learned", "target_active": "no neuron would ever fire"}
 _MOST = {"seed": 2**32 - 1, "vocab_size": 2**22}  # of all other integers: what 64 bits hold
 
 
@@ -82,7 +106,7 @@ def _check(name: str, value: Any, kind: str) -> None:
     """The one place where single values are refused: of another type, not finite, or out of their range."""
     if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{name} must be of type {kind}, got {value!r}")
-    if kind in ("bool", "str"):
+    if kind in ("bool", "str") or value is None:
         return
     least, most = _LEAST.get(name, 0), _MOST.get(name, 2**63 - 1)
     if isinstance(value, float) and not math.isfinite(value):
@@ -91,8 +115,8 @@ def _check(name: str, value: Any, kind: str) -> None:
         raise ValueError(f"{name} must " + (f"be at least {least}" if least else "not be negative") + f", got {value}")
     if isinstance(value, int) and value > most:
         raise ValueError(f"{name} must be at most {most}, got {value}")
-    if name == "lr" and value == 0:
-        raise ValueError("lr must be above 0, got 0: nothing would be learned")
+    if name in _ABOVE_ZERO and value == 0:
+        raise ValueError(f"{name} must be above 0, got 0: {_ABOVE_ZERO[name]}")
 
 
 def tiny() -> Recipe:
@@ -104,7 +128,6 @@ def tiny() -> Recipe:
         heads=4,
         context=128,
         vocab_size=2048,
-        l1=3e-3,
         steps=300,
         sequences_per_step=16,
         micro_batch=16,
@@ -125,7 +148,6 @@ def small() -> Recipe:
         heads=12,
         context=1024,
         vocab_size=50257,
-        l1=4e-4,  # 1.6 % active after 60M tokens: docs/results.md
         steps=1500,
         sequences_per_step=48,
         micro_batch=48,
@@ -169,8 +191,10 @@ def preset(name: str) -> Recipe:
 def override(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     """Apply ``key=value`` strings.
 
-    >>> override(tiny(), ["l1=2e-4", "gated=false"]).l1
-    0.0002
+    >>> override(tiny(), ["target_active=0.02", "gated=false"]).target_neurons
+    10.24
+    >>> override(tiny(), ["l1=2e-4"]).target_neurons is None
+    True
     """
     fields = {f.name: f.type for f in dataclasses.fields(recipe)}
     values: dict[str, Any] = {}
@@ -179,6 +203,8 @@ def override(recipe: Recipe, changes: Sequence[str]) -> Recipe:
         if not separator or key not in fields:
             raise ValueError(f"{change!r}: expected key=value with a key of {', '.join(fields)}")
         values[key] = _parse(text, str(fields[key]), change)
+    if {"l1", "target_active"} <= set(values):
+        raise ValueError("l1 is fixed or steered to target_active: give one of them")
     return dataclasses.replace(recipe, **values)
 
 
@@ -191,5 +217,5 @@ def _parse(text: str, kind: str, change: str) -> bool | int | float | str:
         return int(text) if kind == "int" else float(text)
     except (KeyError, ValueError):
         raise ValueError(
-            f"{change!r}: expected {'true or false' if kind == 'bool' else f'a number ({kind})'}"
+            f"{change!r}: expected {'true or false' if kind == 'bool' else f'a number ({kind.split()[0]})'}"
         ) from None

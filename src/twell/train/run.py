@@ -39,6 +39,7 @@ from twell.train.files import (
     writing,
 )
 from twell.train.live import LiveView
+from twell.train.lora import add_lora, merge_lora, save_adapter
 from twell.train.recipes import Recipe
 from twell.train.saved import RECIPE_FILE, TOKENIZER_FOLDER, Saved, tokens_of
 from twell.train.stream import find_dataset, read_dataset, stream_corpus
@@ -46,6 +47,7 @@ from twell.train.tokenizer import load_tokenizer, train_bpe
 from twell.train.trainer import METRICS_FILE, SparseTrainer, make_model, make_trainer, resume
 
 MODEL_FOLDER = "model"
+ADAPTER_FOLDER = "adapter"  # of a run with LoRA
 DATA_FOLDER = "data"  # of a streamed dataset
 BPE_TEXTS = 20_000  # of a streamed dataset, to train a tokenizer on
 SUMMARY_FILE = "summary.json"
@@ -124,7 +126,9 @@ def _run(
         raise ValueError(f"{out} has no checkpoint yet: give the same twell convert command again")
     if saved is not None and recipe.steps > saved.recipe.steps and find_dataset(data):
         say(f"a longer run reads no further: it sees its {len(corpus.train):,} tokens again")
-    say(f"{model.num_parameters():,} parameters; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
+    size, trained = f"{model.num_parameters():,} parameters", model.num_parameters(only_trainable=True)
+    size += "" if trained == model.num_parameters() else f", {trained:,} of them train"
+    say(f"{size}; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
     trainer = make_trainer(recipe, model, corpus, out, **arguments)
     trainer.unsound = list(found.flaws)
     if is_first:  # everything has been checked: from here on the folder is a run's
@@ -201,7 +205,10 @@ def _model(
     """The model to train, and of a converted one its configuration and what is known of it."""
     if saved is not None and saved.conversion is not None:  # weights come from the checkpoint
         config = AutoConfig.for_model(**saved.conversion["config"])
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32), saved.conversion
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if lora := saved.conversion["facts"].get("lora"):
+            add_lora(model, **lora)
+        return model, saved.conversion
     if saved is None and begin is not None:
         model, facts = begin(recipe, corpus)
         return model, {"facts": facts, "config": json.loads(model.config.to_json_string(use_diff=False))}
@@ -220,6 +227,11 @@ def _finish(
     """Save the model, validate it where that was not done yet, and last of all write the summary."""
     if _is_first():
         (out / SUMMARY_FILE).unlink(missing_ok=True)  # of a finished run, whose model is written again here
+    if conversion is not None and conversion["facts"].get("lora"):
+        with writing(out / ADAPTER_FOLDER):
+            if _is_first():
+                save_adapter(trainer.model, conversion["facts"]["model"], out / ADAPTER_FOLDER)
+        merge_lora(trainer.model)
     with writing(out / MODEL_FOLDER):
         trainer.save_model(str(out / MODEL_FOLDER))
         if _is_first():  # the run's own files: a tokenizer loaded from them would be saved with a note of that
@@ -306,9 +318,9 @@ def describe(summary: dict[str, Any]) -> str:
             f"{summary['dead_share']:.1%} dead"
         )
     if conversion := summary.get("conversion"):
-        text += (
-            f"; it was {conversion['loss_before']:.4f} before conversion, {conversion['loss_after']:.4f} right after"
-        )
+        text += f"; it was {conversion['loss_before']:.4f} before"
+        if conversion["loss_after"] != conversion["loss_before"]:
+            text += f" conversion, {conversion['loss_after']:.4f} right after"
     return text
 
 

@@ -40,7 +40,7 @@ from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.models import IGNORED_LABEL
 from twell.nn import SparseFFNBase
 from twell.ops import Stats
-from twell.sparsity import FiringClock, Planner, l1_warmup, restart_neurons_, sum_over_processes
+from twell.sparsity import FiringClock, L1Steering, Planner, l1_warmup, restart_neurons_, sum_over_processes
 from twell.train.data import Blocks, Corpus
 from twell.train.files import checkpoint_folder, finish_checkpoint, remove_older, step_of, write_whole
 from twell.train.recipes import Recipe
@@ -72,7 +72,7 @@ def make_model(recipe: Recipe, vocab_size: int, end_of_text: int) -> PreTrainedM
     return LlamaSparseReluForCausalLM(
         LlamaSparseReluConfig(
             **shape,
-            sparsity_l1_coeff=recipe.l1,
+            sparsity_l1_coeff=recipe.l1 or 0.0,
             sparsity_gated_mlp=recipe.gated,
             sparsity_start_warmup_step=recipe.l1_warmup_start,
             sparsity_end_warmup_step=recipe.l1_warmup_end,
@@ -180,6 +180,12 @@ class SparseTrainer(Trainer):
             raise ValueError("tensor parallel models need a loop of their own: this trainer knows DDP and FSDP2")
         self.clocks = [FiringClock(len(ffn.neuron_counts)) for ffn in self.ffns]
         self.planner = Planner(self.ffns, recipe.plan_every or 1)
+        target = recipe.target_neurons
+        self.steering = None if target is None else L1Steering(target, recipe.steps)
+        if (
+            self.steering is not None
+        ):  # l1_scale is all of the coefficient: a compiled model's configuration must not change
+            model.config.sparsity_l1_coeff = 1.0
         self.recent: list[Stats] = []  # per layer, over the steps since the last log; the log commits it to the FFNs
         self.eval_stats: list[Stats] = []  # per layer, over the last evaluation
         self._eval_sums = torch.zeros(2, dtype=torch.float64)  # cross-entropy and tokens, of this process
@@ -224,10 +230,28 @@ class SparseTrainer(Trainer):
             clock.advance(stats)
         if step and self.recipe.plan_every:
             self.planner.advance(step)
+        if self.steering is not None:
+            self.steering.advance(step)
         self.recent, self._step = _add(self.recent, step), []
         every, until, now = self.recipe.restart_every, self.recipe.restart_until, self.state.global_step
         if every and now % every == 0 and now <= (until or now):
             self._restart_dead_neurons(now)
+
+    @property
+    def l1(self) -> float:
+        """The coefficient of L1 in the step to come."""
+        recipe = self.recipe
+        if self.steering is not None:
+            return self.steering.l1
+        return (recipe.l1 or 0.0) * l1_warmup(
+            self.state.global_step, recipe.l1_warmup_start, recipe.l1_warmup_end or None
+        )
+
+    def set_l1(self) -> None:
+        """Have the model's loss use it."""
+        model: Any = self.model
+        if self.ffns and model.config.sparsity_l1_coeff:
+            model.set_l1_scale(self.l1 / model.config.sparsity_l1_coeff)
 
     def _plans(self) -> dict[str, float]:
         """How many layers train by the sparse kernels, and how many neurons each of them calls hot."""
@@ -255,6 +279,7 @@ class SparseTrainer(Trainer):
                 dist.all_reduce(losses)
             logs["ce_loss"], logs["l1_loss"] = losses.tolist()
             if self.recent:
+                logs["l1"] = self.l1
                 logs["dead_share"] = self.dead_share()
                 logs |= _active(self.recent, "") | self._plans()
                 for ffn, stats in zip(self.ffns, self.recent, strict=True):
@@ -277,7 +302,15 @@ class SparseTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.accelerator.is_fsdp2 and not _internal_call:  # whole, even where checkpoints are kept in shards
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        super().save_model(output_dir, _internal_call)
+        config: Any = self.model.config  # type: ignore[union-attr]
+        coefficient = getattr(config, "sparsity_l1_coeff", None)
+        try:
+            if self.steering is not None:  # what it came to is the saved model's
+                config.sparsity_l1_coeff = self.l1
+            super().save_model(output_dir, _internal_call)
+        finally:
+            if self.steering is not None:
+                config.sparsity_l1_coeff = coefficient
 
     def dead_share(self) -> float:
         """Share of all neurons that have not fired for ``dead_after_tokens`` tokens."""
@@ -301,6 +334,7 @@ class SparseTrainer(Trainer):
                     "clocks": [clock.state_dict() for clock in self.clocks],
                     "counts": [(ffn.neuron_counts.cpu(), ffn.tokens_seen.cpu()) for ffn in self.ffns],
                     "plans": self.planner.state_dict(),
+                    "steering": None if self.steering is None else self.steering.state_dict(),
                 }
                 torch.save(saved, folder / SPARSITY_FILE)
                 finish_checkpoint(folder)
@@ -357,18 +391,12 @@ class _SparsityCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._set_l1(state.global_step)
+        self.trainer.set_l1()
         self.trainer.restart_stopwatch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.finish_step()
-        self._set_l1(state.global_step)
-
-    def _set_l1(self, step: int) -> None:
-        recipe = self.trainer.recipe
-        model: Any = self.trainer.model
-        if recipe.l1:
-            model.set_l1_scale(l1_warmup(step, recipe.l1_warmup_start, recipe.l1_warmup_end or None))
+        self.trainer.set_l1()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not logs:
@@ -414,6 +442,8 @@ def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
         ffn.neuron_counts.copy_(counts)
         ffn.tokens_seen.copy_(tokens)
     trainer.planner.load_state_dict(saved["plans"])
+    if trainer.steering is not None:
+        trainer.steering.load_state_dict(saved["steering"])
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     is_done = step_of(checkpoint) >= trainer.recipe.steps
     if is_done:  # what the last validation counted is not in a checkpoint: it runs again

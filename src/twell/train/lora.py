@@ -1,0 +1,62 @@
+"""LoRA on a model that trains: peft's adapters, put into the model itself.
+
+The model keeps its class, so trainer and checkpoints are those of any run, with the base weights in them. A run ends
+with both: the adapter as peft writes and loads it, and the model with the adapter merged into its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import nn
+
+# Without the feed-forward projections: a layer with an adapter on one of these calls it, and so runs densely.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def add_lora(model: nn.Module, rank: int, modules: Sequence[str] = ATTENTION) -> None:
+    """Put adapters on the linear layers of these names; nothing else of the model trains from here on."""
+    tuners = _peft().tuners.lora
+    found = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if missing := [name for name in modules if name not in found]:
+        raise ValueError(
+            f"LoRA: no linear layer is called {', '.join(missing)}; the model has {', '.join(sorted(found))}"
+        )
+    config = tuners.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(modules), task_type="CAUSAL_LM")
+    tuners.LoraModel(model, config, "default")
+
+
+def save_adapter(model: Any, name: str, out: Path) -> None:
+    """The adapter alone, for ``peft.PeftModel.from_pretrained(model, out)``; ``name``: of the model it began with."""
+    peft = _peft()
+    weights = peft.get_peft_model_state_dict(model, adapter_name="default")
+    out.mkdir(exist_ok=True)
+    # As peft's own wrapper names them.
+    save_file({f"base_model.model.{key}": w.contiguous().cpu() for key, w in weights.items()}, out / _WEIGHTS)
+    config = model.peft_config["default"]
+    config.base_model_name_or_path, config.inference_mode = name, True
+    config.save_pretrained(str(out))
+
+
+def merge_lora(model: Any) -> None:
+    """Add the adapters to the weights below them, and take them out of the model."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, _peft().tuners.tuners_utils.BaseTunerLayer):
+            module.merge(safe_merge=True)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.get_base_layer())
+    del model.peft_config
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise RuntimeError(f"LoRA needs one more package ({error}): pip install peft") from None
+    return peft
+
+
+_WEIGHTS = "adapter_model.safetensors"
