@@ -86,6 +86,22 @@ def test_all_steps_of_an_interval_count() -> None:
     assert advance(planner, *map(seen, (never, never, never))) == [[128], [128], [0]]
 
 
+def test_between_plans_layers_that_have_changed_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[list[int]] = [[], []]
+    ffns, right, step = layers(), GatedSparseFFN.plan_from_counts, 0
+
+    def spy(ffn: SparseFFNBase, *args: Any, **options: Any) -> Plan:
+        planned[ffns.index(ffn)].append(step)
+        return right(ffn, *args, **options)
+
+    monkeypatch.setattr(GatedSparseFFN, "plan_from_counts", spy)
+    planner = Planner(ffns, every=10)
+    for step in range(22):
+        planner.advance(seen(DENSE if step < 5 else SPARSE, DENSE * (1 + 0.01 * (step % 5))))
+    assert planned == [[2, 6, 8, 10, 20], [2, 10, 20]]  # at 6 by a dense and a sparse step
+    assert planner.hot_neurons() == [0, None]
+
+
 def test_plain_layers_too() -> None:
     planner = Planner([SparseFFN(16, 128, backend="triton")], every=1)
     assert advance(planner, seen(SPARSE), seen(SPARSE)) == [[None], [0]]

@@ -18,9 +18,10 @@ from twell.plan import Plan
 
 # Of L1Steering, chosen by runs of `tiny` and by simulated ones: L1 acts within 6 to 200 steps, and twice as much leaves
 # 0.33 to 0.7 of the active neurons.
-_GAIN, _INTEGRAL, _REACHED = 1.5, 0.06, 0.22
+_GAIN, _INTEGRAL, _REACHED = 1.5, 0.06, 0.24
 _INTEGRAL_STEPS = (10.0, 30.0)  # at least, at most: however long a run is, L1 acts within some 100 steps
 _START, _LEAST, _MOST = 1e-2, 1e-5, 1.0  # nats of the L1 term
+_LOOKS, _CHANGED = 5, 0.1  # of Planner: how often layers are looked at between plans, and what is a change
 _SILENT = 1e-3  # of the target, and of the L1 sum: less counts as this
 
 
@@ -170,9 +171,11 @@ class L1Steering:
 class Planner:
     """Moves layers between the dense path and the sparse kernels while they train, by how often their neurons fired.
 
-    After every optimiser step call ``advance`` with the step's statistics (of all processes). Every ``every`` steps the
-    counts since the last time go to the host; the plans that suit them are set one step later. So which step runs by
-    which plan does not depend on timing, and the host waits only for what was queued a whole step before.
+    After every optimiser step call ``advance`` with the step's statistics (of all processes). Every ``every`` steps all
+    layers are planned, by the counts since the last look; five times as often those layers whose active neurons have
+    changed by more than a tenth since their plan, so that a layer whose neurons fall silent is sparse once that pays.
+    Counts go to the host and act one step later. So which step runs by which plan does not depend on timing, and the
+    host waits only for what was queued a whole step before.
 
     Layers start densely. Where the kernels cannot run, nothing happens. ``state_dict()`` belongs into the checkpoint.
 
@@ -186,7 +189,8 @@ class Planner:
     def __init__(self, ffns: Sequence[SparseFFNBase], every: int = 50) -> None:
         if every < 1:
             raise ValueError(f"Planner: every must be at least 1, got {every}")
-        self.ffns, self.every = list(ffns), every
+        self.ffns, self.every, self._between = list(ffns), every, every // _LOOKS or every
+        self._means: list[float | None] = [None] * len(self.ffns)  # active neurons that a layer was planned for
         self._sums: Tensor | None = None  # counts and tokens of layer after layer, since they were last sent
         self._steps = 0
         self._sent: HostCopy | None = None
@@ -204,13 +208,17 @@ class Planner:
         sums = torch.cat([t.long().reshape(-1) for s in stats for t in (s.counts, s.tokens)])
         self._sums = sums if self._sums is None else self._sums.to(sums.device) + sums
         self._steps += 1
-        if self._steps % self.every == 0:
+        if self._steps % self._between == 0 or self._steps % self.every == 0:
             self._sent, self._sums = HostCopy(self._sums), None
 
     def _set_plans(self, sums: Tensor) -> None:
-        for ffn, row in zip(self.ffns, sums.split([len(f.neuron_counts) + 1 for f in self.ffns]), strict=True):
+        all_of_them = self._steps % self.every == 0
+        rows = sums.split([len(ffn.neuron_counts) + 1 for ffn in self.ffns])
+        for i, (ffn, row) in enumerate(zip(self.ffns, rows, strict=True)):
             tokens = int(row[-1])
-            if tokens:
+            mean, before = int(row[:-1].sum()) / max(1, tokens), self._means[i]
+            if tokens and (all_of_them or before is None or abs(mean - before) > _CHANGED * before):
+                self._means[i] = mean
                 plan = ffn.plan_from_counts(row[:-1], tokens, training=True)
                 if plan.is_dense:
                     ffn.set_plan(None)
@@ -223,6 +231,7 @@ class Planner:
         return {
             "plans": [None if ffn.plan is None else ffn.plan.state_dict() for ffn in self.ffns],
             "sums": None if self._sums is None else self._sums.cpu(),
+            "means": list(self._means),
             "steps": self._steps,
             "sent": None if self._sent is None else self._sent.value().clone(),
         }
@@ -233,6 +242,7 @@ class Planner:
         for ffn, plan in zip(self.ffns, state["plans"], strict=True):
             # Plans used to be encoded as tensors: such a layer is dense until it is planned again.
             ffn.set_plan(Plan.from_state_dict(plan) if isinstance(plan, dict) else None)
+        self._means = state.get("means", self._means)
         self._sums, self._steps = state["sums"], state["steps"]
         self._sent = None if state["sent"] is None else HostCopy(state["sent"])
 
