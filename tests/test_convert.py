@@ -146,7 +146,9 @@ def test_defaults_go_with_the_steps_and_the_shape_is_the_models() -> None:
     assert (recipe.hidden_size, recipe.intermediate_size, recipe.layers, recipe.heads) == (32, 64, 2, 4)
     assert (recipe.context, recipe.vocab_size, recipe.rope_theta) == (64, 320, 1e6)
     assert 0 < recipe.lr_warmup < 200 and recipe.save_every < 200 and recipe.target_active == 0.01
-    assert converting.continued_recipe(Qwen2Config(**SHAPE), ["l1=1e-3", "l1_warmup_end=7"]).target_neurons is None
+    fixed = [["l1=1e-3", "steps=200"], ["l1=1e-3", "l1_warmup_end=7"], ["l1=0"]]
+    fixed_recipes = [converting.continued_recipe(Qwen2Config(**SHAPE), changes) for changes in fixed]
+    assert [(r.target_neurons, r.l1_warmup_end) for r in fixed_recipes] == [(None, 100), (None, 7), (None, 0)]
     assert converting.continued_recipe(LlamaConfig(max_position_embeddings=1 << 17)).context == 2048
 
 

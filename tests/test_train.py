@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from twell.parallel import Share
 from twell.train.data import SAMPLE, read_texts
 from twell.train.files import MANIFEST_FILE, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
-from twell.train.run import run
+from twell.train.run import read_summary, run
 from twell.train.tokenizer import train_bpe
 from twell.train.trainer import (
     METRICS_FILE,
@@ -161,6 +162,10 @@ def test_a_run_learns_logs_and_leaves_a_model(text: Path, tmp_path: Path) -> Non
         assert row["active_mean"] == pytest.approx((row["active/0"] + row["active/1"]) / 2)
         assert 0 <= row["dead_share"] <= 1
     assert sum("eval_loss" in row for row in metrics(out)) == 2
+    target = read_summary(out)["target"]
+    late = [row["active_mean"] for row in rows if row["step"] >= 14]
+    pairs = [(a + b) / 2 for a, b in itertools.pairwise(late)]
+    assert target == pytest.approx({"neurons": 0.64, "l1": rows[-1]["l1"], "least": min(pairs), "most": max(pairs)})
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     assert model.config.sparsity_l1_coeff == rows[-1]["l1"] > 0
     tokenizer = AutoTokenizer.from_pretrained(out / "model")

@@ -167,6 +167,8 @@ def continued_recipe(config: Any, changes: Sequence[str] = ()) -> Recipe:
     by_steps = dataclasses.replace(
         recipe,
         lr_warmup=steps // 20,
+        l1=chosen.l1,
+        l1_warmup_end=steps // 2 if chosen.l1 else 0,
         dead_after_tokens=min(10_000_000, tokens // 10),
         eval_every=max(1, steps // 5),
         save_every=max(1, steps // 5),

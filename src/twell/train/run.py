@@ -299,6 +299,8 @@ def summarise(trainer: SparseTrainer, out: Path, seconds: float, bytes_a_token: 
             "dead_share": trainer.dead_share(),
             "silent_share": float(torch.cat([s.counts == 0 for s in stats]).float().mean()),  # on the validation text
         }
+    if recipe.target_neurons is not None:
+        summary["target"] = {"neurons": recipe.target_neurons, "l1": trainer.l1, **_held(recipe, read_metrics(out))}
     return summary | {
         "parameters": model.num_parameters(),
         "processes": trainer.args.world_size,
@@ -309,6 +311,14 @@ def summarise(trainer: SparseTrainer, out: Path, seconds: float, bytes_a_token: 
     }
 
 
+def _held(recipe: Recipe, metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Least and most active neurons in training once the first third of the steps is over: means of a twentieth."""
+    logged = [row for row in metrics if "active_mean" in row and 3 * row["step"] >= recipe.steps]
+    n = max(1, recipe.steps // (20 * recipe.log_every))
+    means = [statistics.fmean(row["active_mean"] for row in logged[i : i + n]) for i in range(len(logged) - n + 1)]
+    return {"least": min(means), "most": max(means)} if means else {}
+
+
 def describe(summary: dict[str, Any]) -> str:
     """A summary in a line."""
     text = f"validation cross-entropy {summary['validation_loss']:.4f} ({summary['bits_per_byte']:.4f} bits per byte)"
@@ -317,6 +327,8 @@ def describe(summary: dict[str, Any]) -> str:
             f"; {summary['active_mean']:.1f} active neurons a token ({summary['active_share']:.1%}), "
             f"{summary['dead_share']:.1%} dead"
         )
+        if "least" in (target := summary.get("target", {})):
+            text += f"; trained to {target['neurons']:.1f}, held within {target['least']:.1f} and {target['most']:.1f}"
     if conversion := summary.get("conversion"):
         text += f"; it was {conversion['loss_before']:.4f} before"
         if conversion["loss_after"] != conversion["loss_before"]:
