@@ -1,4 +1,4 @@
-"""Put a sparse FFN into a model of your own, and train it with L1: three lines differ from an ordinary loop.
+"""Put a sparse FFN into a model of your own, and train it with L1: a few lines differ from an ordinary loop.
 
 python examples/own_model.py                             # CPU or GPU, half a minute
 """
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import twell
+from twell.sparsity import L1Steering
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=200)
-parser.add_argument("--l1", type=float, default=1e-2, help="weight of the L1 term: more makes fewer neurons fire")
+parser.add_argument(
+    "--active", type=float, default=8, help="neurons of 256 that a token is to fire; L1 is steered to it"
+)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -58,14 +61,16 @@ letters = sorted(set(text))
 data = torch.tensor([letters.index(letter) for letter in text], device=device)
 model = Model(len(letters)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+steering = L1Steering(args.active, args.steps)
 for step in range(args.steps):
     start = torch.randint(len(data) - 33, (16,))
     batch = torch.stack([data[i : i + 33] for i in start.tolist()])
     logits, all_stats = model(batch[:, :-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
     l1 = sum(stats.l1_sum / stats.tokens for stats in all_stats) / len(all_stats)  # mean over layers and tokens
-    (loss + args.l1 * l1).backward()
+    (loss + steering.l1 * l1).backward()
     optimizer.step()
+    steering.advance(all_stats)
     optimizer.zero_grad()
     if step % 50 == 0 or step == args.steps - 1:
         active = [float(stats.counts.sum() / stats.tokens) for stats in all_stats]

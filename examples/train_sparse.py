@@ -1,7 +1,7 @@
 """Train a sparse language model in Python, see how sparse it became, and let it write.
 
     python examples/train_sparse.py                          # the bundled text, two CPU cores, a minute
-    python examples/train_sparse.py --steps 800 --l1 1e-3
+    python examples/train_sparse.py --steps 800 --active 0.02
 
 ``twell train`` does the same from the command line.
 """
@@ -23,12 +23,12 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--out", type=Path, default=Path("sparse-run"), help="folder of the run; must be empty")
 parser.add_argument("--data", nargs="+", default=[SAMPLE], help="text files, folders, or a dataset's name")
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--l1", type=float, default=3e-3, help="weight of the L1 term: more makes fewer neurons fire")
+parser.add_argument("--active", type=float, default=0.01, help="share of the neurons that a token is to fire")
 parser.add_argument("--layers", type=int, default=4)
 args = parser.parse_args()
 
-# A recipe is a dataclass: the model's shape, L1, the optimiser. Presets are functions that return one.
-recipe = override(tiny(), [f"steps={args.steps}", f"l1={args.l1}", f"layers={args.layers}"])
+# A recipe is a dataclass: the model's shape, its sparsity, the optimiser. Presets are functions that return one.
+recipe = override(tiny(), [f"steps={args.steps}", f"target_active={args.active}", f"layers={args.layers}"])
 run(recipe, args.data, args.out)
 
 # What was saved is an ordinary checkpoint, with the weight names of Llama.

@@ -43,10 +43,11 @@ def run(recipe: Recipe, text: Path, out: Path, todo: list[sweeping.Variant]) -> 
 
 def test_rows_table_and_figure(recipe: Recipe, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-    rows = run(recipe, text, out, sweeping.variants(recipe, [0, 1e-2], ["silu", "plain", "restart"]))
+    rows = run(recipe, text, out, sweeping.variants(recipe, [0], ["silu", "plain", "restart"], [0.02]))
     names = [row["sweep"] for row in rows]
-    assert names == ["l1-0", "l1-0.01", "silu", "plain", "restart"]
-    assert [row["recipe"]["l1"] for row in rows] == [0, 1e-2, 0, recipe.l1, recipe.l1]
+    assert names == ["target-0.02", "l1-0", "silu", "plain", "restart"]
+    assert [row["recipe"]["l1"] for row in rows] == [None, 0, 0, None, None]
+    assert [row.get("target", {}).get("neurons") for row in rows] == [1.28, None, None, 0.96, 0.64]
     assert rows[3]["recipe"]["intermediate_size"] == 96 and not rows[3]["recipe"]["gated"]
     assert rows[2]["speed"] is None and rows[2]["recipe"]["activation"] == "silu"
     for row in (rows[0], rows[1], rows[3], rows[4]):
@@ -54,7 +55,7 @@ def test_rows_table_and_figure(recipe: Recipe, text: Path, tmp_path: Path) -> No
     assert [json.loads(line) for line in (out / sweeping.ROWS_FILE).read_text().splitlines()] == rows
     lines = (out / sweeping.TABLE_FILE).read_text().splitlines()
     assert len(lines) == 2 + 5
-    assert f"| l1-0 | {rows[0]['validation_loss']:.3f} | +0.0 % |" in lines[2]
+    assert f"| l1-0 | {rows[1]['validation_loss']:.3f} | +0.0 % |" in lines[3]
     assert "| silu |" in lines[4] and "| all |" in lines[4]
     assert (out / sweeping.FIGURE_FILE).stat().st_size > 5000
 
@@ -125,6 +126,8 @@ def test_another_recipe_in_the_folder_is_refused(recipe: Recipe, text: Path, tmp
 def test_what_makes_no_sweep_is_said(l1: list[float], ablations: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         sweeping.variants(tiny(), l1, ablations)
+    with pytest.raises(ValueError, match="the same target twice"):
+        sweeping.variants(tiny(), [], [], [0.01, 0.01])
 
 
 def test_every_recipe_is_checked_before_the_first_run(recipe: Recipe, text: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``twell sweep``: what sparsity costs and gives. One training run for each l1, evaluated and timed; a table, a figure.
+"""``twell sweep``: what sparsity costs and gives. A training run for each target or l1, evaluated and timed.
 
 A sweep is a folder with a run of ``twell train`` for each variant, and what follows from them: ``sweep.jsonl``,
 ``sweep.md``, ``sweep.png``. Run again, it goes on where it was: finished runs stay, one that was cut short resumes from
@@ -43,20 +43,23 @@ class Variant(NamedTuple):
     changes: list[str]
 
 
-def variants(recipe: Recipe, l1: Sequence[float], ablations: Sequence[str] = ()) -> list[Variant]:
-    """A run for each l1, and for each ablation one at the recipe's own l1, or target.
+def variants(
+    recipe: Recipe, l1: Sequence[float], ablations: Sequence[str] = (), targets: Sequence[float] = ()
+) -> list[Variant]:
+    """A run for each target and each constant l1, and for each ablation one at the recipe's own.
 
     >>> from twell.train.recipes import tiny
-    >>> [v.name for v in variants(tiny(), [0, 1e-3], ["silu", "plain"])]
-    ['l1-0', 'l1-0.001', 'silu', 'plain']
+    >>> [v.name for v in variants(tiny(), [0, 1e-3], ["silu", "plain"], [0.02])]
+    ['target-0.02', 'l1-0', 'l1-0.001', 'silu', 'plain']
     """
     for name in ablations:
         if name not in ABLATIONS:
             raise ValueError(f"unknown ablation {name!r}: expected one of {', '.join(ABLATIONS)}")
-    if not l1 and not ablations:
-        raise ValueError("a sweep needs at least one l1 or ablation")
-    if len(set(l1)) < len(l1):
-        raise ValueError(f"the same l1 twice: {', '.join(f'{value:g}' for value in l1)}")
+    if not l1 and not ablations and not targets:
+        raise ValueError("a sweep needs at least one target, l1 or ablation")
+    for name, values in (("l1", l1), ("target", targets)):
+        if len(set(values)) < len(values):
+            raise ValueError(f"the same {name} twice: {', '.join(f'{value:g}' for value in values)}")
     same_size = 16 * round(1.5 * recipe.intermediate_size / 16)  # two projections instead of three
     changes = {
         "silu": ["activation=silu", "l1=0", "restart_every=0", "restart_until=0"],
@@ -64,6 +67,7 @@ def variants(recipe: Recipe, l1: Sequence[float], ablations: Sequence[str] = ())
         "restart": [f"restart_every={max(1, recipe.steps // 12)}", f"restart_until={max(1, 2 * recipe.steps // 3)}"],
     }
     return [
+        *(Variant(f"target-{value:g}", [f"target_active={value!r}"]) for value in targets),
         *(Variant(f"l1-{value:g}", [f"l1={value!r}"]) for value in l1),
         *(Variant(name, changes[name]) for name in ablations),
     ]

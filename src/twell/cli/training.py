@@ -69,10 +69,11 @@ def train(
 ) -> None:
     """Train a sparse language model: ReLU and L1, on the Hugging Face Trainer.
 
-    L1 is steered until a token fires 1 % of the neurons; target_active=0.02 for another share, target_active=30 for a
-    number, l1=1e-3 for a fixed coefficient. On a terminal the run is shown as one screen, elsewhere line by line.
+    L1 is steered until a token fires 1 % of the neurons. target_active=0.02 asks
+    for another share, 30 for a number of neurons; l1=1e-3 is a fixed coefficient.
+    On a terminal the run is shown as one screen, elsewhere line by line.
 
-    [bold]twell train --preset tiny --out my-run target_active=0.02 steps=200[/bold]
+    Example: [bold]twell train --preset tiny --out my-run target_active=0.02 steps=200[/bold]
 
     [bold]twell train --from my-run/model --data more/ --out my-second-run steps=500[/bold]
     """
@@ -138,7 +139,13 @@ def sweep(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the preset, for all runs.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the sweep; one that exists goes on.")] = Path("sweep"),
-    l1: Annotated[list[float] | None, typer.Option(help="Repeatable. Default: the paper's eight.")] = None,
+    target: Annotated[
+        list[float] | None, typer.Option(help="A share or number of active neurons, as target_active; repeatable.")
+    ] = None,
+    l1: Annotated[
+        list[float] | None,
+        typer.Option(help="A constant coefficient; repeatable. Default, with no --target: the paper's eight."),
+    ] = None,
     ablation: Annotated[
         list[str] | None, typer.Option(help="silu, plain or restart, at the preset's target_active; repeatable.")
     ] = None,
@@ -150,9 +157,9 @@ def sweep(
     seconds: Seconds = 3.0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output, all else on error.")] = False,
 ) -> None:
-    """Train a model for each l1, evaluate and time it: the table and the figure of what sparsity costs and gives.
+    """Train a model for each target or l1, evaluate and time it: a table and a figure of what sparsity costs and gives.
 
-    Example: [bold]twell sweep --preset tiny --l1 0 --l1 1e-3 --l1 3e-3 --ablation silu --out my-sweep[/bold]
+    Example: [bold]twell sweep --preset tiny --l1 0 --target 0.03 --target 0.01 --ablation silu --out my-sweep[/bold]
 
     Interrupted, the same command goes on where it was.
     """
@@ -164,9 +171,8 @@ def sweep(
 
     quiet_libraries()
     recipe = recipes.override(recipes.preset(preset), overrides or [])
-    todo = sweeping.variants(
-        recipe, list(sweeping.PAPER_L1) if l1 is None and not ablation else l1 or [], ablation or []
-    )
+    usual = [] if ablation or target else list(sweeping.PAPER_L1)
+    todo = sweeping.variants(recipe, usual if l1 is None else l1, ablation or [], target or [])
 
     def say(line: str) -> None:
         print(line, flush=True, file=sys.stderr if as_json else sys.stdout)

@@ -452,7 +452,7 @@ class _Talk(TrainerCallback):
             line = f"{where}  cross-entropy {logs['ce_loss']:.4f}"
             if "active_mean" in logs:
                 share = logs["active_mean"] / self.recipe.intermediate_size
-                line += f"  L1 {logs['l1_loss']:.2f}  active {logs['active_mean']:.1f} ({share:.1%})"
+                line += f"  L1 {logs['l1_loss']:.2f} x {logs['l1']:.2g}  active {logs['active_mean']:.1f} ({share:.1%})"
                 line += f"  dead {logs['dead_share']:.1%}"
                 if logs["sparse_layers"]:
                     line += f"  sparse {logs['sparse_layers']}/{self.recipe.layers}"
