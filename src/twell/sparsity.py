@@ -127,9 +127,7 @@ class L1Steering:
             raise ValueError(f"L1Steering: steps must be at least 1, got {steps}")
         self.target, self.steps, self.l1 = target, steps, 0.0
         least, most = _INTEGRAL_STEPS
-        self._integral = min(
-            max(least, _INTEGRAL * steps), most
-        )  # steps in which an error that stays acts as a new one
+        self._integral = min(max(least, _INTEGRAL * steps), most)  # steps in which a lasting error acts once more
         self._step = 0  # how many were seen
         self._first: list[float] = []  # log(a / target) and the L1 sum of a token, in the first step
         self._error = 0.0  # e of the last step

@@ -1,9 +1,10 @@
 """The HF Trainer with eyes for sparsity: no training loop of our own, only what it should see, log and save.
 
 - both parts of the loss and the active neurons of every layer in the log, and in ``metrics.jsonl``;
-- the L1 warm-up, firing clocks reduced over processes, fresh starts for dead neurons on a schedule;
+- L1 steered to a number of active neurons, or warmed up; firing clocks reduced over processes; fresh starts for dead
+  neurons on a schedule;
 - layers moved between the dense path and the sparse kernels, by their counts;
-- clocks, counts and plans saved in the checkpoint folder, beside the state dict, and taken up again on resume;
+- clocks, counts, plans and l1 saved in the checkpoint folder, beside the state dict, and taken up again on resume;
 - checkpoints with a manifest (files.py), and none of a run that is no longer finite.
 """
 
@@ -181,10 +182,9 @@ class SparseTrainer(Trainer):
         self.clocks = [FiringClock(len(ffn.neuron_counts)) for ffn in self.ffns]
         self.planner = Planner(self.ffns, recipe.plan_every or 1)
         target = recipe.target_neurons
-        self.steering = None if target is None else L1Steering(target, recipe.steps)
-        if (
-            self.steering is not None
-        ):  # l1_scale is all of the coefficient: a compiled model's configuration must not change
+        self.steering = L1Steering(target, recipe.steps) if target is not None and self.ffns else None
+        if self.steering is not None:
+            # The coefficient is then all in l1_scale, a tensor: a changed number would compile the model anew.
             model.config.sparsity_l1_coeff = 1.0
         self.recent: list[Stats] = []  # per layer, over the steps since the last log; the log commits it to the FFNs
         self.eval_stats: list[Stats] = []  # per layer, over the last evaluation
