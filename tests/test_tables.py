@@ -14,7 +14,7 @@ from twell.bench import tables
 from twell.cli import app
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "docs" / "results.md", ROOT / "docs" / "converting.md", ROOT / "README.md"]
+DOCUMENTS = [ROOT / "docs" / name for name in ("results.md", "training.md", "converting.md")] + [ROOT / "README.md"]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

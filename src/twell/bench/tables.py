@@ -707,6 +707,23 @@ def _convert(rows: list[Row]) -> list[str]:
     return _lines(head, map(line, rows))
 
 
+def _targets(rows: list[Row]) -> list[str]:
+    def line(row: Row) -> tuple[str, ...]:
+        recipe, target = row["recipe"], row.get("target")
+        neurons = recipe["intermediate_size"]
+        asked, held = "", ""
+        if target is None:
+            asked = f"constant l1 {recipe['l1']:g}"
+        else:
+            asked = f"{100 * target['neurons'] / neurons:g} %"
+            held = f"{100 * target['least'] / neurons:.2f} to {100 * target['most'] / neurons:.2f} %"
+        loss, dead = f"{row['validation_loss']:.3f}", f"{100 * row['dead_share']:.1f} %"
+        return asked, str(recipe["steps"]), str(recipe["seed"]), held, f"{100 * row['active_share']:.2f} %", dead, loss
+
+    head = ("asked for", "steps", "seed", "least to most", "active at the end", "dead", "validation loss")
+    return _lines(head, map(line, rows))
+
+
 def _small_layers(rows: list[Row]) -> list[str]:
     head = ("run", *(str(i) for i in range(len(rows[0]["active"]))))
     return _lines(head, ((_run(r), *(f"{n:.0f}" for n in r["active"])) for r in rows))
@@ -849,6 +866,9 @@ TABLES = {
     "small": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _is_any, _small),
     "small-layers": Table(("train-small.jsonl",), f"{_SMALL} steps=1225 l1=4e-4", _counts_neurons, _small_layers),
     "small-text": Table(("train-small.jsonl",), _TEXT, _is_any, _small_text),
+    "target-tiny": Table(
+        ("target-tiny.jsonl",), "twell train --preset tiny [l1=... | target_active=...]", _is_any, _targets
+    ),
     "convert-tiny": Table(("convert-tiny.jsonl",), _CONVERT, _is_any, _convert),
     "convert-small": Table(("convert-small.jsonl",), _CONVERT, _is_any, _convert),
     "sweep": Table(("sweep-small.jsonl",), _SWEEP, _is_any, swept.table),

@@ -48,7 +48,9 @@ def compare(
 def results(
     documents: Annotated[
         list[Path] | None,
-        typer.Argument(help="Markdown files with tables. Default: docs/results.md docs/converting.md README.md."),
+        typer.Argument(
+            help="Markdown files with tables. Default: docs/results.md docs/training.md docs/converting.md README.md."
+        ),
     ] = None,
     rows: Annotated[Path, typer.Option(help="The folder of .jsonl files the tables are made from.")] = Path("results"),
     check: Annotated[
@@ -64,7 +66,8 @@ def results(
     if not rows.is_dir():
         raise ValueError(f"there is no folder of rows {rows}")
     stale = []
-    for document in documents or [Path("docs/results.md"), Path("docs/converting.md"), Path("README.md")]:
+    usual = ("docs/results.md", "docs/training.md", "docs/converting.md", "README.md")
+    for document in documents or map(Path, usual):
         if not document.is_file():
             raise ValueError(f"there is no document {document}")
         new, old = tables.updated(document, rows), document.read_text()
