@@ -105,7 +105,7 @@ class L1Steering:
         log l1 += _GAIN * (change of e + e / integral)              integral: 6 % of the steps, 10 to 30
 
     The reference falls from the first log(a / target) to 0, along a cosine, by a quarter of the ``steps``. So L1 rises
-    while the model learns: ``tiny`` ends 3 to 5 % below the cross-entropy of a constant l1 at equal sparsity. The L1
+    while the model learns: ``tiny`` ends 1 to 5 % below the cross-entropy of a constant l1 at equal sparsity. The L1
     term starts at 0.01 nats and stays below 1.
 
     A step's statistics go to the host and act one step later. l1 does not depend on timing, and the host waits only for
