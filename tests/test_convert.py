@@ -221,6 +221,11 @@ def test_a_sparse_model_trains_on(llama: str, text: Path, tmp_path: Path) -> Non
     assert facts["loss_before"] == facts["loss_after"] and facts["activation"] == "relu"
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").config.sparsity_l1_coeff == 0.5
     assert "is not empty: resume the run there" in str(twell(*command).exception)
+    for path in [tmp_path / "run/summary.json", *(tmp_path / "run").glob("checkpoint-*")]:
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert "starting again at step 0" in twell("train", "--resume", "--out", tmp_path / "run").stdout
+    again = json.loads((tmp_path / "run/summary.json").read_text())["conversion"]
+    assert again["loss_recovered"] == pytest.approx(facts["loss_recovered"], rel=1e-6)
 
 
 def test_adapters_train_on_a_sparse_model_and_leave_its_weights(

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.cli.app import app
-from twell.cli.common import Seconds
+from twell.cli.common import Seconds, counted_bar
 
 
 @app.command()
@@ -110,7 +110,6 @@ def train(
             raise ValueError("--lora runs on one GPU, or several without --fsdp")
     try:
         if model is not None:
-            from twell.cli.common import counted_bar
             from twell.train.convert import continue_training
             from twell.train.lora import ATTENTION
 
@@ -119,10 +118,15 @@ def train(
         else:
             recipe = recipes.override(recipes.preset(preset or "tiny"), changes)
             if resume:
-                was = Saved.read(out).recipe
-                recipe = recipes.override(recipe if preset else was, changes)
+                was = Saved.read(out)
+                recipe = recipes.override(recipe if preset else was.recipe, changes)
                 if not any(change.startswith("steps=") for change in changes):  # a preset's are no wish for more
-                    recipe = dataclasses.replace(recipe, steps=was.steps)
+                    recipe = dataclasses.replace(recipe, steps=was.recipe.steps)
+                if was.conversion:  # where there is no checkpoint yet, its model is made anew
+                    from twell.train.convert import beginning
+
+                    facts = was.conversion["facts"]
+                    how["begin"] = beginning(facts["model"], how["say"], counted_bar, facts.get("lora"))
             run(recipe, data or ([] if resume else [SAMPLE]), out, go_on=resume, **how)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":

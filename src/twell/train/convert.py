@@ -208,7 +208,7 @@ def convert_and_train(
         say(f"{out} is finished: {describe(read_summary(out))}")
         return
     own: dict[str, Any] = {"go_on": True} if begun else {"validation": validation, "tokenizer": tokenizer or name}
-    run(recipe, data, out, begin=_beginning(name, say, bar), say=say, **own, **how)
+    run(recipe, data, out, begin=beginning(name, say, bar), say=say, **own, **how)
 
 
 def continue_training(
@@ -241,7 +241,7 @@ def continue_training(
             changes = [*changes, "l1=0"]
     recipe = _recipe_of(name, changes, tokenizer, relufy=False)
     adapters = None if lora is None else {"rank": lora, "modules": list(lora_modules)}
-    begin = _beginning(name, say, bar, adapters)
+    begin = beginning(name, say, bar, adapters)
     run(recipe, data, out, begin=begin, tokenizer=tokenizer or name, say=say, **how)
 
 
@@ -256,7 +256,7 @@ def _recipe_of(name: str, changes: Sequence[str], tokenizer: str | None, *, relu
     return recipe
 
 
-def _beginning(name: str, say: Callable[[str], None], bar: Bar, lora: dict[str, Any] | None = None) -> Begin:
+def beginning(name: str, say: Callable[[str], None], bar: Bar, lora: dict[str, Any] | None = None) -> Begin:
     """Loads the model once the data is read; of several processes the first one talks."""
     if os.environ.get("RANK", "0") != "0":
         say, bar = (lambda line: None), _no_bar

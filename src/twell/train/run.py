@@ -123,10 +123,7 @@ def _run(
         saved.check_tokens(corpus)
     model, conversion = _model(recipe, corpus, tok, saved if found.checkpoint else None, begin)
     if saved is not None and saved.conversion and not conversion:
-        raise ValueError(
-            f"{out} has no checkpoint yet: give the same twell convert command again; if it was twell train --from, "
-            "remove the folder first"
-        )
+        raise ValueError(f"{out} has no checkpoint yet, so the model it began with is needed: give begin again")
     if saved is not None and recipe.steps > saved.recipe.steps and find_dataset(data):
         say(f"a longer run reads no further: it sees its {len(corpus.train):,} tokens again")
     size, trained = f"{model.num_parameters():,} parameters", model.num_parameters(only_trainable=True)
