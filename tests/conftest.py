@@ -24,7 +24,9 @@ if not torch.cuda.is_available():
 
 import interpreted
 from command_line import Result, Twell
-from twell import cli, cpu, tuned
+from twell import cpu
+from twell.plan import tuned
+from twell.workbench import cli
 
 if os.environ.get("PYTEST_XDIST_WORKER"):  # two processes on two cores
     torch.set_num_threads(1)

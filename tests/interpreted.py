@@ -67,9 +67,9 @@ def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, l
     import triton.language as tl
 
     from twell import saved
-    from twell.bench import parts
     from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, up_down, words
     from twell.gpu.training import hybrid, tail_backward, transpose, weight_gradients
+    from twell.workbench.bench import parts
 
     def rooms(M: Any) -> tuple[Any, Any]:
         return M * 0 + 2, M // 8

@@ -20,11 +20,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import twell
-from twell import serve
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
-from twell.serve.running import Running
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
+from twell.workbench import serve
+from twell.workbench.serve.running import Running
 
 VOCABULARY, CONTEXT = 320, 256
 SHAPE: dict[str, Any] = {

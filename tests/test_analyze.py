@@ -17,14 +17,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig, PreTrainedTokenizerFast
 
-from twell import analyze as analyze_module
-from twell import trace as trace_module
-from twell.analyze import CURVE_POINTS, FORMAT, Analysis, FFNShape, Options, analyze, analyze_trace, correlation
 from twell.hf import LlamaSparseReluConfig
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.plan import choose_plan, costs_for
-from twell.trace import Trace, record, record_text
 from twell.train.tokenizer import train_bpe
+from twell.workbench import analyze as analyze_module
+from twell.workbench import trace as trace_module
+from twell.workbench.analyze import (
+    CURVE_POINTS,
+    FORMAT,
+    Analysis,
+    FFNShape,
+    Options,
+    analyze,
+    analyze_trace,
+    correlation,
+)
+from twell.workbench.trace import Trace, record, record_text
 
 VOCAB, LAYERS, F, D, CONTEXT = 300, 2, 96, 32, 64
 TINY: dict[str, Any] = {

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from command_line import Result, Twell
-from twell import doctor
-from twell.cli import common, errors, models
 from twell.train.tokenizer import train_bpe
+from twell.workbench import doctor
+from twell.workbench.cli import common, errors, models
 
 SENTENCE = "hello world this is a text "
 
@@ -425,7 +425,7 @@ def test_an_unexpected_error_says_so_and_how_to_report_it(twell: Twell, monkeypa
     def breaks(*_: object, **__: object) -> None:
         raise KeyError("a key")
 
-    monkeypatch.setattr("twell.bench.compare.compare_files", breaks)
+    monkeypatch.setattr("twell.workbench.bench.compare.compare_files", breaks)
     result = twell("compare", "a b", "c")
     assert result.returncode == errors.BUG != 0
     first, second = result.stderr.splitlines()
@@ -433,7 +433,7 @@ def test_an_unexpected_error_says_so_and_how_to_report_it(twell: Twell, monkeypa
     assert "report" in second and second.endswith("TWELL_TRACEBACK=1 twell compare 'a b' c")
     monkeypatch.setenv(errors.SHOW_TRACEBACK, "1")
     monkeypatch.setattr(sys, "argv", ["twell", "compare", "a", "b"])
-    from twell import cli
+    from twell.workbench import cli
 
     with pytest.raises(KeyError):
         cli.main()
@@ -448,7 +448,7 @@ class Blocked(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocked())
-from twell import cli
+from twell.workbench import cli
 for line in sys.stdin.read().splitlines():
     sys.argv = ["twell", *line.split()]
     said = io.StringIO()

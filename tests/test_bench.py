@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from twell import backends, nn, ops
-from twell.bench import cases, ffn, timing
-from twell.cli.common import print_speed_table
+from twell.nn import layers as nn
+from twell.ops import backends
+from twell.ops import functional as ops
 from twell.plan import Plan
+from twell.workbench.bench import cases, ffn, timing
+from twell.workbench.cli.common import print_speed_table
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from twell.bench import decode, ffn, fp8
-from twell.cli import app
 from twell.fp8 import Fp8Linear
 from twell.nn import SparseFFNBase
-from twell.quantize import quantize_
+from twell.nn.quantize import quantize_
+from twell.workbench.bench import decode, ffn, fp8
+from twell.workbench.cli import app
 
 
 def llama(layers: int = 2) -> Any:

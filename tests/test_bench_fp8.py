@@ -14,14 +14,14 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from command_line import Twell
-from twell import backends
-from twell.bench import cases, ffn, fp8, rows, tables, timing
-from twell.bench.compare import compare
-from twell.cli.common import print_speed_table
 from twell.fp8 import Fp8Linear
+from twell.nn.quantize import quantize_
+from twell.ops import backends
 from twell.plan import Plan
-from twell.quantize import quantize_
 from twell.reference import Weights, forward, to_fp8
+from twell.workbench.bench import cases, ffn, fp8, rows, tables, timing
+from twell.workbench.bench.compare import compare
+from twell.workbench.cli.common import print_speed_table
 
 ROOT = Path(__file__).parents[1]
 KINDS: list[Any] = [fp8.DenseFp8FFN, fp8.Fp8WeightsFFN]
@@ -242,7 +242,7 @@ def test_a_token_that_fires_nothing_has_no_relative_error() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available() or not backends._HAS_TRITON, reason="the interpreter runs without a GPU")
 def test_layers_of_a_trace_have_fp8_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from twell.bench import traced
+    from twell.workbench.bench import traced
 
     monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
     layer = traced.Layer("last", torch.rand(40, 64) < 0.5)  # runs densely

@@ -14,12 +14,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from twell import cli, nn
-from twell.bench import ffn, model, timing
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
+from twell.nn import layers as nn
 from twell.plan import Plan
 from twell.train import recipes
+from twell.workbench import cli
+from twell.workbench.bench import ffn, model, timing
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,

@@ -13,10 +13,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from interpreted import shorten_lists
-from twell import backends, cli, cpu, nn, reference
-from twell.bench import cases, energy, ffn, timing, train, train_model
+from twell import cpu, reference
+from twell.nn import layers as nn
+from twell.ops import backends
 from twell.reference import Weights
-from twell.trace import Trace
+from twell.workbench import cli
+from twell.workbench.bench import cases, energy, ffn, timing, train, train_model
+from twell.workbench.trace import Trace
 
 CPU = torch.device("cpu")
 SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0", "--device", "cpu"]
@@ -34,9 +37,9 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     shorten_lists(monkeypatch.setattr)
     cheap = costs_for(CPU, training=True)._replace(gather=150.0, heavy=1.4, token=0, hot=0, batch=0)
-    monkeypatch.setattr("twell.plan._TRAINING_COSTS", {90: cheap})
+    monkeypatch.setattr("twell.plan.costs._TRAINING_COSTS", {90: cheap})
     for name in ("_MIN_TOKENS", "_MIN_TOKENS_TRAINING"):
-        monkeypatch.setattr(f"twell.plan.{name}", 0, raising=False)
+        monkeypatch.setattr(f"twell.plan.choose.{name}", 0)
     monkeypatch.setattr(ffn, "PLAN_TOKENS", 256)
     monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
 
@@ -201,8 +204,8 @@ def test_ffn_by_the_kernels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("small_splits")
 def test_layers_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that splits, with hot neurons, long and heavy tokens, and one that runs densely."""
-    from twell.bench import traced, train_trace
     from twell.gpu.training import hybrid
+    from twell.workbench.bench import traced, train_trace
 
     active = torch.rand(16, 384) < 0.01
     active[:, :100], active[9, 200:240], active[12, 200:220] = torch.rand(16, 100) < 0.9, True, True

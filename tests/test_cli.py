@@ -13,12 +13,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from command_line import Twell
-from twell import __version__, cpu, doctor
-from twell.analyze import Analysis
-from twell.bench import timing
+from twell import __version__, cpu
 from twell.hf.convert import sparsify_
-from twell.trace import Trace
 from twell.train.data import SAMPLE, read_texts
+from twell.workbench import doctor
+from twell.workbench.analyze import Analysis
+from twell.workbench.bench import timing
+from twell.workbench.trace import Trace
 
 SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0"]
 
@@ -147,7 +148,7 @@ def test_bench_model_writes_a_row(twell: Twell, tmp_path: Path, monkeypatch: pyt
 def test_what_was_measured_before_an_interrupt_is_there(
     twell: Twell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from twell.bench import ffn
+    from twell.workbench.bench import ffn
 
     measure = ffn.run
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from twell.bench import compare as cmp
-from twell.bench import rows as result_rows
+from twell.workbench.bench import compare as cmp
+from twell.workbench.bench import rows as result_rows
 
 RESULTS = Path(__file__).parent.parent / "results"
 BENCHMARKS = [

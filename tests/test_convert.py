@@ -27,13 +27,13 @@ from transformers import (
 from typer.testing import CliRunner
 
 from small_runs import mortal_runs
-from twell.bench import rows as results
-from twell.cli import app
 from twell.train import convert as converting
 from twell.train import run as run_module
 from twell.train.data import SAMPLE, read_texts
 from twell.train.run import read_metrics, run
 from twell.train.tokenizer import load_tokenizer, train_bpe
+from twell.workbench.bench import rows as results
+from twell.workbench.cli import app
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,

@@ -14,8 +14,8 @@ from torch import Tensor
 import test_cpu
 from test_cpu import INF, LAYERS, NAN, assert_no_worse_than_dense, each_layer, f64, nonfinite_pattern
 from twell import cpu, reference
-from twell.bench import cases
 from twell.reference import Weights
+from twell.workbench.bench import cases
 
 f32 = torch.float32
 

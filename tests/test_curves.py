@@ -13,8 +13,8 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.image import imread
 
-from twell import cli
-from twell.bench import curves
+from twell.workbench import cli
+from twell.workbench.bench import curves
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -14,15 +14,16 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from test_kernels import assert_right, make_weights, timed_once
-from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
-from twell.bench import cases, tune, tune_few
+from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import screen
 from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import split
 from twell.nn import neuron_major_
+from twell.ops import functional as ops
 from twell.plan import dense_plan
 from twell.reference import Weights
+from twell.workbench.bench import cases, tune, tune_few
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -445,7 +446,7 @@ def test_layers_plan_for_few_tokens_by_the_first_ones(
     kind: type, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("twell.nn.FIRST_LOOK", 8)
-    monkeypatch.setattr("twell.plan._FEW_COSTS", dict.fromkeys((1, 2, 4, 8, 16, 32, 64), (0.0, 2.0)))
+    monkeypatch.setattr("twell.plan.choose.FEW_COSTS", dict.fromkeys((1, 2, 4, 8, 16, 32, 64), (0.0, 2.0)))
     layer = kind(32, 64, bias=True, backend="triton")
     neuron_major_(layer.down_proj)
     with torch.no_grad():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from twell import demo
+from twell.workbench import demo
 
 
 def test_demo_packs_and_splits(capsys) -> None:

@@ -21,10 +21,13 @@ from transformers import (
 )
 
 from interpreted import shorten_lists
-from twell import backends, cli, doctor, nn, plan
+from twell import plan
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
+from twell.nn import layers as nn
+from twell.ops import backends
+from twell.workbench import cli, doctor
 
 F = 2048  # enough for a plan to pay
 SHAPE = {
@@ -91,7 +94,7 @@ def test_plans_follow_the_costs_of_the_gpu_that_is_there(relu_model: Path, monke
     keep_counts(relu_model, *THREE_LAYERS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     measured = plan.costs_for(torch.device("cpu"))
-    monkeypatch.setattr(plan, "_COSTS", {90: measured, 100: measured._replace(token=3 * F)})
+    monkeypatch.setattr(plan.costs, "_COSTS", {90: measured, 100: measured._replace(token=3 * F)})
     pays = [p.predicted is not None and p.predicted > 1 for p in doctor.plans(str(relu_model))]
     assert pays == [True, True, False]
     pretend_gpu(monkeypatch, (10, 0))

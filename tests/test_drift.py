@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from twell import reference
-from twell.bench import cases
-from twell.drift import EVERY, LAG, Drift
 from twell.nn import GatedSparseFFN, neuron_major_
 from twell.plan import Plan, choose_plan, costs_for, gain_left
+from twell.plan.drift import EVERY, LAG, Drift
 from twell.reference import Weights
+from twell.workbench.bench import cases
 
 COSTS = costs_for(torch.device("cpu"))
 
@@ -85,7 +85,7 @@ def test_a_frozen_layer_in_a_graph_keeps_its_plan(how: str) -> None:
     assert layer._plans_itself == (how != "captured")
     layer._plans_itself = True  # as if the graph had come after
     if how == "captured":
-        with mock.patch("twell.backends.choose_backend", lambda *_: "triton"):
+        with mock.patch("twell.ops.backends.choose_backend", lambda *_: "triton"):
             layer._look_at(torch.randn(300, 64))
         assert not layer._plans_itself
 

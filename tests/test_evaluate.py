@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from twell.evaluate import (
+from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from twell.nn import sparse_ffns
+from twell.nn.quantize import quantize_
+from twell.train.data import END_OF_TEXT, SAMPLE, read_texts
+from twell.train.tokenizer import train_bpe
+from twell.workbench.evaluate import (
     TASKS,
     Item,
     Mean,
@@ -30,14 +35,9 @@ from twell.evaluate import (
     score_text,
     tokens_of,
 )
-from twell.evaluate.fp8 import Fired, counting, plan_all_
-from twell.evaluate.predictions import Row, encode, predict
-from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
-from twell.nn import sparse_ffns
-from twell.quantize import quantize_
-from twell.trace import record
-from twell.train.data import END_OF_TEXT, SAMPLE, read_texts
-from twell.train.tokenizer import train_bpe
+from twell.workbench.evaluate.fp8 import Fired, counting, plan_all_
+from twell.workbench.evaluate.predictions import Row, encode, predict
+from twell.workbench.trace import record
 
 TEXT = next(iter(read_texts(SAMPLE)))[:2000]
 CONTEXT = 32

@@ -11,14 +11,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from command_line import Twell
-from twell.cli.common import load_model
-from twell.cli.eval_subjects import Subject, _in_ways
-from twell.evaluate import TASKS, harness
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
-from twell.quantize import quantize_
+from twell.nn.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
+from twell.workbench.cli.common import load_model
+from twell.workbench.cli.eval_subjects import Subject, _in_ways
+from twell.workbench.evaluate import TASKS, harness
 
 ITEMS = str(Path(__file__).parent / "data" / "eval")
 TEXT = next(iter(read_texts(SAMPLE)))[:3000]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from twell.evaluate import TASKS, TaskData, harness, read_folder, score_task
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
+from twell.workbench.evaluate import TASKS, TaskData, harness, read_folder, score_task
 
 if __name__ != "__main__" and not harness.is_installed():
     pytest.skip("needs lm-eval: pip install 'twell[eval]'", allow_module_level=True)

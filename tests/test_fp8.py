@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig, PreTrainedModel
 
 import twell
-from twell import fp8, reference, registered, trace
+from twell import reference
 from twell.fp8 import E4M3, Fp8Linear
+from twell.fp8 import linear as fp8
 from twell.nn import FP8_WEIGHTS, GatedSparseFFN, SparseFFN, SparseFFNBase, sparse_ffns
+from twell.ops import registered
 from twell.plan import Plan, as_size
 from twell.reference import to_fp8
+from twell.workbench import trace
 
 D, F = 32, 80
 f64 = torch.float64

@@ -17,13 +17,14 @@ from transformers.utils import is_compressed_tensors_available
 
 import twell
 from command_line import Twell
-from twell import doctor, fp8
-from twell.compressed import describe, is_rowwise_fp8, place_fp8_
 from twell.fp8 import E4M3, Fp8Linear, emulated
+from twell.fp8 import linear as fp8
+from twell.fp8.compressed import describe, is_rowwise_fp8, place_fp8_
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluModel, Qwen2SparseReluConfig
 from twell.nn import FP8_WEIGHTS, sparse_ffns
 from twell.reference import Fp8
 from twell.train.tokenizer import train_bpe
+from twell.workbench import doctor
 
 SHAPE = {
     "hidden_size": 32,

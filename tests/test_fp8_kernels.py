@@ -20,8 +20,8 @@ from twell.gpu.prefill import split_fp8
 from twell.gpu.prefill.split import Split
 from twell.gpu.prefill.split_fp8 import Fp8Weights
 from twell.gpu.shared import fp8
+from twell.nn.quantize import quantize_
 from twell.plan import Plan, dense_plan, tokens_of
-from twell.quantize import quantize_
 from twell.reference import Fp8, to_fp8
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")

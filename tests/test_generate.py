@@ -16,16 +16,17 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from command_line import Twell
-from twell import cpu, generate
-from twell.cli import generating
-from twell.generate import Parting, Settings
+from twell import cpu
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
 from twell.hf.text import TextStream, decoder
 from twell.nn import SparseFFNBase, sparse_ffns
-from twell.quantize import quantize_
+from twell.nn.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import load_tokenizer, train_bpe
+from twell.workbench import generate
+from twell.workbench.cli import generating
+from twell.workbench.generate import Parting, Settings
 
 TEXT = next(iter(read_texts(SAMPLE)))[:3000]
 PROMPTS = ["The captain", "It was a dark night, and the wind had", "She said: “No”"]

@@ -7,8 +7,8 @@ import torch
 
 import twell
 from twell import reference
-from twell.bench import cases, ffn
 from twell.vllm.ffn import vllm_ffn_of
+from twell.workbench.bench import cases, ffn
 
 pytestmark = pytest.mark.gpu
 

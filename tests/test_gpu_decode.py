@@ -14,13 +14,13 @@ pytest.importorskip("triton")
 import twell
 from test_gpu_kernels import assert_within_the_law, captured, neuron_major, random_weights
 from twell import gpu, reference
-from twell.bench import cases, ffn
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import screen
 from twell.gpu.decode import tiles as few_tiles
 from twell.gpu.prefill import split
 from twell.plan import choose_plan, costs_for, dense_plan
 from twell.reference import Weights
+from twell.workbench.bench import cases, ffn
 
 pytestmark = pytest.mark.gpu
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
@@ -211,7 +211,7 @@ def test_generation_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_graphs_of_layers_and_of_whole_steps_are_timed() -> None:
     transformers: Any = pytest.importorskip("transformers")
-    from twell.bench import decode as steps
+    from twell.workbench.bench import decode as steps
 
     (row,) = ffn.run(
         [ffn.Case(workload="skew29", M=8, D=512, F=1408, dtype=bf16, device="cuda", graph=True)], seconds=0

@@ -11,12 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import twell
 from twell import gpu, reference
-from twell.bench import cases, decode, ffn, fp8
-from twell.evaluate import compare_predictions
-from twell.evaluate.fp8 import counting, plan_all_
-from twell.evaluate.predictions import Row
 from twell.formats import TwELL
-from twell.generate import dense_twin
 from twell.gpu import dense_fp8
 from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import gate, split_fp8
@@ -25,6 +20,11 @@ from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import sparse_ffns
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Fp8, Weights, to_fp8
+from twell.workbench.bench import cases, decode, ffn, fp8
+from twell.workbench.evaluate import compare_predictions
+from twell.workbench.evaluate.fp8 import counting, plan_all_
+from twell.workbench.evaluate.predictions import Row
+from twell.workbench.generate import dense_twin
 
 pytestmark = pytest.mark.gpu
 UNPOISONED = {"empty": torch.empty, "empty_like": torch.empty_like, "new_empty": torch.Tensor.new_empty}

@@ -16,8 +16,6 @@ pytest.importorskip("triton")
 
 import twell
 from twell import gpu, reference
-from twell.bench import cases, ffn
-from twell.bench.parts import Parts
 from twell.formats import TwELL
 from twell.gpu import dense as dense_path
 from twell.gpu.prefill import gate, split, union
@@ -26,6 +24,8 @@ from twell.gpu.shared.tiles import device_facts, tiles_for
 from twell.nn import neuron_major_
 from twell.plan import Plan, choose_plan, costs_for, dense_plan
 from twell.reference import Weights
+from twell.workbench.bench import cases, ffn
+from twell.workbench.bench.parts import Parts
 
 pytestmark = pytest.mark.gpu
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32

@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 
 import twell
 from test_gpu_kernels import neuron_major, unaligned
-from twell import gpu, ops, reference
-from twell.bench import cases
+from twell import gpu, reference
+from twell.ops import functional as ops
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
+from twell.workbench.bench import cases
 
 pytestmark = pytest.mark.gpu
 

@@ -16,18 +16,20 @@ pytest.importorskip("triton")
 
 import interpreted
 from interpreted import shorten_lists
-from twell import GatedSparseFFN, SparseFFN, backends, gpu, ops, reference
-from twell.bench import ffn as ffn_bench
-from twell.bench import model as model_bench
-from twell.bench import timing, traced
-from twell.bench import tune as tuning
-from twell.bench.parts import Parts
+from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.formats import Hybrid, TwELL
 from twell.gpu.prefill import gate, heavy, lists, split, up_down
 from twell.gpu.shared import rows, tiles
+from twell.ops import backends
+from twell.ops import functional as ops
 from twell.plan import Plan, costs_for, dense_plan
 from twell.reference import Weights
 from twell.saved import COUNTERS, Turns
+from twell.workbench.bench import ffn as ffn_bench
+from twell.workbench.bench import model as model_bench
+from twell.workbench.bench import timing, traced
+from twell.workbench.bench import tune as tuning
+from twell.workbench.bench.parts import Parts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -39,8 +41,8 @@ f16, f32 = torch.float16, torch.float32
 
 @pytest.fixture(autouse=True)
 def few_tokens_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twell.plan._MIN_TOKENS", 0)
-    monkeypatch.setattr("twell.plan._COSTS", {90: costs_for(torch.device("cpu"))._replace(batch=0)})
+    monkeypatch.setattr("twell.plan.choose._MIN_TOKENS", 0)
+    monkeypatch.setattr("twell.plan.costs._COSTS", {90: costs_for(torch.device("cpu"))._replace(batch=0)})
     shorten_lists(monkeypatch.setattr)
 
 
@@ -340,7 +342,7 @@ def test_why_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.choose_backend("auto", torch.device("cpu")) == "cpu"
     monkeypatch.delenv("TRITON_INTERPRET")
     assert "on the CPU" in (backends.why_unavailable("triton", torch.device("cpu")) or "")
-    monkeypatch.setattr("twell.backends._HAS_TRITON", False)
+    monkeypatch.setattr("twell.ops.backends._HAS_TRITON", False)
     assert backends.why_unavailable("triton", torch.device("cuda")) == "triton is not installed"
 
 
@@ -457,7 +459,7 @@ def test_bench_of_a_trace() -> None:
 def test_bench_of_a_trace_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ffn_bench.Case, "is_sparse_fp8", property(lambda case: case.is_fp8))
     costs = costs_for(torch.device("cpu"), fp8=True)._replace(batch=0)
-    monkeypatch.setattr("twell.plan._FP8_COSTS", {90: costs})
+    monkeypatch.setattr("twell.plan.costs._FP8_COSTS", {90: costs})
     monkeypatch.setattr(ffn_bench, "parts_ms", lambda *_: {})  # of 16 bits
     torch.manual_seed(0)
     active = torch.rand(24, 2048) < 0.003

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import twell
-from twell import cpu, ops, reference
+from twell import cpu, reference
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, neuron_major_, sparse_ffns
+from twell.ops import functional as ops
 from twell.plan import Plan, dense_plan
 
 f64 = torch.float64

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from interpreted import shorten_lists
-from twell import backends, cpu, ops, reference
+from twell import cpu, reference
+from twell.ops import backends
+from twell.ops import functional as ops
 from twell.plan import Plan, dense_plan
 from twell.saved import saved_length
 

@@ -13,26 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from twell import tuned
-from twell.bench import cases
-from twell.plan import (
-    _FEW_COSTS,
-    _FEW_GATE,
+from twell.plan import Costs, Plan, choose_plan, costs_are, costs_for, dense_plan, sizes_of, tokens_of, tuned
+from twell.plan.choose import (
     _MIN_GAIN,
     _MIN_TOKENS,
     _MIN_TOKENS_CAPTURED,
     _MIN_TOKENS_TRAINING,
     _MIN_TOKENS_TRAINING_CAPTURED,
-    _TOKENS,
-    Costs,
-    Plan,
-    choose_plan,
-    costs_are,
-    costs_for,
-    dense_plan,
-    sizes_of,
-    tokens_of,
+    FEW_COSTS,
+    FEW_GATE,
 )
+from twell.plan.plan import _TOKENS
+from twell.workbench.bench import cases
 
 COSTS = Costs(gate=1.0, down=1.0, gather=200.0, heavy=1.5, token=0.0, hot=0.0, batch=1e6)
 
@@ -100,9 +92,9 @@ def test_training_plans_for_a_longer_tail_and_keeps_short_lists(monkeypatch: pyt
     plan = choose_plan(counts, 1_000_000, costs)
     tail = frequency[len(plan.hot) :].sum().item()
     assert plan.cap == 16 * math.ceil((6 + 4 * tail) / 16) < costs.heavy * 2 * (4096 - len(plan.hot)) / costs.gather
-    monkeypatch.setattr("twell.plan._LATER_TAIL", 1.0)
+    monkeypatch.setattr("twell.plan.choose._LATER_TAIL", 1.0)
     assert len(choose_plan(counts, 1_000_000, costs).hot) < len(plan.hot)
-    monkeypatch.setattr("twell.plan._MEMORY_MARGIN", 0.0)
+    monkeypatch.setattr("twell.plan.choose._MEMORY_MARGIN", 0.0)
     fastest = choose_plan(counts, 1_000_000, costs)
     assert (fastest.predicted or 0) > (plan.predicted or 0) * 0.99  # what it costs where the text stays the same
 
@@ -228,8 +220,8 @@ def test_few_tokens_pay_while_few_neurons_fire_for_any_of_them() -> None:
 def test_few_tokens_pay_for_every_smaller_batch() -> None:
     """A gathered row costs less for 64 tokens, and these neurons fire for any number of tokens."""
     always = torch.cat([torch.full((2600,), 999.0), torch.zeros(3032)])
-    start, gather = _FEW_COSTS[64]
-    assert start + _FEW_GATE * 5632 + 2 * gather * 2600 < 3 * 5632 / _MIN_GAIN  # 64 alone would pay
+    start, gather = FEW_COSTS[64]
+    assert start + FEW_GATE * 5632 + 2 * gather * 2600 < 3 * 5632 / _MIN_GAIN  # 64 alone would pay
     assert choose_plan(always, 1000, COSTS).few_tokens == 0
 
 
@@ -420,7 +412,7 @@ def test_measured_costs_that_cannot_be_used(
 def test_a_gpu_that_takes_what_costs_say_is_measured_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that follow from other costs than the known ones: measured are those costs."""
     pytest.importorskip("triton")
-    from twell.bench import costs as measuring
+    from twell.workbench.bench import costs as measuring
 
     M, F, element = 512, 4096, 7e-9
     of = Costs(gate=1.2, down=0.9, gather=300.0, heavy=2.0, token=900.0, hot=200.0, batch=1.2e7 * 5.8 / 7, few=1.5)

@@ -14,9 +14,10 @@ import torch
 pytest.importorskip("triton")
 
 from interpreted import shorten_lists
-from twell import GatedSparseFFN, SparseFFN, Stats, backends
+from twell import GatedSparseFFN, SparseFFN, Stats
 from twell.gpu.training import hybrid
 from twell.nn import SparseFFNBase
+from twell.ops import backends
 from twell.plan import Plan, costs_for
 from twell.sparsity import Planner
 from twell.train.data import Corpus
@@ -33,9 +34,9 @@ Hot = list[int | None]  # of each layer; None: it runs densely
 @pytest.fixture(autouse=True)
 def small_layers_may_be_sparse(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = costs_for(torch.device("cpu"), training=True)._replace(batch=0, token=0, hot=0)
-    monkeypatch.setattr("twell.plan._TRAINING_COSTS", {90: costs})
+    monkeypatch.setattr("twell.plan.costs._TRAINING_COSTS", {90: costs})
     for name in ("_MIN_TOKENS_TRAINING", "_MIN_TOKENS_TRAINING_CAPTURED"):
-        monkeypatch.setattr(f"twell.plan.{name}", 0)
+        monkeypatch.setattr(f"twell.plan.choose.{name}", 0)
 
 
 def layers(n: int = 2, F: int = 128, backend: str = "triton") -> list[SparseFFNBase]:
@@ -260,7 +261,7 @@ def test_the_trainer_moves_layers_and_resumes_with_them(tmp_path: Path, monkeypa
     """Plans of the counts of steps 1 and 2 are set after step 3. A run stopped after step 2 has these counts alone."""
     shorten_lists(monkeypatch.setattr)
     cheap = costs_for(torch.device("cpu"), training=True)._replace(dense=1e6)  # besides dense: all is sparse
-    monkeypatch.setattr("twell.plan._TRAINING_COSTS", {90: cheap})
+    monkeypatch.setattr("twell.plan.costs._TRAINING_COSTS", {90: cheap})
     by_kernels = 0
     right = hybrid.backward
 

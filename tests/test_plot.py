@@ -15,9 +15,9 @@ pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes
 from matplotlib.image import imread
 
-from twell import cli
-from twell.bench import plot, rows
 from twell.plan import costs_for
+from twell.workbench import cli
+from twell.workbench.bench import plot, rows
 
 SHAPE = plot.Shape("NVIDIA H200", True, 2048, 5632, "bfloat16", 16384)
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from twell import report
-from twell.analyze import (
+from twell.workbench import report
+from twell.workbench.analyze import (
     Analysis,
     Counted,
     Curve,
@@ -31,7 +31,7 @@ from twell.analyze import (
     TokenType,
     analyze_trace,
 )
-from twell.trace import Trace
+from twell.workbench.trace import Trace
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 TOKENS = [

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM
 from serving import CONTEXT, PROMPTS, Server, generated, served, wait_until
 from twell import cpu
 from twell.hf.text import TextStream
-from twell.serve.jobs import Sampler
-from twell.serve.text import UntilStop
 from twell.train.tokenizer import train_bpe
+from twell.workbench.serve.jobs import Sampler
+from twell.workbench.serve.text import UntilStop
 
 
 @pytest.fixture(scope="module")

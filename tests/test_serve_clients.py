@@ -18,9 +18,9 @@ openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' 
 pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 
 from serving import CONTEXT, PROMPTS, VOCABULARY, Server, get, post, served, wait_until
-from twell import serve
-from twell.serve import app, engine, guard, running
-from twell.serve.guard import is_safe_host
+from twell.workbench import serve
+from twell.workbench.serve import app, engine, guard, running
+from twell.workbench.serve.guard import is_safe_host
 
 # ---------------------------------------------------------------------------------------------------------
 # Clients that go away

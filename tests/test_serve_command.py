@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import twell
 from serving import SHAPE, post
-from twell import serve
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
-from twell.serve.guard import HandedOver
+from twell.workbench import serve
+from twell.workbench.serve.guard import HandedOver
 
 # ---------------------------------------------------------------------------------------------------------
 # The command
@@ -119,7 +119,7 @@ def test_bad_input_ends_in_one_line(command: Twell, folder: Path, tmp_path: Path
 
 
 def test_a_missing_package_is_named(command: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith("twell.serve")]:
+    for module in [name for name in sys.modules if name.startswith("twell.workbench.serve")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.delattr(twell, "serve")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -178,7 +178,7 @@ def pretend(command: Twell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         with monkeypatch.context() as patch:
             patch.setattr("twell.vllm.installed_version", lambda: version)
             patch.setattr(torch.cuda, "is_available", lambda: gpu)
-            patch.setattr("twell.cli.serving.load_model", lambda *_: ran.append("built in") or sys.exit(0))
+            patch.setattr("twell.workbench.cli.serving.load_model", lambda *_: ran.append("built in") or sys.exit(0))
             patch.setattr(os, "execve", lambda *given: ran.append(given) or sys.exit(0))
             result = command(*args)
         return result, ran[0] if ran else None
@@ -202,7 +202,7 @@ def test_vllm_is_handed_everything(pretend: Any, folder: Path, tmp_path: Path) -
         "--port": port[1],
         "--dtype": "float32",
         "--shutdown-timeout": "30",
-        "--middleware": "twell.serve.guard.HandedOver",
+        "--middleware": "twell.workbench.serve.guard.HandedOver",
     }
     hosts = f"127.0.0.1,{socket.gethostname()}"
     assert environment == {**os.environ, "TWELL_HOSTS": hosts}

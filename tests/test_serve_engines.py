@@ -17,13 +17,13 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from serving import generated
-from twell import serve
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
-from twell.serve import scoring
-from twell.serve.batched import why_not_batched
-from twell.serve.jobs import Job, Sampler
-from twell.serve.requests import ApiError
+from twell.workbench import serve
+from twell.workbench.serve import scoring
+from twell.workbench.serve.batched import why_not_batched
+from twell.workbench.serve.jobs import Job, Sampler
+from twell.workbench.serve.requests import ApiError
 
 VOCABULARY, CONTEXT = 320, 600
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from twell import sweep as sweeping
-from twell.bench import timing
 from twell.train import run as training
 from twell.train.data import SAMPLE, read_texts
 from twell.train.recipes import Recipe, override, tiny
+from twell.workbench import sweep as sweeping
+from twell.workbench.bench import timing
 
 MINI = "hidden_size=32 intermediate_size=64 layers=2 heads=2 context=32 vocab_size=300 steps=4 sequences_per_step=4"
 HOUSEKEEPING = "micro_batch=4 log_every=2 eval_every=4 save_every=2 dead_after_tokens=64"

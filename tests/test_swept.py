@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from twell import cli
-from twell.bench import rows as files
-from twell.bench import swept
+from twell.workbench import cli
+from twell.workbench.bench import rows as files
+from twell.workbench.bench import swept
 
 MEASURED = Path(__file__).parents[1] / "results" / "sweep-small.jsonl"
 

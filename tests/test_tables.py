@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from twell.bench import tables
-from twell.cli import app
+from twell.workbench.bench import tables
+from twell.workbench.cli import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "docs" / name for name in ("results.md", "training.md", "converting.md")] + [ROOT / "README.md"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from twell.evaluate import TASKS, Item, read_folder, read_task
+from twell.workbench.evaluate import TASKS, Item, read_folder, read_task
 
 ITEMS = Path(__file__).parent / "data" / "eval"
 

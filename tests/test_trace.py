@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig
 
 import twell
-from twell import trace as trace_module
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.nn import SparseFFNBase, sparse_ffns
-from twell.trace import MAX_WIDTH, Trace, record, record_text
 from twell.train.tokenizer import train_bpe
+from twell.workbench import trace as trace_module
+from twell.workbench.trace import MAX_WIDTH, Trace, record, record_text
 
 VOCAB, LAYERS, F = 300, 2, 96
 TINY: dict[str, Any] = {

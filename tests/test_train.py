@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from small_runs import mortal_runs
-from twell.parallel import Share
+from twell.nn.parallel import Share
 from twell.train.data import SAMPLE, read_texts
 from twell.train.files import MANIFEST_FILE, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny

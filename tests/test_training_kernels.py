@@ -16,11 +16,12 @@ from interpreted import shorten_lists
 
 pytest.importorskip("triton")
 
-from twell import GatedSparseFFN, SparseFFN, gpu, ops, reference
+from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu import dense
 from twell.gpu.prefill import lists, split
 from twell.gpu.shared import rows
 from twell.gpu.training import hot, hybrid, tail_backward, transpose
+from twell.ops import functional as ops
 from twell.plan import Costs, Plan
 from twell.reference import Weights
 from twell.saved import Parts, runs_in_parts

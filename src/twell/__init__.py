@@ -8,9 +8,9 @@
 from twell._version import __version__
 from twell.formats import Hybrid, TwELL
 from twell.nn import GatedSparseFFN, SparseFFN, freeze_, refresh_, restore_layout_, thaw_
+from twell.nn.quantize import dequantize_, quantize_
 from twell.ops import Stats, ffn, gated_ffn
 from twell.plan import Plan
-from twell.quantize import dequantize_, quantize_
 from twell.transformers_hook import register_with_transformers as _register_with_transformers
 
 

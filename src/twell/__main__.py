@@ -1,5 +1,5 @@
 """``python -m twell``: the command line."""
 
-from twell.cli import main
+from twell.workbench.cli import main
 
 main()

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from twell.backends import choose_backend
 from twell.host import HostCopy
 from twell.nn import SparseFFNBase
 from twell.ops import Stats
+from twell.ops.backends import choose_backend
 from twell.plan import Plan
 
 # Of L1Steering, chosen by runs of `tiny` and by simulated ones: L1 acts within 6 to 200 steps, and twice as much leaves

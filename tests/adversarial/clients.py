@@ -44,8 +44,8 @@ class Asked(NamedTuple):
 
 def serve(args: list[str]) -> None:
     """``twell serve``, of which a step of the model fails after each SIGUSR1."""
-    from twell import cli
-    from twell.cli import serving
+    from twell.workbench import cli
+    from twell.workbench.cli import serving
 
     wanted = threading.Event()
 

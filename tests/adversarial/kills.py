@@ -117,7 +117,7 @@ def verdict(code: int, errors: str, out: Path, wanted: dict[str, Any], before: d
 
 def twell(*args: str | Path) -> tuple[int, str, str]:
     """The command line in this process: exit code, standard output and error."""
-    from twell import cli
+    from twell.workbench import cli
 
     said, errors = io.StringIO(), io.StringIO()
     with mock.patch.object(sys, "argv", ["twell", *map(str, args)]), contextlib.redirect_stdout(said):

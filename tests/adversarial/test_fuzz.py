@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import cpu, nn
+from twell import cpu
+from twell.nn import layers as nn
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,6 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import twell
-from twell import registered
 from twell.hf import (
     LlamaSparseReluConfig,
     LlamaSparseReluForCausalLM,
@@ -50,6 +49,7 @@ from twell.hf import (
 )
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.nn import sparse_ffns
+from twell.ops import registered
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 

@@ -1,4 +1,4 @@
-"""The model that bench.py measures: random weights, as sparse as a synthetic workload of twell.bench.
+"""The model that bench.py measures: random weights, as sparse as a synthetic workload of twell.workbench.bench.
 
 The embeddings are the workload's tokens. A constant direction m in all of them carries the neurons' thresholds through
 every norm, since what attention and FFNs add is small and orthogonal to m. Each layer's thresholds are fitted to the
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from twell.bench import cases
 from twell.hf.configs import LlamaSparseReluConfig
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
+from twell.workbench.bench import cases
 
 PROMPT, NEW = 32, 128  # tokens of a prompt before generation, and generated
 CHECKED = 8  # prompts whose tokens are compared
@@ -44,7 +44,7 @@ class Fitter:
         gen = torch.Generator(args.device).manual_seed(0)  # as in cases.make: the same direction
         self.m_D = nn.functional.normalize(torch.randn(D, generator=gen, device=args.device), dim=0)
         if (self.inputs.x @ self.m_D).std() > 1e-2:
-            raise RuntimeError("twell.bench.cases no longer draws its constant direction first")
+            raise RuntimeError("twell.workbench.bench.cases no longer draws its constant direction first")
         self.threshold_F = -(self.inputs.w_gate @ self.m_D)
         self.gate_FD = self.inputs.w_gate + torch.outer(self.threshold_F, self.m_D)
         self.mean = cases.get_workload(args.workload).mean_nnz

@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from twell.hf.hooks import has_hooks
 from twell.hf.known import GATED_NAMES, KNOWN, LINEARS, NAMES, REFUSED, class_name
 from twell.nn import INLINE, SparseFFNBase, activation_of, find_activation, why_called
-from twell.parallel import is_sharded
+from twell.nn.parallel import is_sharded
 
 SPARSE, CALLED, LEFT_ALONE = "sparse", "called", "left alone"
 BACKEND_BEFORE = "_backend_before_desparsify"  # attribute of a block that ``desparsify_`` has made dense

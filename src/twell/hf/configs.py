@@ -11,7 +11,7 @@ from typing import Any
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 
-from twell.compressed import OWN_FIELD, is_rowwise_fp8
+from twell.fp8.compressed import OWN_FIELD, is_rowwise_fp8
 
 _NOT_PREDICTIONS = ["past_key_values", "ce_loss", "l1_loss", "sparsity"]  # what the Trainer must not gather
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from twell.compressed import record_
 from twell.fp8 import Fp8Linear, is_foreign, take_over
+from twell.fp8.compressed import record_
 from twell.hf.check import why_not_the_same
 from twell.hf.classify import (
     BACKEND_BEFORE,
@@ -44,7 +44,7 @@ from twell.nn import (
     restore_layout_,
     sparse_ffns,
 )
-from twell.parallel import is_sharded
+from twell.nn.parallel import is_sharded
 
 _ALREADY = "already sparse"
 NONE_FOUND = f"no feed-forward layers were found; looked for modules with {describe()}"

@@ -30,13 +30,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2Model
 
-from twell.compressed import place_fp8_
 from twell.fp8 import Fp8Linear
+from twell.fp8.compressed import place_fp8_
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.loading import refuse_missing
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase
+from twell.nn.parallel import is_sharded
 from twell.ops import Stats
-from twell.parallel import is_sharded
 
 IGNORED_LABEL = -100
 _REENTRANT = (

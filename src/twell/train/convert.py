@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from twell.compressed import OWN_FIELD, is_rowwise_fp8
+from twell.fp8.compressed import OWN_FIELD, is_rowwise_fp8
 from twell.hf.configs import SparsityFields
 from twell.hf.convert import NONE_FOUND, Report, sparsify_
 from twell.hf.known import ACTIVATION_FIELDS

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import ops
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, neuron_major_
+from twell.ops import functional as ops
 
 
 class VllmFFN(SparseFFNBase):

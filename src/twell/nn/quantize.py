@@ -1,0 +1,157 @@
+"""``quantize_`` and ``dequantize_``: the projections of sparse FFNs in FP8, and back; in place and explicit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from twell.fp8 import Fp8Linear, take_over, why_not_sizes
+from twell.fp8.compressed import other_quantization, record_
+from twell.nn.layers import SparseFFNBase, sparse_ffns, why_called
+
+CONFIGS = ("fp8",)
+_ALREADY = "its weights are FP8 already"
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeReport:
+    """What ``quantize_`` did; prints as one line."""
+
+    layers: tuple[str, ...]
+    bytes_before: int  # of the weights, scales and biases of these layers
+    bytes_after: int
+    left_alone: tuple[tuple[str, str], ...]  # name and reason
+    thawed: int  # of the layers, those that were frozen
+
+    def __str__(self) -> str:
+        line = (
+            f"{len(self.layers)} feed-forward layers in FP8, {self.bytes_before / 1e6:,.1f} MB of weights before, "
+            f"{self.bytes_after / 1e6:,.1f} MB now"
+        )
+        if self.thawed:
+            line += f"; {self.thawed} were frozen and are no longer"
+        for reason, n in Counter(reason for _, reason in self.left_alone).items():
+            line += f"; {n} left alone: {reason}"
+        return line
+
+    __repr__ = __str__
+
+
+@torch.inference_mode(False)  # writes to tensors that are made in it cannot be seen
+@torch.no_grad()
+def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -> QuantizeReport:
+    """Round the projections of a model's sparse FFNs to FP8, in place, for inference; biases stay.
+
+    Weights become e4m3 with a scale for each output row, x is rounded token by token in the call. On Hopper GPUs few
+    and many tokens then run sparsely; all else is dense in FP8, on GPUs of compute capability 8.9 or newer.
+    ``emulate=True`` computes the same slowly, anywhere. Plans that were made from counts are made anew: costs are
+    others.
+
+    Layers whose projections are more than a plain ``nn.Linear`` are left alone, and so are those with weights that are
+    not finite; the report says why. FP8 weights of compressed-tensors and torchao are taken over as they are. Layers
+    that are FP8 already stay so, and ``emulate`` holds for them, too. Frozen layers are thawed.
+
+    ``save_pretrained`` then writes compressed-tensors' keys and configuration: pass the whole model.
+    """
+    if config not in CONFIGS:
+        raise ValueError(f"quantize_: unknown config {config!r}, expected one of: {', '.join(CONFIGS)}")
+    ffns = list(sparse_ffns(model))
+    if not ffns:
+        raise ValueError("quantize_: the model has no sparse feed-forward layers; call sparsify_ first")
+    method = other_quantization(model)
+    if method is not None:
+        raise ValueError(f"quantize_: the model is quantised by {method} already, and can be saved as one of both only")
+    names, left_alone, before, after, thawed = [], [], 0, 0, 0
+    known: dict[int, tuple[nn.Module, Fp8Linear]] = {}  # of projections that layers share
+    for name, ffn in ffns:
+        linears = [getattr(ffn, projection) for projection in ffn.projections]
+        made = _in_fp8(ffn, linears, emulate, known)
+        if isinstance(made, str):
+            left_alone.append((name, made))
+            continue
+        thawed += ffn.frozen is not None
+        ffn.frozen = None
+        before += sum(map(_bytes_of, linears))
+        after += sum(map(_bytes_of, made))
+        for projection, new in zip(ffn.projections, made, strict=True):
+            ffn.set_projection(projection, new)
+        ffn.forget_counted_plan()
+        names.append(name)
+    record_(model)
+    return QuantizeReport(tuple(names), before, after, tuple(left_alone), thawed)
+
+
+def _in_fp8(
+    ffn: SparseFFNBase, linears: list[Any], emulate: bool, known: dict[int, tuple[nn.Module, Fp8Linear]]
+) -> list[Fp8Linear] | str:
+    """A layer's projections in FP8, or why they stay as they are."""
+    if all(isinstance(linear, Fp8Linear) for linear in linears):
+        for linear in linears:
+            linear.emulate = emulate
+        return _ALREADY
+    made = []
+    for projection, linear in zip(ffn.projections, linears, strict=True):
+        _, shared = known.get(id(linear), (None, None))
+        new = shared or (linear if isinstance(linear, Fp8Linear) else take_over(linear))
+        if new is None:
+            forward, steps = vars(linear).get("forward"), getattr(ffn, "steps", ())  # of OPT's FFN: see hf/inline.py
+            reason = why_called(linear, projection, forward if forward in steps else None)
+            reason = reason or why_not_sizes(linear.in_features, linear.out_features)
+            if reason is not None:
+                return reason
+            new = Fp8Linear.from_linear(linear)
+            if not new.weight.is_meta and not bool(new.weight_scale.isfinite().all()):
+                return f"{projection} has weights that are not finite"
+        made.append(new)
+    for linear, new in zip(linears, made, strict=True):
+        new.emulate = emulate
+        known[id(linear)] = linear, new
+    return made
+
+
+def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Give every FP8 layer of a model plain weights again, with the values that the FP8 ones stand for, in place.
+
+    ``dtype``: by default that of the model's other weights. Returns how many layers there were. For kernels that read
+    ``down_proj`` neuron by neuron call ``sparsify_`` again, which lays it out so."""
+    ffns = list(sparse_ffns(model))
+    if dtype is None:
+        dtype = _dtype_of_others(model)
+    made: dict[int, nn.Linear] = {}
+
+    def plain(layer: Fp8Linear) -> nn.Linear:
+        if id(layer) not in made:
+            made[id(layer)] = layer.to_linear(dtype)
+        return made[id(layer)]
+
+    held = []  # so that no id is given twice
+    for _, ffn in ffns:
+        for projection in ffn.projections:
+            layer = getattr(ffn, projection)
+            if isinstance(layer, Fp8Linear):
+                held.append(layer)
+                ffn.set_projection(projection, plain(layer))
+        if any(getattr(ffn, projection) in made.values() for projection in ffn.projections):
+            ffn.forget_counted_plan()
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, Fp8Linear):
+                held.append(layer)
+                setattr(parent, name, plain(layer))
+    record_(model)
+    return len(made)
+
+
+def _dtype_of_others(model: nn.Module) -> torch.dtype:
+    fp8 = {id(p) for m in model.modules() if isinstance(m, Fp8Linear) for p in (m.weight, m.weight_scale)}
+    others = (p.dtype for p in model.parameters() if id(p) not in fp8 and p.is_floating_point())
+    return next(others, torch.get_default_dtype())
+
+
+def _bytes_of(linear: nn.Module) -> int:
+    """Of its tensors; a tensor of another library tells its own."""
+    return sum(p.nbytes for p in linear.parameters())

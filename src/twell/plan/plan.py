@@ -1,0 +1,173 @@
+"""The plan of a layer: which neurons are hot, which tokens heavy, and from how many tokens on; choose.py makes them.
+
+A plan changes time, never a result."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MIN_TOKENS = 3072  # see choose.py
+MAX_FEW_TOKENS = 64  # that gpu/decode/few.py takes at once
+
+
+class PlanTensors(NamedTuple):
+    """A plan as operations take it: on the layer's device, with nothing on the host to read.
+
+    ``sizes`` and ``tokens`` hold numbers as a size of theirs, [0, number], and no memory. A compiler treats sizes as
+    symbols, so a new plan compiles nothing anew; each symbol costs compiled code a call of Python, so several numbers
+    are packed into one. Large offsets keep them from being equal to other sizes, which would become one symbol."""
+
+    order: Tensor  # int32 [F]: the neurons, hot ones first
+    places: Tensor  # int32 [F]: of a cold neuron among the cold ones; -1 for hot ones
+    sizes: Tensor  # H, cap, first, of 18 bits each
+    tokens: Tensor  # see ``Plan.tokens``: of 7, 14 and 22 bits
+
+
+_SIZE, _TOKENS, _UNION = 1 << 18, 1 << 22, 1 << 14  # which numbers are below; more tokens are run as so many are
+_OFFSET_SIZES, _OFFSET_TOKENS = 1 << 60, 1 << 61
+
+
+def as_size(number: int, device: torch.device) -> Tensor:
+    """A number, from 2 on, as the size of an empty tensor: compiled code takes it as a symbol."""
+    t = torch.empty(0, 1, dtype=torch.int8, device=device).expand(0, number)  # of no elements: it may be copied
+    if not torch.compiler.is_compiling():  # symbols from the first time on: else layers would compile anew one by one
+        torch._dynamo.maybe_mark_dynamic(t, 1)
+    return t
+
+
+def sizes_of(plan: PlanTensors) -> tuple[int, int, int]:
+    """H, cap, first."""
+    packed = plan.sizes.shape[1] - _OFFSET_SIZES
+    return packed // (_SIZE * _SIZE), packed // _SIZE % _SIZE, packed % _SIZE
+
+
+def tokens_of(plan: PlanTensors) -> tuple[int, int, int]:
+    """See ``Plan.tokens``."""
+    packed = plan.tokens.shape[1] - _OFFSET_TOKENS
+    return packed // (_UNION * _TOKENS), packed // _TOKENS % _UNION, packed % _TOKENS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """How one layer runs on a GPU. Changes time, never a result.
+
+    Calls that are captured in a CUDA graph have thresholds of their own: a graph replays without the host, which
+    otherwise takes longer than a small batch does on the GPU.
+    """
+
+    n_neurons: int
+    hot: Tensor  # int64 [H], most frequent first; all F neurons where batches run densely
+    cap: int  # a token with more active cold neurons is heavy, unless there are few of them
+    first: int = 32  # the tail starts with tokens that have more than this
+    min_tokens: int = MIN_TOKENS  # a smaller batch runs densely
+    few_tokens: int = 0  # but not one of at most so many tokens
+    union_tokens: int = 0  # nor of so many: by the neurons that fire for any of a tile of tokens
+    min_tokens_captured: int | None = None  # in a CUDA graph; None: the same
+    few_tokens_captured: int | None = None
+    predicted: float | None = None  # speedup over dense
+    mean_active: float | None = None  # neurons that a token fires, where it was counted
+    tail: float | None = None  # cold ones of them; for plans that inference may replace: see drift.py
+
+    def __post_init__(self) -> None:
+        """A neuron that is hot twice, or not there, would silently change what the layer computes."""
+        object.__setattr__(self, "_on", {})
+        hot = self.hot.unique()
+        inside = len(hot) == 0 or (int(hot[0]) >= 0 and int(hot[-1]) < self.n_neurons)
+        numbers = (self.cap, self.first, *self.tokens(captured=False), *self.tokens(captured=True))
+        if len(hot) != len(self.hot) or not inside or min(numbers) < 0:
+            raise ValueError(
+                f"a plan needs different hot neurons of 0 to {self.n_neurons - 1} and numbers of at least 0, got "
+                f"{len(self.hot)} hot neurons, {len(hot)} of them different, cap {self.cap}, first {self.first}, "
+                f"min_tokens {self.min_tokens}, few_tokens {self.few_tokens}"
+            )
+        if max(self.few_tokens, self.few_tokens_captured or 0) > MAX_FEW_TOKENS:
+            raise ValueError(f"few_tokens must be at most {MAX_FEW_TOKENS}, got {self.few_tokens}")
+        if not 0 <= self.union_tokens < _UNION:
+            raise ValueError(f"union_tokens must be 0 to {_UNION - 1}, got {self.union_tokens}")
+        if self.n_neurons % 2 == 0 and len(hot) % 2:
+            raise ValueError(f"a plan needs an even number of hot neurons, since kernels write pairs; got {len(hot)}")
+        if max(self.n_neurons, self.cap, self.first) >= 1 << 18:
+            raise ValueError(f"a plan is for less than {1 << 18:,} neurons, got {self.n_neurons:,}")
+
+    @property
+    def is_dense(self) -> bool:
+        """Of batches that are not few tokens."""
+        return len(self.hot) == self.n_neurons
+
+    def tokens(self, *, captured: bool) -> tuple[int, int, int]:
+        """Sparse: as few tokens up to the first number, by tiles up to the second, in parts from the last on."""
+        few, least = self.few_tokens, self.min_tokens
+        if captured:
+            few = few if self.few_tokens_captured is None else self.few_tokens_captured
+            least = least if self.min_tokens_captured is None else self.min_tokens_captured
+        return few, max(few, self.union_tokens), least
+
+    def in_parts(self, tokens: int, *, captured: bool) -> bool:
+        """Whether a batch of so many tokens runs in three parts."""
+        return not self.is_dense and tokens >= self.tokens(captured=captured)[2]
+
+    def __repr__(self) -> str:
+        few, most, least = self.tokens(captured=False)
+        few_captured, _, least_captured = self.tokens(captured=True)
+        of_few = f", sparse up to {few} tokens" if few else ""
+        of_few += f" ({few_captured} in graphs)" if few_captured != few else ""
+        of_few += f", by tiles up to {most}" if most > few else ""
+        if self.is_dense:
+            return f"Plan(dense, {self.n_neurons} neurons{of_few})"
+        predicted = "" if self.predicted is None else f", predicted {self.predicted:.2f}x"
+        in_graphs = f" ({least_captured} in graphs)" if least_captured != least else ""
+        return (
+            f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens heavy above {self.cap}, "
+            f"from {least} tokens on{in_graphs}{predicted}{of_few})"
+        )
+
+    def order(self) -> Tensor:
+        """int64 [F] on the CPU: the hot neurons, then the cold ones."""
+        cold = torch.ones(self.n_neurons, dtype=torch.bool, device="cpu")  # whatever the default device is
+        cold[self.hot.cpu()] = False
+        return torch.cat([self.hot.cpu(), cold.nonzero()[:, 0]])
+
+    def on(self, device: torch.device, *, captured: bool = False) -> PlanTensors:
+        """What operations take, kept for the next time. Made outside of graphs only: they would own it."""
+        kept: dict[tuple[torch.device, bool], PlanTensors] = self.__dict__["_on"]
+        tensors = kept.get((device, captured))
+        if tensors is None:
+            tensors = self._make(device, captured)
+            kept[device, captured] = tensors
+        return tensors
+
+    def _make(self, device: torch.device, captured: bool) -> PlanTensors:
+        other = self.__dict__["_on"].get((device, not captured))
+        few, most, least = self.tokens(captured=captured)
+        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be kept
+            packed = (len(self.hot) * _SIZE + self.cap) * _SIZE + self.first
+            sizes = as_size(packed + _OFFSET_SIZES, device)
+            tokens = as_size((few * _UNION + most) * _TOKENS + min(least, _TOKENS - 1) + _OFFSET_TOKENS, device)
+            if other is not None:
+                return PlanTensors(other.order, other.places, sizes, tokens)
+            order = self.order()
+            places = torch.full_like(order, -1)
+            places[order[len(self.hot) :]] = torch.arange(self.n_neurons - len(self.hot), device="cpu")
+            return PlanTensors(order.int().to(device), places.int().to(device), sizes, tokens)
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles make tensors of their own: they may be for another device."""
+        return Plan.from_state_dict, (self.state_dict(),)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and one tensor, for a checkpoint."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Plan:
+        return cls(**state)
+
+
+def dense_plan(n_neurons: int, few_tokens: int = 0, mean_active: float | None = None, union_tokens: int = 0) -> Plan:
+    """Dense but for batches of so many tokens."""
+    hot, given = torch.arange(n_neurons, device="cpu"), {"few_tokens": few_tokens, "union_tokens": union_tokens}
+    return Plan(n_neurons=n_neurons, hot=hot, cap=0, predicted=1.0, mean_active=mean_active, **given)

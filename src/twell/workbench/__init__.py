@@ -1,0 +1,1 @@
+"""The workbench: measure, analyse, evaluate, serve, and the command line. The library never imports it."""

@@ -1,0 +1,117 @@
+"""Dense FFNs in FP8, as users of Hopper run them: baselines of ``twell bench ffn`` and ``twell bench decode``.
+
+Weights are e4m3 with a scale for each output, by ``reference.to_fp8``. Both FFNs are meant to be compiled: Inductor
+then fuses what stands between the GEMMs. On a CPU they multiply dequantised matrices, for tests.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from twell import reference
+from twell.fp8 import why_not_sizes, why_unavailable
+from twell.ops import backends
+from twell.reference import Fp8, Weights, to_fp8
+
+NAMES = ("fp8", "fp8_weights")  # in rows
+FEW_TOKENS = 64  # up to which Fp8WeightsFFN is timed
+_SHRINK = 2.0**-8  # of weights up to 448, exact in 16 bits: sums stay in the range of float16
+
+
+def applies(device: torch.device, dtype: torch.dtype, D: int, F: int) -> bool:
+    """Whether there is a dense FP8 FFN to compare with: FP8 tensor cores, 16 bits, sizes that ``_scaled_mm`` takes."""
+    in_16_bits = dtype in (torch.bfloat16, torch.float16)
+    return in_16_bits and why_not_sizes(D, F) is None and why_unavailable(device) is None
+
+
+def applies_sparsely(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are sparse kernels for FP8 weights to compare it with."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return False
+    return backends.kernels().fp8.why_not(torch.device("cuda", device.index or 0)) is None
+
+
+class _Weight(nn.Module):
+    q: Tensor  # e4m3 [outputs, inputs]
+    scale: Tensor  # float32 [outputs]
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        q, scale = to_fp8(weight)
+        self.register_buffer("q", q)
+        self.register_buffer("scale", scale)
+
+
+class _Fp8FFN(nn.Module):
+    def __init__(self, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
+        super().__init__()
+        self.gate = None if w_gate is None else _Weight(w_gate)
+        self.up, self.down = _Weight(w_up), _Weight(w_down)
+
+
+class DenseFp8FFN(_Fp8FFN):
+    """x [..., D] and h [..., F] are rounded in the call, each row by a scale of its own; products are FP8 GEMMs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = to_fp8(x.flatten(0, -2))
+        h = self._product(rows, self.up)
+        h = torch.relu(h) if self.gate is None else torch.relu(self._product(rows, self.gate)) * h
+        return self._product(to_fp8(h), self.down).to(x.dtype).view(x.shape)
+
+    def _product(self, a: Fp8, w: _Weight) -> Tensor:
+        if a.q.device.type == "cpu":
+            return a.to(torch.float32) @ Fp8(w.q, w.scale).to(torch.float32).T
+        return torch._scaled_mm(
+            a.q,
+            w.q.t(),
+            scale_a=a.scale[:, None],
+            scale_b=w.scale[None],
+            out_dtype=torch.bfloat16,  # with scales of rows float16 is refused by some versions
+            use_fast_accum=True,
+        )
+
+
+class Fp8WeightsFFN(_Fp8FFN):
+    """Weights alone are FP8, half the bytes to read for few tokens; x and h keep their 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self._product(x, self.up)
+        h = torch.relu(h) if self.gate is None else torch.relu(self._product(x, self.gate)) * h
+        return self._product(h, self.down)
+
+    def _product(self, a: Tensor, w: _Weight) -> Tensor:
+        return (nnf.linear(a, w.q.to(a.dtype) * _SHRINK) * (w.scale / _SHRINK)).to(a.dtype)
+
+
+# Without it Inductor leaves one token to cuBLAS, and converted weights go through memory, as for more tokens they do.
+_FUSED = {"options": {"coordinate_descent_tuning": True}}
+
+
+def ways(M: int) -> dict[str, tuple[type[_Fp8FFN], dict[str, Any]]]:
+    """Those to time for M tokens, and how to compile them."""
+    few: dict[str, tuple[type[_Fp8FFN], dict[str, Any]]] = {"fp8_weights": (Fp8WeightsFFN, _FUSED)}
+    return {"fp8": (DenseFp8FFN, {}), **(few if M <= FEW_TOKENS else {})}
+
+
+def in_model(model: Any, kind: type[_Fp8FFN]) -> Any:
+    """A copy of a Llama-like model with ReLU whose FFNs are ``kind``; all else stays as it is."""
+    made = copy.deepcopy(model)
+    for layer in made.model.layers:
+        mlp = layer.mlp
+        layer.mlp = kind(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight).eval()
+    return made
+
+
+def meant(name: str, x: Tensor, w: Weights) -> Tensor:
+    """What a way computes, in float64: with weights as they are rounded, and x where it is rounded, too."""
+    gate, up, down = to_fp8(w.gate), None if w.up is None else to_fp8(w.up), to_fp8(w.down)
+    if name != "fp8_weights":
+        return reference.fp8_forward(x, gate, up, down)
+    f64 = torch.float64
+    rounded = Weights(gate.to(f64), None if up is None else up.to(f64), down.to(f64))
+    return reference.forward(x.double(), rounded, want_stats=False).y

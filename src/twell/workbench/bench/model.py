@@ -1,0 +1,365 @@
+"""``twell bench model``: the forward pass of a whole Hugging Face model, dense against sparse.
+
+Two kinds of models. A real one runs on text or random ids as it is. One of random weights has no sparse activations,
+so every FFN of it gets the weights of a workload and, by a hook, its input: dense and sparse models alike. With a
+trace, the FFNs of the sparse model run their gate on that input and everything else on the trace's positions (see
+``traced.py``), the trace's layers repeated through the depth.
+
+The sparse model is as ``sparsify_`` leaves it, not frozen. Its times are the GPU's, by events, and *as called*: whole
+calls in a plain loop, the host's time included. ``measure_generate`` times ``model.generate``, also frozen.
+
+Where outputs can be compared they are, before anything is timed: models that disagree have no speedup.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from twell.hf.convert import desparsify_, sparsify_
+from twell.nn import SparseFFNBase, freeze_, sparse_ffns, thaw_
+from twell.plan import Plan
+from twell.reference import Weights
+from twell.workbench.bench import cases, energy, ffn, timing, train
+
+ENERGY_SECONDS = 3.0
+PROMPT_TOKENS, NEW_TOKENS = 32, 64  # of measure_generate
+GENERATE_ROUNDS = 7  # at least
+_TOKENS_OF_A_LAYER = 64  # at least, of a workload: a few tokens are others in every layer
+_LAYER_TOKENS = 16384  # of one FFN's input, where layers are timed one by one
+_TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 1e-3}  # of logits; bf16: 0.01 after 28 layers
+
+
+class Subject(NamedTuple):
+    """What is compared: two models that compute the same."""
+
+    dense: Any
+    sparse: Any
+    facts: dict[str, Any]  # of the row
+    comparable: bool = True  # with recorded positions they compute different things
+    plans: tuple[Plan, ...] = ()  # of the layers, where they are made here
+    x: Tensor | None = None  # [n, D]: a workload's tokens, which the FFNs get instead of their own
+
+
+@torch.no_grad()
+def real(model: Any, name: str) -> Subject:
+    """A model as it is. Its sparse copy plans by calibration or by its first batches, as for every user."""
+    dense, sparse = copy.deepcopy(model), model
+    desparsify_(dense)
+    report = sparsify_(sparse)
+    if not report.n_sparse:
+        raise ValueError(f"{name} has no FFN that can run sparsely:\n{report}")
+    return Subject(dense, sparse, {"workload": "model", "model": name})
+
+
+@torch.no_grad()
+def synthetic(model: Any, workload: str, x_shape: tuple[int, int], patterns: Sequence[Tensor] | None = None) -> Subject:
+    """``model``: a dense Llama-like model with ReLU; its FFN weights are overwritten. ``x_shape``: the largest batch.
+
+    ``patterns``: bool [tokens, F] of the layers of a trace; then all batches have this shape.
+    """
+    device, dtype, config = model.device, model.dtype, model.config
+    D, F, n_layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    tokens = x_shape[0] * x_shape[1]
+    n = max(tokens, _TOKENS_OF_A_LAYER * n_layers)
+    inputs = cases.make(workload, n + ffn.PLAN_TOKENS, D, F, dtype=dtype, device=device)
+    cases.write_ffns_(model, inputs)
+    x = inputs.x[:n]
+    sparse = copy.deepcopy(model)
+    sparsify_(sparse)
+    fired = (torch.relu(inputs.x[n:] @ inputs.w_gate.T) != 0).sum(0)
+    plans = []
+    for i, layer in enumerate(sparse.model.layers):
+        assert isinstance(layer.mlp, SparseFFNBase)
+        layer.mlp.backend = "triton"
+        if patterns is None:
+            plans.append(layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS))
+        else:
+            layer.mlp = _TracedFFN.of(layer.mlp, x[:tokens], patterns, i)
+            plans.append(layer.mlp.plan)
+    facts = {"workload": workload if patterns is None else "trace"}
+    return Subject(model, sparse, facts, patterns is None, tuple(plans[: len(patterns or [0])]), x)
+
+
+def _feed(subject: Subject, batch: int, length: int) -> None:
+    """Have the FFNs of both models run on the workload's tokens. Of a few tokens every layer has its own."""
+    x, n = subject.x, batch * length
+    if x is None:
+        return
+    for model in (subject.dense, subject.sparse):
+        for i, layer in enumerate(model.model.layers):
+            first = i * n if (i + 1) * n <= len(x) else 0
+            part = x[first : first + n].view(batch, length, -1)
+            for key in [key for key, hook in layer.mlp._forward_pre_hooks.items() if _is_ours(hook)]:
+                del layer.mlp._forward_pre_hooks[key]
+            layer.mlp.register_forward_pre_hook(functools.partial(_replaced_input, part))
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, functools.partial) and hook.func is _replaced_input
+
+
+def _replaced_input(x: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The workload's tokens, as many as there are in what came."""
+    batch, length = args[0].shape[:2]
+    return (x if (batch, length) == x.shape[:2] else x[:batch, :length], *args[1:])
+
+
+@torch.no_grad()
+def measure(
+    subject: Subject,
+    ids: Tensor,
+    *,
+    compiled: bool = False,
+    seconds: float = 3.0,
+    wants_layers: bool = False,
+    called: bool | None = None,
+) -> dict[str, Any]:
+    """A JSON-ready row for ids [batch, length]. ``wants_layers``: time every FFN of a real model by itself, too.
+
+    ``called``: also as called; by default on a GPU, since a CPU's times are those of calls anyway.
+    """
+    dense, sparse = models = subject.dense, subject.sparse
+    device, config, tokens = dense.device, dense.config, ids.numel()
+    hidden = getattr(config, "intermediate_size", None) or config.ffn_dim  # OPT's name
+    _feed(subject, *ids.shape)
+    if compiled:
+        ffn.forget_compiled(device)
+        for each in models:
+            for layer in getattr(each.model, "decoder", each.model).layers:
+                layer.compile(dynamic=False)  # a layer at a time: they all share what is compiled once
+    runs = {name: functools.partial(_logits, each, ids) for name, each in zip(("dense", "sparse"), models, strict=True)}
+    difference = None
+    if subject.comparable:
+        difference = check_logits(runs["dense"]()[:, -1], runs["sparse"]()[:, -1])
+    times = timing.compare(runs, seconds=seconds, warmups=2, device=device)
+    prompts = {name: functools.partial(_first_token, each, ids[:1]) for name, each in zip(runs, models, strict=True)}
+    of_calls = {}
+    if called or (called is None and device.type == "cuda"):
+        of_calls = _as_called(runs, seconds, device)
+        if subject.comparable:
+            check_logits(runs["dense"]()[:, -1], runs["sparse"]()[:, -1])
+    waits = timing.compare(prompts, seconds=seconds / 3, warmups=1, device=device)
+    joules = {name: energy.joules(run, device, min(seconds, ENERGY_SECONDS)) for name, run in runs.items()}
+    known = {name: j for name, j in joules.items() if j is not None}
+    layers = _layers(dense, sparse, ids, seconds) if wants_layers else None
+    memory = {name: memory_of(each, runs[name]) for name, each in zip(runs, models, strict=True)}
+    return {
+        "bench": "model",
+        **subject.facts,
+        "layers": config.num_hidden_layers,
+        "D": config.hidden_size,
+        "F": hidden,
+        "batch": ids.shape[0],
+        "length": ids.shape[1],
+        "compiled": compiled,
+        "frozen": False,
+        "dtype": str(dense.dtype).removeprefix("torch."),
+        **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
+        "first_token_ms": {name: spread._asdict() for name, spread in waits.items()},
+        "tokens_per_ms": {name: round(tokens / spread.p50, 3) for name, spread in times.items()},
+        "speedup": ffn.speedup(times, "sparse"),
+        **of_calls,
+        "difference": difference,
+        "memory": memory,
+        "memory_ratio": train.ratio(memory["sparse"]["held"], memory["dense"]["held"]),
+        "joules_per_token": {name: None if j is None else float(f"{j / tokens:.4g}") for name, j in joules.items()},
+        "joules_ratio": train.ratio(known["sparse"], known["dense"]) if len(known) == 2 else None,
+        **({"plans": [ffn.plan_facts(plan) for plan in subject.plans]} if subject.plans else {}),
+        **({"ffns": layers} if layers is not None else {}),
+        **timing.environment(device),
+    }
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    return model(ids, use_cache=False).logits
+
+
+def _first_token(model: Any, ids: Tensor) -> Tensor:
+    """A prompt's pass, cache included, up to the logits of the next token."""
+    return model(ids, use_cache=True, logits_to_keep=1).logits
+
+
+def check_logits(dense: Tensor, sparse: Tensor, name: str = "sparse", allowed: float | None = None) -> float:
+    """Relative difference of the logits; raises where the models do not compute the same."""
+    difference = ffn.relative_error(sparse, dense.double())
+    if not difference < (allowed or _TOLERANCE.get(dense.dtype, 1e-6)):
+        raise ffn.WrongResult(f"the {name} model's logits differ from the dense model's by {difference:.2e}")
+    return float(f"{difference:.3g}")
+
+
+def memory_of(model: Any, run: Callable[[], Any]) -> dict[str, int]:
+    """Bytes: of weights, of what is frozen beside them, of all that a model holds, and the most of ``run`` besides."""
+    own = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+    held = [*model.parameters(), *model.buffers()]
+    for _, each in sparse_ffns(model):
+        held += [each.neuron_counts, each.tokens_seen]
+        held += [t for t in (*each._plan_eager, *each._plan_captured) if t is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    frozen = sum(each.frozen_bytes() for _, each in sparse_ffns(model))
+    passing = timing.peak_bytes(run, model.device)
+    return {
+        "weights": sum(own.values()),
+        "frozen": frozen,
+        "held": sum(storages.values()) + frozen,
+        "pass": passing,
+    }
+
+
+def _as_called(runs: Mapping[str, Callable[[], Any]], seconds: float, device: torch.device) -> dict[str, Any]:
+    """The fields of a row that tell what whole calls take in a plain loop."""
+    calls = {name: [run] for name, run in runs.items()}
+    times = timing.as_called(calls, seconds=seconds / 2, device=device)
+    return {
+        "called_ms": {name: spread._asdict() for name, spread in times.items()},
+        "host_us": timing.host_us(calls, device=device, repeats=9),
+        "speedup_called": ffn.speedup(times, "sparse"),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# model.generate
+# ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def measure_generate(subject: Subject, ids: Tensor, new_tokens: int, *, seconds: float) -> dict[str, Any]:
+    """A JSON-ready row of greedy ``model.generate`` after the prompts ids [batch, length]: dense, sparse and frozen."""
+    dense, sparse = subject.dense, subject.sparse
+    device, config = dense.device, dense.config
+    _feed(subject, *ids.shape)
+    for each in (dense, sparse):
+        each.generation_config.update(eos_token_id=None, pad_token_id=0)  # as many tokens in every way
+
+    def call(model: Any) -> Tensor:
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)[
+            :, ids.shape[1] :
+        ]
+
+    def timed(model: Any) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        tokens = call(model)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken = (time.perf_counter() - start) * 1e3
+        if tokens.shape != (len(ids), new_tokens):
+            raise ffn.WrongResult(f"expected {new_tokens} tokens of {len(ids)} prompts, got {tuple(tokens.shape)}")
+        return taken
+
+    difference = check_logits(_first_token(dense, ids)[:, -1], _first_token(sparse, ids)[:, -1])
+    times: dict[str, list[float]] = {"dense": [], "sparse": [], "frozen": []}
+    deadline, rounds, memory = time.perf_counter() + seconds, 0, 0
+    while rounds < 1 + GENERATE_ROUNDS or time.perf_counter() < deadline:
+        for name, taken in times.items():
+            if name == "frozen":
+                freeze_(sparse)
+                memory = sum(each.frozen_bytes() for _, each in sparse_ffns(sparse))
+            taken.append(timed(dense if name == "dense" else sparse))
+        thaw_(sparse)
+        rounds += 1
+    spreads = timing.quiet({name: taken[1:] for name, taken in times.items()})  # the first warms up
+    return {
+        "bench": "generate",
+        **subject.facts,
+        "layers": config.num_hidden_layers,
+        "D": config.hidden_size,
+        "F": getattr(config, "intermediate_size", None) or config.ffn_dim,
+        "batch": ids.shape[0],
+        "length": ids.shape[1],
+        "new_tokens": new_tokens,
+        "compiled": False,
+        "dtype": str(dense.dtype).removeprefix("torch."),
+        "called_ms": {name: spread._asdict() for name, spread in spreads.items()},
+        "speedup_called": ffn.speedup(spreads, "sparse"),
+        "speedup_called_frozen": ffn.speedup(spreads, "frozen"),
+        "frozen_bytes": memory,
+        "difference": difference,
+        **({"plans": [ffn.plan_facts(plan) for plan in subject.plans]} if subject.plans else {}),
+        **timing.environment(device),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
+# FFNs one by one
+# ---------------------------------------------------------------------------------------------------------
+
+
+def _layers(dense: Any, sparse: Any, ids: Tensor, seconds: float) -> list[dict[str, Any]]:
+    """Each FFN by itself on the input it has in the model: its active neurons, both times, the speedup.
+
+    On a GPU replays of CUDA graphs are timed: an FFN may take the GPU less time than the host needs to start it.
+    """
+    inputs: dict[str, Tensor] = {}
+
+    def keep(name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs[name] = args[0].flatten(0, -2)[:_LAYER_TOKENS].clone()
+
+    ffns = {name: module for name, module in sparse.named_modules() if isinstance(module, SparseFFNBase)}
+    hooks = [dense.get_submodule(name).register_forward_pre_hook(functools.partial(keep, name)) for name in ffns]
+    _logits(dense, ids)
+    for hook in hooks:
+        hook.remove()
+    rows = []
+    for name, module in ffns.items():
+        x = inputs.pop(name)
+        first = getattr(module, module.projections[0])
+        active = (torch.relu(first(x)) != 0).sum().item()
+        runs: dict[str, Callable[[], Tensor]] = {
+            "dense": functools.partial(dense.get_submodule(name), x),
+            "sparse": functools.partial(module, x),
+        }
+        is_graph = x.device.type == "cuda"
+        if is_graph:
+            with ffn.as_if_captured(module):
+                module(x)
+            runs = {side: ffn.replayed([run]) for side, run in runs.items()}
+        times = timing.compare(runs, seconds=min(0.3, seconds / len(ffns)), device=x.device)
+        rows.append(
+            {
+                "name": name,
+                "tokens": len(x),
+                "mean_active": round(active / len(x), 2),
+                "graph": is_graph,
+                **{f"{side}_ms": spread._asdict() for side, spread in times.items()},
+                "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
+            }
+        )
+    return rows
+
+
+class _TracedFFN(nn.Module):
+    """A layer that runs its gate on x and everything after it on recorded positions: for timing alone."""
+
+    def __init__(self, projections: nn.ParameterList, x: Tensor, active: Tensor) -> None:
+        from twell.workbench.bench.parts import Parts  # needs triton
+        from twell.workbench.bench.traced import plan_and_rest
+
+        super().__init__()
+        self.weights = projections
+        self.plan, timed = plan_and_rest(active.to(x.device), *x.shape)
+        self.parts = None
+        if self.plan.in_parts(len(x), captured=False):
+            self.parts = Parts(x, Weights(*projections), self.plan)
+            self.parts.replay(timed)
+
+    @classmethod
+    def of(cls, layer: SparseFFNBase, x: Tensor, patterns: Sequence[Tensor], index: int) -> _TracedFFN:
+        projections = nn.ParameterList([getattr(layer, name).weight for name in layer.projections])
+        return cls(projections, x, patterns[index % len(patterns)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        from twell import gpu
+
+        if self.parts is None or x.shape[:-1].numel() != len(self.parts.x):
+            return gpu.forward(x.flatten(0, 1), Weights(*self.weights), "relu", None).view(x.shape)
+        self.parts.lay_out()  # in vain: as a layer does that is not frozen
+        self.parts.cold_gate(self.parts.tiles.gate, self.parts.tiles.use_tma)
+        return self.parts.after_gate().view(x.shape)

@@ -1,0 +1,408 @@
+"""``twell bench train``: forward and backward of one FFN, dense against sparse.
+
+Timed are y and sum |h|, which L1 training adds to the loss, and the gradients of x and all weights from fixed gradients
+of the two; old gradients are dropped first, in every alternative. Before that, y, the sum and every gradient are
+compared with float64: sparse may err at most twice as much as dense PyTorch does, or WrongResult is raised and no
+speedup is reported.
+
+*As called*: the same by modules in a plain loop, the host's time included, with a step of fused AdamW after every
+backward. The step writes all weights and changes none (its rate is 0): results are compared again afterwards.
+
+The layers of a trace are in ``train_trace.py``, whole models in ``train_model.py``.
+
+Legend: M tokens, D model width, F hidden width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from twell import reference
+from twell.ops import backends
+from twell.ops import functional as ops
+from twell.plan import Plan, choose_plan, costs_for
+from twell.reference import Weights
+from twell.workbench.bench import cases, energy, ffn, timing
+
+_DL1 = 0.25  # against dy of size 1: a missing or doubled L1 gradient is far outside the tolerance. Time knows no values
+_TRUTH_TOKENS = 4096  # in float64 at once: 185 MB a tensor at F 5632
+NEEDS = (True, True, True, True, False, False, False)  # gradients of x, gate, up, down; no biases
+ENERGY_SECONDS = 2.0
+
+Forward = Callable[..., tuple[Tensor, Tensor]]  # (x, gate, up or none, down) -> y, sum |h|
+
+
+class Problem(NamedTuple):
+    """What is given: x and weights, whose gradients are wanted, and the gradients of y and of sum |h|."""
+
+    x: Tensor  # [M, D]
+    w: Weights
+    dy: Tensor  # [M, D]
+    dl1: Tensor  # []
+
+    @classmethod
+    def of(cls, x: Tensor, w: Weights) -> Problem:
+        def leaf(t: Tensor) -> Tensor:
+            return t.detach().clone().requires_grad_()
+
+        generator = torch.Generator(x.device).manual_seed(1)
+        dy = torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+        dl1 = torch.tensor(_DL1, dtype=reference.sum_dtype(x.dtype), device=x.device)
+        own = Weights(leaf(w.gate), None if w.up is None else leaf(w.up), leaf(w.down))
+        return cls(leaf(_clear_of_zero(x, w.gate)), own, dy, dl1)
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        named = {"dx": self.x, "dw_gate": self.w.gate, "dw_up": self.w.up, "dw_down": self.w.down}
+        return {name: t for name, t in named.items() if t is not None}
+
+    def drop_gradients(self) -> None:
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    def solve(self, forward: Forward) -> tuple[Tensor, Tensor]:
+        """y and sum |h|; the gradients are left at the leaves. This is what is timed."""
+        leaves = self.leaves
+        self.drop_gradients()
+        y, l1 = forward(*leaves.values())
+        torch.autograd.backward([y, l1], [self.dy, self.dl1])
+        return y.detach(), l1.detach()
+
+    def results(self, forward: Forward) -> dict[str, Tensor]:
+        y, l1 = self.solve(forward)
+        gradients: dict[str, Any] = {name: leaf.grad for name, leaf in self.leaves.items()}
+        return {"y": y, "l1": l1, **gradients}
+
+
+def run(cases_: Sequence[ffn.Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]:
+    """Measure each case; yields one JSON-ready row per case, as it is done."""
+    for case in cases_:
+        backend = backends.choose_backend(case.backend, torch.device(case.device))
+        n_seen = ffn.PLAN_TOKENS if backend == "triton" else 0
+        inputs = cases.make(
+            case.workload, case.M + n_seen, case.D, case.F, seed=case.seed, dtype=case.dtype, device=case.device
+        )
+        w = Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
+        plan = _plan_by(inputs.x[case.M :], w) if n_seen else None
+        yield _run_case(case, Problem.of(inputs.x[: case.M], w), plan, seconds)
+
+
+def _plan_by(seen: Tensor, w: Weights) -> Plan:
+    """From the counts of other tokens than are timed."""
+    fired = (torch.relu(nnf.linear(seen, w.gate)) != 0).sum(0)
+    costs = costs_for(seen.device, training=True)
+    return choose_plan(fired, len(seen), costs, width=seen.shape[1], gated=w.up is not None)
+
+
+def _run_case(case: ffn.Case, p: Problem, plan: Plan | None, seconds: float) -> dict[str, Any]:
+    device = p.x.device
+    ffn.forget_compiled(device)
+    forwards: dict[str, Forward] = {**dense_forwards(p), "sparse": sparse_forward(case.backend, plan)}
+    truth, counts = _truth(p)
+    dense = p.results(forwards["dense"])
+    errors = check(truth, dense, p.results(forwards["sparse"]))
+    loops = _loops(p, case.backend, plan) if case.is_called else {}
+    checked = {name: loop.results() for name, loop in loops.items() if name == "sparse"}
+    for found in checked.values():
+        check(truth, dense, found)
+    del truth, dense
+    runs: dict[str, Callable[[], Any]] = {
+        name: functools.partial(p.solve, forward) for name, forward in forwards.items()
+    }
+    memory = {name: _peak_bytes(runs[name], p) for name in ("dense", "sparse")}
+    times = timing.compare(runs, seconds=seconds, device=device)
+    p.drop_gradients()
+    called = _as_called(p, loops, seconds) if loops else {}
+    for name, found in checked.items():
+        again = loops[name].results()
+        if not all(torch.equal(again[key], value) for key, value in found.items()):
+            raise ffn.WrongResult(
+                f"{name} results are not what they were before they were timed; no speedup is reported"
+            )
+    del loops, checked
+    return make_row(
+        case,
+        backends.choose_backend(case.backend, device),
+        plan,
+        mean_active=counts.sum().item() / case.M,
+        times=times,
+        **called,
+        error=errors,
+        memory={**memory, "ratio": ratio(memory["sparse"], memory["dense"])},
+        joules=_joules(runs, device, seconds),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# As called
+# ---------------------------------------------------------------------------------------------------------
+
+
+class TrainedFFN(ffn.DenseFFN):
+    """A dense block that also gives sum |h|."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        h = self.hidden(x)
+        return self.down_proj(h), h.abs().sum(dtype=reference.sum_dtype(h.dtype))
+
+
+class _Loop:
+    """A layer with weights of its own, and what a training loop does with it. ``call``: x -> y, sum |h|."""
+
+    def __init__(self, p: Problem, block: ffn.DenseFFN, call: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.call, self.dy, self.dl1 = call, p.dy, p.dl1
+        self.x = p.x.detach().clone().requires_grad_()
+        linears = {"dw_gate": block.gate_proj, "dw_up": block.up_proj, "dw_down": block.down_proj}
+        if block.gate_proj is None:  # whose gate is called up
+            linears = {"dw_gate": block.up_proj, "dw_down": block.down_proj}
+        self.weights = {name: linear.weight for name, linear in linears.items() if linear is not None}
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0, fused=True)
+
+    def forward_backward(self) -> tuple[Tensor, Tensor]:
+        y, l1 = self.call(self.x)
+        torch.autograd.backward([y, l1], [self.dy, self.dl1])
+        return y, l1
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.x.grad = None
+
+    def iteration(self) -> None:
+        self.forward_backward()
+        self.optimizer.step()
+        self.drop_gradients()
+
+    def results(self) -> dict[str, Tensor]:
+        """As ``Problem.results``."""
+        self.drop_gradients()
+        y, l1 = self.forward_backward()
+        gradients: dict[str, Any] = {"dx": self.x.grad, **{name: w.grad for name, w in self.weights.items()}}
+        self.drop_gradients()
+        return {"y": y.detach(), "l1": l1.detach(), **gradients}
+
+
+def _block(p: Problem) -> TrainedFFN:
+    """Dense, with weights of its own: contiguous, as ``sparsify_`` leaves them in training."""
+    w_gate, w_up, w_down = (None if w is None else w.detach().clone() for w in (p.w.gate, p.w.up, p.w.down))
+    assert w_gate is not None and w_down is not None
+    return (TrainedFFN(None, w_gate, w_down) if w_up is None else TrainedFFN(w_gate, w_up, w_down)).train()
+
+
+def _loops(p: Problem, backend: str, plan: Plan | None) -> dict[str, _Loop]:
+    """dense, on a GPU also dense compiled, and sparse."""
+    dense, shared = _block(p), _block(p)
+    loops = {"dense": _Loop(p, dense, dense)}
+    if p.x.device.type == "cuda":
+        compiled = _block(p)
+        loops["compiled"] = _Loop(p, compiled, torch.compile(compiled, fullgraph=True, dynamic=False))
+    sparse = ffn.sparse_layer(shared, backend, plan)
+
+    def call_sparse(x: Tensor) -> tuple[Tensor, Tensor]:
+        y, stats = sparse(x, return_stats=True)
+        return y, stats.l1_sum
+
+    loops["sparse"] = _Loop(p, shared, call_sparse)
+    return loops
+
+
+def _as_called(p: Problem, loops: dict[str, _Loop], seconds: float) -> dict[str, Any]:
+    """The fields of a row that tell what an iteration takes in a plain loop."""
+    device, block = p.x.device, _block(p)
+    stepping = _Loop(p, block, block)  # by itself: a step on gradients that stay
+    stepping.forward_backward()
+
+    def drop_gradients() -> None:
+        for loop in loops.values():
+            loop.drop_gradients()
+
+    iterations: dict[str, list[Callable[[], Any]]] = {name: [loop.iteration] for name, loop in loops.items()}
+    times = timing.as_called({**iterations, "step": [stepping.optimizer.step]}, seconds=seconds, device=device)
+    calls: dict[str, list[Callable[[], Any]]] = {name: [loop.forward_backward] for name, loop in loops.items()}
+    host = timing.host_us(calls, device=device, after=drop_gradients)
+    step = times.pop("step")
+    without = {name: _less(spread, step.p50) for name, spread in times.items()}
+    return {
+        "called_ms": {name: spread._asdict() for name, spread in without.items()},
+        "called_with_step_ms": {name: spread._asdict() for name, spread in times.items()},
+        "optimizer_ms": step._asdict(),
+        "host_us": host,
+        "speedup_called": ffn.speedup(without, "sparse"),
+        "speedup_called_with_step": ffn.speedup(times, "sparse"),
+    }
+
+
+def _less(spread: timing.Spread, ms: float) -> timing.Spread:
+    """Without so many of its ms; above 0, also where a noisy machine has it otherwise."""
+    return timing.Spread(*(round(max(t - ms, 1e-3), 4) for t in spread))
+
+
+def make_row(
+    case: ffn.Case,
+    backend: str,
+    plan: Plan | None,
+    *,
+    mean_active: float,
+    times: dict[str, timing.Spread],
+    **more: Any,
+) -> dict[str, Any]:
+    dense, sparse = times["dense"].p50, times["sparse"].p50
+    return {
+        "bench": "train",
+        "level": "ffn",
+        "workload": case.workload,
+        "kind": "gated" if case.gated else "plain",
+        "M": case.M,
+        "D": case.D,
+        "F": case.F,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "backend": backend,
+        "mean_active": round(mean_active, 2),
+        **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
+        "speedup": round(min(dense, times["compiled"].p50 if "compiled" in times else dense) / sparse, 3),
+        "speedup_eager": round(dense / sparse, 3),
+        **more,
+        **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
+        **timing.environment(torch.device(case.device)),
+    }
+
+
+def dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.relu(nnf.linear(x, w_gate)) * nnf.linear(x, w_up)
+    return nnf.linear(h, w_down), h.abs().sum(dtype=reference.sum_dtype(h.dtype))
+
+
+def dense_plain(x: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+    h = torch.relu(nnf.linear(x, w_up))
+    return nnf.linear(h, w_down), h.abs().sum(dtype=reference.sum_dtype(h.dtype))
+
+
+def dense_forwards(p: Problem) -> dict[str, Forward]:
+    """dense, on a GPU also dense compiled."""
+    dense: Forward = dense_plain if p.w.up is None else dense_gated
+    if p.x.device.type != "cuda":
+        return {"dense": dense}
+    return {"dense": dense, "compiled": torch.compile(dense, fullgraph=True, dynamic=False)}
+
+
+def sparse_forward(backend: str, plan: Plan | None) -> Forward:
+    def forward(x: Tensor, *w: Tensor) -> tuple[Tensor, Tensor]:
+        op: Any = ops.gated_ffn if len(w) == 3 else ops.ffn
+        y, stats = op(x, *w, backend=backend, plan=plan, return_stats=True)
+        return y, stats.l1_sum
+
+    return forward
+
+
+def _peak_bytes(run: Callable[[], Any], p: Problem) -> int:
+    """The most memory that one forward and backward takes besides x, dy and the weights; gradients are part of it."""
+    run()  # what is made once is not counted
+    p.drop_gradients()
+    return timing.peak_bytes(run, p.x.device)
+
+
+def ratio(a: float, b: float) -> float | None:
+    return round(a / b, 4) if b else None
+
+
+def _joules(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float | None] | None:
+    """Joules of a call of each alternative; None where they cannot be measured."""
+    per_call = {name: energy.joules(run, device, min(seconds, ENERGY_SECONDS)) for name, run in runs.items()}
+    return None if None in per_call.values() else per_call
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is right
+# ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _clear_of_zero(x: Tensor, w_gate: Tensor) -> Tensor:
+    """x with tokens repeated in place of those for which a gate is within rounding of 0.
+
+    There relu has no gradient, and which side of 0 a sum falls on depends on its order: dense and sparse would both be
+    right and differ. It takes about one token in 400 at D 2048, F 5632.
+    """
+    rounding = 4 * torch.finfo(reference.sum_dtype(x.dtype)).eps
+    gate = w_gate.double()
+    is_clear = torch.cat(
+        [
+            ((part @ gate.T).abs() > rounding * torch.outer(part.norm(dim=1), gate.norm(dim=1))).all(1)
+            for part in (chunk.double() for chunk in x.split(_TRUTH_TOKENS))
+        ]
+    )
+    clear, unclear = is_clear.nonzero()[:, 0], (~is_clear).nonzero()[:, 0]
+    if len(clear) == 0 or len(unclear) == 0:
+        return x
+    source = torch.arange(len(x), device=x.device)
+    source[unclear] = clear[torch.arange(len(unclear), device=x.device) % len(clear)]
+    return x[source]
+
+
+def formulas(x: Tensor, w: Weights, dy: Tensor, dl1: Tensor, r: Tensor) -> dict[str, Tensor]:
+    """y, sum |h| and the gradients by their formulas at the gate r [M, F], in the dtype of the arguments."""
+    u = None if w.up is None else nnf.linear(x, w.up)
+    h = r if u is None else r * u
+    gradients = reference.backward(dy, dl1, x, w, r, u, needs=NEEDS)
+    dw = gradients.weights
+    of_up = {} if dw.up is None else {"dw_up": dw.up}
+    return {
+        "y": nnf.linear(h, w.down),
+        "l1": h.abs().sum(dtype=reference.sum_dtype(h.dtype)),
+        "dx": gradients.x,
+        "dw_gate": dw.gate,
+        **of_up,
+        "dw_down": dw.down,
+    }
+
+
+@torch.no_grad()
+def _truth(p: Problem) -> tuple[dict[str, Tensor], Tensor]:
+    """``Problem.results`` in float64, some tokens at a time, and how many tokens each neuron fired for: [F]."""
+    w, dl1 = p.w.to(torch.float64), p.dl1.double()
+    counts = torch.zeros(len(w.gate), dtype=torch.int64, device=p.x.device)
+    by_token: dict[str, list[Tensor]] = {"y": [], "dx": []}
+    sums: dict[str, Tensor] = {}
+    for x, dy in zip(p.x.split(_TRUTH_TOKENS), p.dy.split(_TRUTH_TOKENS), strict=True):
+        r = torch.relu(nnf.linear(x.double(), w.gate))
+        counts += (r != 0).sum(0)
+        for name, part in formulas(x.double(), w, dy.double(), dl1, r).items():
+            if name in by_token:
+                by_token[name].append(part)
+            else:
+                sums[name] = sums[name] + part if name in sums else part
+    return sums | {name: torch.cat(parts) for name, parts in by_token.items()}, counts
+
+
+def errors_of(p: Problem, backend: str, plan: Plan | None) -> dict[str, dict[str, float]]:
+    """``check`` of forward and backward by a backend, timing nothing."""
+    dense: Forward = dense_plain if p.w.up is None else dense_gated
+    return check(_truth(p)[0], p.results(dense), p.results(sparse_forward(backend, plan)))
+
+
+def check(truth: dict[str, Tensor], dense: dict[str, Tensor], sparse: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Relative errors of both against float64; raises WrongResult where sparse errs beyond the tolerance.
+
+    Of y also the worst row is looked at: one wrong token of many hardly shows in the whole.
+    """
+    slack = ffn._SLACK[dense["y"].dtype]
+    errors = {
+        kind: {name: ffn.relative_error(got[name], truth[name]) for name in dense}
+        for kind, got in (("dense", dense), ("sparse", sparse))
+    }
+    for name, error in errors["sparse"].items():
+        allowed = 2 * errors["dense"][name] + slack
+        if not error <= allowed:
+            raise ffn.WrongResult(
+                f"sparse {name} is wrong: relative error {error:.2e} (dense {errors['dense'][name]:.2e}, allowed "
+                f"{allowed:.2e}); no speedup is reported"
+            )
+    off = (sparse["y"].double() - truth["y"]).norm(dim=1) / truth["y"].norm(dim=1).median()
+    if not off.max() <= 10 * (2 * errors["dense"]["y"] + slack):
+        raise ffn.WrongResult(f"sparse y of token {int(off.argmax())} is wrong; no speedup is reported")
+    return {kind: {name: float(f"{e:.3g}") for name, e in of.items()} for kind, of in errors.items()}

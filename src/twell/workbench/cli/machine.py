@@ -1,0 +1,78 @@
+"""``twell doctor | demo``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Annotated, Any
+
+import typer
+
+from twell.workbench.cli.app import app
+from twell.workbench.cli.common import print_speed_table, progress_bar
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder of a causal language model: also show what its layers would do.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show what would run here and why, and compare sparse with dense on this machine.
+
+    With a model also which layers would run sparsely, how the GPU kernels would split their work, by the counts of
+    twell calibrate, and what freezing adds. Exits with 1 if something is broken. Example:
+    [bold]twell doctor my-run/model[/bold]
+    """
+    from twell.workbench.doctor import examine, plans
+
+    layers = None if model is None else plans(model)
+    report = examine()
+    if as_json:
+        of_model = {} if layers is None else {"plans": [layer._asdict() for layer in layers]}
+        print(json.dumps({"healthy": report.healthy, **report.facts, **of_model}))
+    else:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for name, fact in report.facts.items():
+            table.add_row(f"[bold]{name}[/bold]", escape(str(fact)))
+        Console().print(table)
+        if layers is not None:
+            _print_plans(layers)
+    if not report.healthy:
+        raise typer.Exit(1)
+
+
+def _print_plans(layers: list[Any]) -> None:
+    """Layers in a row whose plans read the same share a line."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not layers:
+        from twell.hf.convert import NONE_FOUND
+
+        print(NONE_FOUND)
+        return
+    table = Table("layer", "runs", "plan", "predicted", "frozen adds")
+    for (runs, plan, predicted, frozen), group in itertools.groupby(layers, key=lambda layer: layer[1:]):
+        first, *others = (layer.layer for layer in group)
+        names = f"{first} to {others[-1]}" if others else first
+        adds = "by its plan" if frozen is None else f"{frozen / 1e6:,.1f} MB" if frozen else ""
+        table.add_row(names, escape(runs), escape(plan), "" if predicted is None else f"{predicted:.2f}x", adds)
+    Console().print(table)
+
+
+@app.command()
+def demo() -> None:
+    """Pack a sparse activation, time an FFN sparse and dense, train a small sparse model and let it write.
+
+    Takes about two minutes. Example: [bold]twell demo[/bold]
+    """
+    from twell.workbench.demo import run_demo
+
+    run_demo(progress_bar, print_speed_table)

@@ -1,0 +1,308 @@
+"""What this machine has, which backend and kernels would run and why, a self-test, and the plans of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from twell import cpu, plan
+from twell.nn import FIRST_LOOK, LOOK_TOKENS, SparseFFNBase, sparse_ffns
+from twell.ops import backends
+from twell.ops import functional as ops
+from twell.reference import Weights
+from twell.workbench.bench import cases, ffn, timing, train
+
+WITHOUT_A_PLAN = (
+    f"on a GPU a call runs densely; a layer plans by the first tokens it sees ({FIRST_LOOK} for few at once, "
+    f"{LOOK_TOKENS} for many), or by the counts of `twell calibrate`; a CPU needs none"
+)
+
+
+class Report(NamedTuple):
+    healthy: bool
+    facts: dict[str, Any]
+
+
+def examine() -> Report:
+    """Collect the facts and run the self-test.
+
+    About a second; two more where the CPU advertises AMX, and ten where GPU kernels are compiled for the first time.
+    """
+    bf16, gpu = bf16_problem(), _gpu()
+    self_test, passed = _self_test(), "sparse equals dense, forward and backward"
+    if self_test is None and gpu is not None and backends.why_unavailable("triton", gpu) is None:
+        self_test, passed = kernel_problem(gpu), f"{passed}, on the GPU too"
+    facts = {
+        "twell": _version_of("twell"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+        "transformers": _version_of("transformers"),
+        "cpu": f"{timing.cpu_name()}, {torch.get_num_threads()} threads",
+        "gpu": "none" if gpu is None else torch.cuda.get_device_name(gpu),
+        "driver": _driver(),
+        "backend on cpu": _backend_and_why(torch.device("cpu")),
+        "backend on cuda": _backend_and_why(torch.device("cuda")),
+        "kernels": _kernels(gpu),
+        "without a plan": WITHOUT_A_PLAN,
+        "compiler": _compiler(),
+        "extras": _extras(),
+        "bf16 on cpu": bf16 or "works",
+        "self-test": self_test or passed,
+    }
+    return Report(bf16 is None and self_test is None, facts)
+
+
+def _gpu() -> torch.device | None:
+    return torch.device("cuda") if torch.cuda.is_available() else None
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _backend_and_why(device: torch.device) -> str:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "none: torch sees no GPU"
+    others = ((b, backends.why_unavailable(b, device)) for b in backends.BACKENDS[1:])
+    reasons = "; ".join(f"not {b}: {why}" for b, why in others if why)
+    chosen = backends.choose_backend("auto", device)
+    return f"{chosen} ({reasons})" if reasons else chosen
+
+
+def _kernels(gpu: torch.device | None) -> str:
+    """Which kernels would run on the GPU, and what its plans are made by."""
+    why_none = "torch sees no GPU" if gpu is None else backends.why_unavailable("triton", gpu)
+    if gpu is None or why_none:
+        return f"none: {why_none}; plans: {plan.costs_are(torch.device('cpu'))}"
+    from twell.gpu.decode import tiles as few_tiles
+    from twell.gpu.shared import tiles
+
+    major, minor = torch.cuda.get_device_capability(gpu)
+    capability = 10 * major + minor
+    chosen = tiles.tiles_for(capability, torch.bfloat16)
+    made_for = next(c for c, known in tiles._BY_CAPABILITY.items() if known is chosen)
+    why_no_gluon = few_tiles.why_not_hopper(capability)
+    gluon = "in Gluon" if why_no_gluon is None else f"not in Gluon ({why_no_gluon})"
+    return (
+        f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; a few tokens {gluon}; plans: {plan.costs_are(gpu)}"
+    )
+
+
+def _driver() -> str:
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace").partition("\n")[0]
+    except OSError:
+        return (
+            "none found" if torch.version.cuda is None else f"none found (torch is built for CUDA {torch.version.cuda})"
+        )
+    number = re.search(r"\d+\.\d+(\.\d+)?", first)
+    return f"NVIDIA {number[0] if number else first.strip()}, torch is built for CUDA {torch.version.cuda or 'no GPU'}"
+
+
+def _compiler() -> str:
+    """Triton builds a small C module at a kernel's first launch."""
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(os.environ.get("CC", name)))), None)
+    missing = [] if found else ["a C compiler (Debian: apt install gcc)"]
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+        missing.append("Python.h (Debian: apt install python3-dev)")
+    return f"GPU kernels would miss {' and '.join(missing)}" if missing else f"{found}, Python.h"
+
+
+def _extras() -> str:
+    """Which extras are whole, and the command that makes the others so."""
+    try:
+        required = importlib.metadata.requires("twell") or []
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown: twell is not installed as a package"
+    packages: dict[str, list[str]] = {}
+    for line in required:
+        if found := re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line):
+            packages.setdefault(found[2], []).append(found[1])
+    missing = {}
+    for extra, names in packages.items():
+        if absent := [name for name in names if name != "twell" and _version_of(name) == "not installed"]:
+            missing[extra] = absent
+    whole = [extra for extra in packages if extra not in missing]
+    lacking = [f"{extra} lacks {', '.join(names)}: pip install 'twell[{extra}]'" for extra, names in missing.items()]
+    return "; ".join([*([f"{', '.join(whole)} installed"] if whole else []), *lacking])
+
+
+def _self_test() -> str | None:
+    """What is wrong, or None: two sparsity levels against float64, large enough for the fast path to run."""
+    for name in ("skew10", "skew100"):
+        inputs = cases.make(name, 256, 512, 1408, dtype=torch.float32)
+        few, w = inputs.x[:1], (inputs.w_gate, inputs.w_up, inputs.w_down)
+        try:
+            ffn.check(few, inputs, True, ops.gated_ffn(few, *w, backend="reference"), ops.gated_ffn(few, *w))
+            train.errors_of(train.Problem.of(inputs.x, Weights(*w)), "auto", None)
+        except ffn.WrongResult as error:
+            return f"{name}: {error}"
+    return None
+
+
+def kernel_problem(
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    tokens: int = 2048,
+    width: int = 512,
+    hidden: int = 1408,
+) -> str | None:
+    """What is wrong with the Triton kernels, or None: a plan under which every part of the split has work, forward and
+    backward, and few tokens; by weights as they are, and frozen."""
+    try:
+        inputs = cases.make("skew29", tokens, width, hidden, dtype=dtype, device=device)
+        fired = (torch.relu(inputs.x @ inputs.w_gate.T) != 0).sum(0)
+        hot = fired.argsort(descending=True)[: hidden // 11].cpu()
+        split = plan.Plan(
+            n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0, few_tokens=16, mean_active=1.0
+        )  # so few that one token is screened
+        case = ffn.Case(workload="skew29", M=tokens, backend="triton", device=str(device), fp8=False)
+        w = (inputs.w_gate, inputs.w_up, inputs.w_down)
+        with torch.no_grad():
+            layers = ffn.make_layers(case, inputs, split, 1)
+            for n in (tokens, 16, 1):
+                x = inputs.x[:n]
+                dense = ops.gated_ffn(x, *w, backend="reference")
+                for way in ("sparse", "frozen"):
+                    ffn.check(x, inputs, True, dense, layers[way][0](x))
+        train.errors_of(train.Problem.of(inputs.x, Weights(*w)), "triton", split)
+    except ffn.WrongResult as error:
+        return f"Triton kernels: {error}"
+    except Exception as error:  # whatever a driver or compiler may raise: that is what a doctor is asked for
+        return f"Triton kernels: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The plans of a model
+# ---------------------------------------------------------------------------------------------------------
+
+
+class LayerPlan(NamedTuple):
+    """One FFN: how it would run. ``predicted``: speedup over dense on a GPU, or None where nothing predicts it.
+
+    ``frozen_bytes``: what ``twell.freeze_`` would add to its weights on this machine; None where that waits for a plan.
+    """
+
+    layer: str
+    runs: str  # sparse, called (and why) or left alone (and why)
+    plan: str
+    predicted: float | None
+    frozen_bytes: int | None
+
+
+def plans(model: str) -> list[LayerPlan]:
+    """The plan ``sparsify_`` would choose on this machine for each FFN of the model in a folder; reads no weights.
+
+    Without a GPU: the plan for one whose costs were measured.
+    """
+    if not Path(model).is_dir():
+        raise ValueError(f"no such model folder: {model}")
+    try:
+        from transformers import AutoModelForCausalLM
+
+        from twell.fp8.compressed import is_rowwise_fp8, place_fp8_
+        from twell.hf.classify import SPARSE
+        from twell.hf.convert import sparsify_empty_
+        from twell.hf.counts import find_counts
+        from twell.hf.loading import check_name, load_config, reading
+    except ImportError as error:
+        raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
+    check_name(model)
+    config = load_config(model)
+    with reading(model), torch.device("meta"):
+        empty: Any = AutoModelForCausalLM.from_config(config)
+        if is_rowwise_fp8(getattr(config, "quantization_config", None)):
+            place_fp8_(empty, config.quantization_config)  # our own types have done so
+    counts = find_counts(model)
+    report = sparsify_empty_(empty, counts)  # refuses counts of another shape
+    ffns = dict(sparse_ffns(empty))
+    fired = {} if counts is None else dict(zip(ffns, counts.fired, strict=True))
+    no_counts = f"plans by its first batches; `twell calibrate {shlex.quote(model)} --text FILE` counts beforehand"
+    rows = []
+    for row in report.rows:
+        runs = f"{row.kind}: {row.why}" if row.kind != SPARSE and row.why else row.kind
+        layer = ffns.get(row.layer)
+        if layer is None or row.kind != SPARSE:
+            rows.append(LayerPlan(row.layer, runs, "", None, 0))
+        elif counts is None:
+            rows.append(LayerPlan(row.layer, runs, no_counts, None, frozen_bytes(layer, None)))
+        else:
+            rows.append(_layer_plan(row.layer, runs, layer, fired[row.layer], counts.tokens))
+    return rows
+
+
+def _layer_plan(name: str, runs: str, layer: SparseFFNBase, fired: Tensor, tokens: int) -> LayerPlan:
+    costs = plan.costs_for(_gpu() or torch.device("cpu"))
+    width, gated = getattr(layer, layer.projections[0]).in_features, len(layer.projections) == 3
+    chosen = plan.choose_plan(fired, tokens, costs, width=width, gated=gated)
+    text = repr(dataclasses.replace(chosen, predicted=None)).removeprefix("Plan(").removesuffix(")")
+    return LayerPlan(name, runs, text, chosen.predicted, frozen_bytes(layer, chosen))
+
+
+def frozen_bytes(layer: SparseFFNBase, chosen: plan.Plan | None) -> int | None:
+    """What freezing would add to a layer as ``sparsify_`` leaves it, by its sizes alone; None: it waits for a plan."""
+    gate = getattr(layer, layer.projections[0])
+    F, D, dtype = gate.out_features, gate.in_features, gate.weight.dtype
+    gpu = _gpu()
+    if gpu is None or backends.why_unavailable("triton", gpu) is not None:
+        pays = dtype == torch.float32 and F * D >= cpu._MIN_INT8_GATE and D % cpu._INT8_WIDTH == 0
+        return F * (D + 6) if pays and cpu._blas_habits().int8_gate else 0
+    if chosen is None:
+        return None
+    from twell.gpu.decode import screen  # needs triton
+
+    H, each = len(chosen.hot), len(layer.projections) - 1
+    ordered = ((each + 1) * H + F - H) * D * dtype.itemsize if 0 < H < F else 0
+    few = max(chosen.tokens(captured=captured)[0] for captured in (False, True))
+    return ordered + (F * (D + 8) if few and screen.is_worth_it(chosen, dtype) else 0)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# bf16 on machines that advertise AMX but cannot run it
+# ---------------------------------------------------------------------------------------------------------
+
+AMX_REMEDY = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+_BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); assert (a @ a)[0, 0] == 64"
+
+
+def bf16_problem() -> str | None:
+    """Why bf16 matrix products would kill this process, or None where they work.
+
+    Some virtual machines advertise AMX and trap on its use: oneDNN then dies with SIGILL, which cannot be
+    caught. So it is tried in a second process, and only where the CPU advertises AMX (about 2 s).
+    """
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not _advertises_amx():
+        return None
+    result = subprocess.run([sys.executable, "-c", _BF16_PROBE], capture_output=True, check=False)
+    if result.returncode == 0:
+        return None
+    return (
+        f"bf16 matrix products crash on this machine (exit code {result.returncode}): it advertises AMX but "
+        f"cannot run it. Before starting Python: {AMX_REMEDY}"
+    )
+
+
+def _advertises_amx() -> bool:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
+            return "amx_bf16" in f.read()
+    except OSError:
+        return False

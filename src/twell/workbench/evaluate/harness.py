@@ -1,0 +1,134 @@
+"""The same tasks through lm-evaluation-harness, in this process: on local files, or on the hub's datasets.
+
+Each task is lm-eval's own configuration, zero-shot; for local files only its dataset is replaced. Log-likelihoods are
+taken in fp32 (lm-eval's default is the model's dtype, in which bf16 rounds them to two or three digits).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from twell.workbench.evaluate.predictions import context_length, encode
+from twell.workbench.evaluate.scores import TaskScore
+from twell.workbench.evaluate.tasks import TASKS, TaskData
+
+# Of lm-eval's folder of tasks.
+_CONFIGS = {
+    "arc_easy": "arc/arc_easy.yaml",
+    "arc_challenge": "arc/arc_challenge.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "openbookqa": "openbookqa/openbookqa.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "commonsense_qa": "commonsense_qa/default.yaml",
+}
+
+
+def is_installed() -> bool:
+    return importlib.util.find_spec("lm_eval") is not None
+
+
+def version() -> str:
+    return f"lm-eval {importlib.metadata.version('lm-eval')}"
+
+
+def load_tasks(tasks: Sequence[TaskData | str]) -> dict[str, Any]:
+    """lm-eval's tasks by name: of local files, or of the hub's datasets where only a name is given."""
+    if not is_installed():
+        raise RuntimeError("lm-eval is not installed: pip install 'twell[eval]', or --scorer own")
+    with _quiet(), tempfile.TemporaryDirectory() as folder:
+        importlib.import_module("datasets").disable_progress_bars()
+        library: Any = importlib.import_module("lm_eval.tasks")
+        root = Path(library.__file__).parent
+        manager = library.TaskManager(include_defaults=False)  # all of its thousands take seconds to read
+        loaded: dict[str, Any] = {}
+        for task in tasks:
+            name = task if isinstance(task, str) else task.task.name
+            config: dict[str, Any] = {"include": str(root / _CONFIGS[name]), "task": name, "num_fewshot": 0}
+            if isinstance(task, TaskData):
+                config |= _local_dataset(task, Path(folder))
+            path = Path(folder) / f"{name}.yaml"
+            path.write_text(json.dumps(config))  # JSON is YAML
+            try:
+                loaded |= manager.load([str(path)])["tasks"]
+            except Exception as error:  # of datasets, of the network, of the hub's library
+                first_line = str(error).strip().partition("\n")[0]
+                hint = "; --data reads tasks from files" if isinstance(task, str) else ""
+                raise RuntimeError(f"lm-eval cannot load {name}: {first_line}{hint}") from error
+        return loaded
+
+
+def _local_dataset(data: TaskData, folder: Path) -> dict[str, Any]:
+    path = folder / f"{data.task.name}.jsonl"
+    path.write_text("".join(json.dumps(doc) + "\n" for doc in data.docs))
+    kwargs = {"data_files": {"test": str(path)}, "cache_dir": str(folder / "cache"), "keep_in_memory": True}
+    return {
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": kwargs,
+        "training_split": None,
+        "validation_split": None,
+        "test_split": "test",
+    }
+
+
+def score_task(
+    model: Any, tokenizer: Any, name: str, task: Any, *, batch_size: int = 32, limit: int | None = None
+) -> TaskScore:
+    """What lm-eval finds for a task of ``load_tasks``, item by item."""
+    with _quiet():
+        lm_eval: Any = importlib.import_module("lm_eval")
+        wrapped = importlib.import_module("lm_eval.models.huggingface").HFLM(
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            max_length=context_length(model),
+            softmax_dtype="float32",
+        )
+        # Not simple_evaluate, which also looks at every package and at the working directory's commit.
+        found = lm_eval.evaluate(lm=wrapped, task_dict={name: task}, limit=limit, bootstrap_iters=0)
+    samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
+    metrics = ("acc", "acc_norm") if TASKS[name].is_normed else ("acc",)
+    return TaskScore(
+        task=name,
+        log_likelihoods=[[float(log_p) for log_p, _ in sample["filtered_resps"]] for sample in samples],
+        right={metric: [bool(sample[metric]) for sample in samples] for metric in metrics},
+    )
+
+
+def check_lengths(model: Any, tokenizer: Any, data: TaskData) -> None:
+    """lm-eval cannot score a choice that is longer than the model's context; our own scorer can."""
+    context = context_length(model)
+    pairs = [(i, pair) for i, item in enumerate(data.items) for pair in zip(*item[:2], strict=True)]
+    for (i, _), row in zip(pairs, encode(tokenizer, [pair for _, pair in pairs]), strict=True):
+        if row.n > context:
+            raise ValueError(
+                f"{data.task.name}, item {i}: a choice has {row.n} tokens, the model's context {context}, "
+                "which is too short for lm-eval; use --scorer own"
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """lm-eval's bars on terminals only, and none of its remarks."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.ExitStack() as stack:
+            if not sys.stderr.isatty():
+                stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+            yield
+    finally:
+        logger.setLevel(level)
