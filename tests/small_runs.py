@@ -18,6 +18,7 @@ MODEL = ["hidden_size=32", "intermediate_size=64", "layers=2", "heads=2", "conte
 BATCHES = ["sequences_per_step=4", "micro_batch=4", "lr_warmup=2", "log_every=1", "dead_after_tokens=200"]
 TIMES = (
     "tokens_per_second",
+    "watts",
     "eval_runtime",
     "eval_samples_per_second",
     "eval_steps_per_second",

@@ -13,12 +13,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from interpreted import shorten_lists
-from twell import cpu, reference
+from twell import cpu, energy, reference
 from twell.nn import layers as nn
 from twell.ops import backends
 from twell.reference import Weights
 from twell.workbench import cli
-from twell.workbench.bench import cases, energy, ffn, timing, train, train_model
+from twell.workbench.bench import cases, ffn, timing, train, train_model
 from twell.workbench.trace import Trace
 
 CPU = torch.device("cpu")

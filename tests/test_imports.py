@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "twell"
 LIBRARY = {
     "_version": 0,
     "formats": 1,
+    "energy": 1,
     "host": 1,
     "int8": 1,
     "plan": 1.5,

@@ -281,13 +281,15 @@ def summarise(trainer: SparseTrainer, out: Path, seconds: float, bytes_a_token: 
     model: Any = trainer.model
     validation_loss = _last_evaluation(trainer)["eval_loss"]
     on_gpu = torch.cuda.is_available()
-    speeds = [row["tokens_per_second"] for row in read_metrics(out) if "tokens_per_second" in row]
+    metrics = read_metrics(out)
+    speeds = [row["tokens_per_second"] for row in metrics if "tokens_per_second" in row]
     summary: dict[str, Any] = {
         "validation_loss": validation_loss,
         "bits_per_byte": validation_loss / math.log(2) / bytes_a_token,
         "tokens": recipe.steps * recipe.tokens_per_step,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "seconds": seconds,
+        **time_and_energy(metrics, recipe.tokens_per_step),
         "peak_gpu_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
     }
     if stats:
@@ -300,7 +302,7 @@ def summarise(trainer: SparseTrainer, out: Path, seconds: float, bytes_a_token: 
             "silent_share": float(torch.cat([s.counts == 0 for s in stats]).float().mean()),  # on the validation text
         }
     if recipe.target_neurons is not None:
-        summary["target"] = {"neurons": recipe.target_neurons, "l1": trainer.l1, **_held(recipe, read_metrics(out))}
+        summary["target"] = {"neurons": recipe.target_neurons, "l1": trainer.l1, **_held(recipe, metrics)}
     return summary | {
         "parameters": model.num_parameters(),
         "processes": trainer.args.world_size,
@@ -309,6 +311,20 @@ def summarise(trainer: SparseTrainer, out: Path, seconds: float, bytes_a_token: 
         "versions": {"twell": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "recipe": dataclasses.asdict(recipe),
     }
+
+
+def time_and_energy(metrics: list[dict[str, float]], tokens_per_step: int) -> dict[str, float]:
+    """Seconds and joules of training alone, by the log's tokens a second and watts.
+
+    >>> time_and_energy([{"step": 5, "tokens_per_second": 10.0, "watts": 3.0}], tokens_per_step=20)
+    {'training_seconds': 10.0, 'joules': 30.0}
+    """
+    seconds, joules, before = 0.0, 0.0, 0.0
+    for row in metrics:
+        if "tokens_per_second" in row:
+            passed = (row["step"] - before) * tokens_per_step / row["tokens_per_second"]
+            seconds, joules, before = seconds + passed, joules + passed * row.get("watts", 0.0), row["step"]
+    return {"training_seconds": seconds, **({"joules": joules} if joules else {})}
 
 
 def _held(recipe: Recipe, metrics: list[dict[str, float]]) -> dict[str, float]:

@@ -37,6 +37,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from twell import energy
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.models import IGNORED_LABEL
 from twell.nn import SparseFFNBase
@@ -192,7 +193,8 @@ class SparseTrainer(Trainer):
         self._step: list[Stats] = []  # per layer, of this process, over the micro-batches of a step so far
         self._losses = torch.zeros(2, dtype=torch.float64)  # cross-entropy and L1 of this process since the last log
         self._steps_since_log = 0
-        self._clock_start = (time.perf_counter(), 0)  # time and step from which tokens a second are counted
+        self._read_joules = energy.counter(self.args.device)
+        self.restart_stopwatch()
         self.unsound: list[Path] = []  # checkpoints that the next one replaces
         # Older checkpoints go once the new one is finished; the Trainer would delete them before that.
         self.kept_checkpoints, self.args.save_total_limit = self.args.save_total_limit, None
@@ -278,6 +280,7 @@ class SparseTrainer(Trainer):
             if dist.is_available() and dist.is_initialized():
                 dist.all_reduce(losses)
             logs["ce_loss"], logs["l1_loss"] = losses.tolist()
+            logs["tokens"] = self.state.global_step * self.recipe.tokens_per_step
             if self.recent:
                 logs["l1"] = self.l1
                 logs["dead_share"] = self.dead_share()
@@ -285,10 +288,12 @@ class SparseTrainer(Trainer):
                 for ffn, stats in zip(self.ffns, self.recent, strict=True):
                     ffn.reset_counts()
                     ffn.commit(stats)
-            start, first_step = self._clock_start
+            start, first_step, joules = self._stopwatch
             if self.state.global_step > first_step:  # reading the losses above has waited for the device
-                tokens = (self.state.global_step - first_step) * self.recipe.tokens_per_step
-                logs["tokens_per_second"] = tokens / (time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                logs["tokens_per_second"] = (logs["tokens"] - first_step * self.recipe.tokens_per_step) / seconds
+                if self._read_joules is not None:
+                    logs["watts"] = (self._read_joules() - joules) / seconds
             self._steps_since_log, self._losses, self.recent = 0, torch.zeros_like(losses), []
         if "eval_loss" in logs:  # validation is cross-entropy, and every token counts the same
             if dist.is_available() and dist.is_initialized():
@@ -362,8 +367,9 @@ class SparseTrainer(Trainer):
             )
 
     def restart_stopwatch(self) -> None:
-        """Count tokens a second from here: what just ended (a log, an evaluation, a save) was not training."""
-        self._clock_start = (time.perf_counter(), self.state.global_step)
+        """Count tokens and joules a second from here: what just ended (a log, an evaluation, a save) was no training."""
+        joules = 0.0 if self._read_joules is None else self._read_joules()
+        self._stopwatch = time.perf_counter(), self.state.global_step, joules
 
 
 def _wait_for_all() -> None:

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
+from twell import energy
 from twell.hf.convert import sparsify_
 from twell.nn import FreezeReport, SparseFFNBase, freeze_
 from twell.nn.quantize import quantize_
 from twell.ops import backends
 from twell.plan import Plan
-from twell.workbench.bench import cases, energy, ffn, fp8, timing
+from twell.workbench.bench import cases, ffn, fp8, timing
 from twell.workbench.bench.model import check_logits
 
 _FP8_LOGITS = 0.3  # relative difference from those of 16 bits beyond which FP8 is broken

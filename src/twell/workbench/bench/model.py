@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from twell import energy
 from twell.hf.convert import desparsify_, sparsify_
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns, thaw_
 from twell.plan import Plan
 from twell.reference import Weights
-from twell.workbench.bench import cases, energy, ffn, timing, train
+from twell.workbench.bench import cases, ffn, timing, train
 
 ENERGY_SECONDS = 3.0
 PROMPT_TOKENS, NEW_TOKENS = 32, 64  # of measure_generate

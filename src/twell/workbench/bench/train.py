@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from twell import reference
+from twell import energy, reference
 from twell.ops import backends
 from twell.ops import functional as ops
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
-from twell.workbench.bench import cases, energy, ffn, timing
+from twell.workbench.bench import cases, ffn, timing
 
 _DL1 = 0.25  # against dy of size 1: a missing or doubled L1 gradient is far outside the tolerance. Time knows no values
 _TRUTH_TOKENS = 4096  # in float64 at once: 185 MB a tensor at F 5632

@@ -16,11 +16,12 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from twell import energy
 from twell.hf.convert import sparsify_
 from twell.nn import SparseFFNBase
 from twell.ops import backends
 from twell.plan import Plan
-from twell.workbench.bench import cases, energy, ffn, timing, train
+from twell.workbench.bench import cases, ffn, timing, train
 
 _LEARNING_RATE = 1e-7  # weights are written at every step, and stay as sparse as they were
 _MAX_LOSS_DIFFERENCE = 0.01

@@ -1,7 +1,7 @@
-"""Energy of a call on an NVIDIA GPU, by the counter that its driver keeps (NVML, package ``nvidia-ml-py``).
+"""Energy of an NVIDIA GPU, by the counter that its driver keeps (NVML, package ``nvidia-ml-py``).
 
 The counter moves every few tens of milliseconds, so one reading before and one after a window of seconds are good to
-about a percent. It counts the whole board, idle power included: what a call costs who runs nothing else meanwhile.
+about a percent. It counts the whole board, idle power included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 def joules(run: Callable[[], Any], device: torch.device, seconds: float = 2.0) -> float | None:
     """Joules of one call, from about ``seconds`` of them; None where there is no NVML or no such counter."""
-    read = _counter(device)
+    read = counter(device)
     if read is None:
         return None
     run()
@@ -29,11 +29,11 @@ def joules(run: Callable[[], Any], device: torch.device, seconds: float = 2.0) -
         if calls % 8 == 0:  # the host must not queue minutes of work before it looks at the clock
             torch.cuda.synchronize(device)
     torch.cuda.synchronize(device)
-    return float(f"{(read() - before) / 1e3 / calls:.4g}")
+    return float(f"{(read() - before) / calls:.4g}")
 
 
-def _counter(device: torch.device) -> Callable[[], int] | None:
-    """Reads millijoules since the driver was loaded, or None."""
+def counter(device: torch.device) -> Callable[[], float] | None:
+    """Reads joules since the driver was loaded, or None."""
     if device.type != "cuda":
         return None
     try:
@@ -46,7 +46,7 @@ def _counter(device: torch.device) -> Callable[[], int] | None:
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except pynvml.NVMLError:  # no driver, or a GPU without the counter
         return None
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3  # the counter's unit is a millijoule
 
 
 def _handle(pynvml: Any, device: torch.device) -> Any:
