@@ -367,7 +367,7 @@ class SparseTrainer(Trainer):
             )
 
     def restart_stopwatch(self) -> None:
-        """Count tokens and joules a second from here: what just ended (a log, an evaluation, a save) was no training."""
+        """Count tokens and joules from here on: what just ended (a log, an evaluation, a save) was not training."""
         joules = 0.0 if self._read_joules is None else self._read_joules()
         self._stopwatch = time.perf_counter(), self.state.global_step, joules
 
