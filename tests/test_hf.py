@@ -40,6 +40,7 @@ from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.counts import NeuronCounts
 from twell.hf.loading import load_causal_lm
 from twell.nn import SparseFFNBase, sparse_ffns
+from twell.ops import functional
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -474,8 +475,8 @@ def test_sparsified_models_run_the_sparse_operation_and_train(name: str, monkeyp
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that has an element for each sparse FFN that has run since."""
     calls: list[int] = []
-    run = twell.ops.run
-    monkeypatch.setattr(twell.ops, "run", lambda *a, **k: (calls.append(1), run(*a, **k))[1])
+    run = functional.run
+    monkeypatch.setattr(functional, "run", lambda *a, **k: (calls.append(1), run(*a, **k))[1])
     return calls
 
 

@@ -28,8 +28,8 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.websockets import WebSocket
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-import twell
 from serving import SHAPE, post
+from twell import workbench
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.workbench import serve
 from twell.workbench.serve.guard import HandedOver
@@ -121,7 +121,7 @@ def test_bad_input_ends_in_one_line(command: Twell, folder: Path, tmp_path: Path
 def test_a_missing_package_is_named(command: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("twell.workbench.serve")]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.delattr(twell, "serve")
+    monkeypatch.delattr(workbench, "serve")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = command("somewhere")
     assert result.returncode == 2 and "pip install 'twell[serve]'" in result.stderr
