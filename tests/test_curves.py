@@ -47,6 +47,19 @@ def test_the_picture(tmp_path: Path) -> None:
     assert len(active.lines) == len(sparse.lines) == 2
 
 
+def test_over_minutes(tmp_path: Path) -> None:
+    fast, slow = (
+        [{**row, "tokens": 600 * row["step"], "tokens_per_second": v} for row in rows(40)] for v in (200, 100)
+    )
+    both = [{**row, "run": name} for name, run in (("fast", fast), ("slow", slow)) for row in run if "ce_loss" in row]
+    figure = curves.draw(curves.read_runs([write(tmp_path / "both.jsonl", both)]), "slow", "minutes")
+    loss, speed, *_ = figure.axes
+    assert [line.get_xdata()[-1] for line in loss.lines] == pytest.approx([3.0, 1.5])
+    assert [line.get_ydata()[0] for line in speed.lines] == [0.1, 0.2] and figure.axes[
+        -1
+    ].get_xlabel() == "minutes of training"
+
+
 def twell_bench_curves(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> int:
     monkeypatch.setattr(sys, "argv", ["twell", "bench", "curves", *map(str, args)])
     with pytest.raises(SystemExit) as stop:
@@ -66,6 +79,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([{"step": 1}], [], "no logged steps"),
         (rows(3), ["--first", "other"], "no run 'other'"),
+        (rows(3), ["--over", "hours"], "unknown axis 'hours'"),
+        (rows(3), ["--over", "minutes"], "no tokens and no tokens_per_second"),
     ],
 )
 def test_bad_input(

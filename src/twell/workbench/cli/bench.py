@@ -506,12 +506,13 @@ def bench_curves(
     ],
     out: Annotated[Path, typer.Option(help="The .png or .svg file to write.")],
     first: Annotated[str | None, typer.Option(help="Name of the run the others are compared with.")] = None,
+    over: Annotated[str, typer.Option(help="steps, tokens or minutes (of training, evaluations left out).")] = "steps",
 ) -> None:
     """Plot training runs over each other: losses, their difference, active neurons, layers that train sparsely.
 
-    Example: [bold]twell bench curves dense-run sparse-run --out curves.png[/bold]
+    Example: [bold]twell bench curves dense-run sparse-run --over minutes --out curves.png[/bold]
     """
     from twell.workbench.bench import curves, plot
 
     plot.check_suffix(out)
-    plot.save(curves.draw(curves.read_runs(runs), first), out)
+    plot.save(curves.draw(curves.read_runs(runs), first, over), out)
