@@ -61,7 +61,7 @@ each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain
 
 def sparse_model(config_class: type = LlamaSparseReluConfig, l1: float = 0.01, **changes: Any) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_class(**TINY, sparsity_l1_coeff=l1, **changes))
+    model = AutoModelForCausalLM.from_config(config_class(**TINY | {"sparsity_l1_coeff": l1} | changes))
     with torch.no_grad():  # larger weights than at initialisation, so that L1 and its gradient weigh something
         for p in model.parameters():
             p.mul_(3 if p.dim() == 2 else 1)
@@ -355,6 +355,56 @@ def test_gradient_checkpointing_changes_nothing_and_counts_once(config_class: ty
     for a, b in zip(plain.sparsity, checkpointed.sparsity, strict=True):
         assert torch.equal(a.counts, b.counts)
     assert len(checkpointed.sparsity) == 3
+
+
+def kept_bytes(model: Any, ids: Tensor) -> int:
+    """Of what a training forward keeps besides parameters, every storage once."""
+    kept: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        if not isinstance(t, nn.Parameter):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = model(ids, labels=ids).loss
+    del loss
+    return sum(kept.values())
+
+
+@each_type
+@pytest.mark.parametrize("how", ["eager", "compiled", "items"])
+def test_saving_memory_changes_no_gradient(config_class: type, how: str) -> None:
+    model, ids = sparse_model(config_class, vocab_size=2000), token_ids()
+    labels = ids.masked_fill(ids % 5 == 0, -100)
+    options: dict[str, Any] = {"num_items_in_batch": torch.tensor(50)} if how == "items" else {}
+    first = model(ids, labels=labels, **options)
+    first.loss.backward()
+    expected, before = gradients(model), kept_bytes(model, ids)
+    model.zero_grad()
+    model.save_memory()
+    assert kept_bytes(model, ids) < 0.5 * before
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
+    out = forward(ids, labels=labels, **options)
+    assert out.logits is None and out.past_key_values is None
+    torch.testing.assert_close((out.ce_loss, out.l1_loss), (first.ce_loss, first.l1_loss))
+    torch.testing.assert_close([s.counts for s in out.sparsity], [s.counts for s in first.sparsity])
+    out.loss.backward()
+    torch.testing.assert_close(gradients(model), expected)
+    assert model.eval()(ids, labels=labels).logits is not None
+    model.save_memory(False)
+    assert model.train()(ids, labels=labels).logits is not None
+
+
+def test_saving_memory_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sparse_model()
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match="lm_head is Sequential"):
+        model.save_memory()
+    monkeypatch.delattr(nn.functional, "linear_cross_entropy")
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(RuntimeError, match=r"torch 2\.13, or pip install liger-kernel"):
+        model.save_memory()
 
 
 @pytest.mark.parametrize("of", ["causal LM", "base model", "a layer's function"])

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from small_runs import mortal_runs
 from twell.nn.parallel import Share
+from twell.train import trainer as trainer_module
 from twell.train.data import SAMPLE, read_texts
 from twell.train.files import MANIFEST_FILE, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
@@ -185,6 +186,16 @@ def test_micro_batches_do_not_change_a_run(text: Path, tmp_path: Path) -> None:
                 assert b["active_mean"] == pytest.approx(a["active_mean"], rel=1e-2)
 
 
+def test_saving_memory_does_not_change_a_run(text: Path, tmp_path: Path) -> None:
+    train(MINI, text, tmp_path / "plain")
+    train(MINI, text, tmp_path / "saving", save_memory=True)
+    assert losses(tmp_path / "saving") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+    silu = dataclasses.replace(MINI, activation="silu")
+    for recipe, options in ((silu, {}), (MINI, {"gradient_checkpointing": True})):
+        with pytest.raises(ValueError, match="save_memory is for"):
+            train(recipe, text, tmp_path / "refused", save_memory=True, **options)
+
+
 def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = dataclasses.replace(MINI, restart_every=2)
     through = train(recipe, text, tmp_path / "through")
@@ -305,3 +316,33 @@ def test_tensor_parallel_models_are_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(ffn, "share", lambda: Share(None, slice(0, 8), 16))
     with pytest.raises(ValueError, match="tensor parallel models need a loop of their own"):
         SparseTrainer(MINI, model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+
+
+def masks(model: Any, ids: torch.Tensor) -> list[Any]:
+    """What each attention of the compiled model gets as its mask, and whether it is told that it is causal."""
+    found: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        nodes = [n for n in graph.graph.nodes if "scaled_dot_product_attention" in str(n.target)]
+        found.extend((n.kwargs["attn_mask"], n.kwargs["is_causal"]) for n in nodes)
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(ids, use_cache=False)
+    return found
+
+
+def test_full_blocks_are_attended_to_without_a_mask() -> None:
+    """Compiled, transformers makes one, and attention takes twice as long."""
+    model = make_model(MINI, 300, 0).eval()
+    ids = torch.randint(300, (2, 16))
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert all(mask is not None for mask, _ in masks(model, ids))
+        with trainer_module._causal_without_a_mask(model):
+            assert masks(model, ids) == [(None, True)] * MINI.layers
+            torch.testing.assert_close(model(ids).logits, expected)
+        assert model.config._attn_implementation == "sdpa"
+        model.config.layer_types = ["full_attention", "sliding_attention"]
+        with trainer_module._causal_without_a_mask(model):
+            assert model.config._attn_implementation == "sdpa"

@@ -68,6 +68,7 @@ def run(
     go_on: bool = False,
     say: Callable[[str], None] = print,
     live: bool = False,
+    save_memory: bool = False,
     **arguments: Any,
 ) -> SparseTrainer:
     """Train ``recipe`` on ``data`` into the folder ``out``, which no other process may use meanwhile.
@@ -76,12 +77,13 @@ def run(
     to start from, whose shape the recipe must describe; without it weights are fresh. With ``go_on`` the run there
     continues from its newest sound checkpoint, with its own recipe, model and data: a ``recipe`` may then only ask for
     more steps, and ``data`` only say where the same text is now. ``say`` gets a line at a time; with ``live`` the
-    terminal shows the training as one screen instead; ``arguments`` go to ``TrainingArguments``.
+    terminal shows the training as one screen instead. ``save_memory``: see the models' method of that name.
+    ``arguments`` go to ``TrainingArguments``.
     """
     if go_on and not (out / RECIPE_FILE).exists():
         raise ValueError(f"{out} holds no run to resume: it has no {RECIPE_FILE}")
     with hold(out) if _is_first() else contextlib.nullcontext():
-        return _run(recipe, data, out, validation, tokenizer, begin, go_on, say, live, arguments)
+        return _run(recipe, data, out, validation, tokenizer, begin, go_on, say, live, save_memory, arguments)
 
 
 def _is_first() -> bool:
@@ -99,6 +101,7 @@ def _run(
     go_on: bool,
     say: Callable[[str], None],
     live: bool,
+    save_memory: bool,
     arguments: dict[str, Any],
 ) -> SparseTrainer:
     is_first = _is_first()
@@ -124,6 +127,8 @@ def _run(
     model, conversion = _model(recipe, corpus, tok, saved if found.checkpoint else None, begin)
     if saved is not None and saved.conversion and not conversion:
         raise ValueError(f"{out} has no checkpoint yet, so the model it began with is needed: give begin again")
+    if save_memory:
+        _save_memory(model, arguments)
     if saved is not None and recipe.steps > saved.recipe.steps and find_dataset(data):
         say(f"a longer run reads no further: it sees its {len(corpus.train):,} tokens again")
     size, trained = f"{model.num_parameters():,} parameters", model.num_parameters(only_trainable=True)
@@ -159,6 +164,14 @@ def _run(
             resume(trainer, found.checkpoint)
     _finish(trainer, corpus, tok, out, time.perf_counter() - start, conversion, say)
     return trainer
+
+
+def _save_memory(model: Any, arguments: dict[str, Any]) -> None:
+    if not hasattr(model, "save_memory"):
+        raise ValueError(f"save_memory is for sparse models: {type(model).__name__} has activation=silu")
+    if arguments.get("fsdp") or arguments.get("gradient_checkpointing"):
+        raise ValueError("save_memory is for one GPU or DDP, and instead of gradient_checkpointing")
+    model.save_memory()
 
 
 def _is_free(out: Path) -> bool:

@@ -57,6 +57,13 @@ def train(
     compiled: Annotated[
         bool, typer.Option("--compile", help="torch.compile the model: a minute's start for a faster run on a GPU.")
     ] = False,
+    save_memory: Annotated[
+        bool,
+        typer.Option(
+            "--save-memory",
+            help="Compute attention again in the backward, and the loss in chunks: larger batches, slower.",
+        ),
+    ] = False,
     report_to: Annotated[
         str, typer.Option(help="Also log to tensorboard, wandb or trackio, as the Trainer does.")
     ] = "none",
@@ -92,6 +99,7 @@ def train(
         "say": lambda line: print(line, flush=True, file=sys.stderr if as_json else sys.stdout),
         "live": sys.stdout.isatty() and not as_json,
         "torch_compile": compiled,
+        "save_memory": save_memory,
         "report_to": report_to,
         **(FSDP2 if fsdp else {}),
     }
@@ -130,7 +138,7 @@ def train(
             run(recipe, data or ([] if resume else [SAMPLE]), out, go_on=resume, **how)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            options = ["--compile"] * compiled + ["--fsdp"] * fsdp
+            options = ["--compile"] * compiled + ["--save-memory"] * save_memory + ["--fsdp"] * fsdp
             print(how_to_go_on(out, options), file=sys.stderr)
         raise
     if as_json:
