@@ -19,7 +19,7 @@ from twell.plan import Plan
 # Of L1Steering, chosen by runs of `tiny` and by simulated ones: L1 acts within 6 to 200 steps, and twice as much leaves
 # 0.33 to 0.7 of the active neurons.
 _GAIN, _INTEGRAL, _REACHED = 1.5, 0.06, 0.24
-_INTEGRAL_STEPS = (10.0, 30.0)  # at least, at most: however long a run is, L1 acts within some 100 steps
+_INTEGRAL_STEPS = (10.0, 20.0)  # at least, at most: however long a run is, L1 acts within some 100 steps
 _START, _LEAST, _MOST = 1e-2, 1e-5, 1.0  # nats of the L1 term
 _LOOKS, _CHANGED = 5, 0.1  # of Planner: how often layers are looked at between plans, and what is a change
 _SILENT = 1e-3  # of the target, and of the L1 sum: less counts as this
@@ -102,7 +102,7 @@ class L1Steering:
     After every optimiser step call ``advance`` with the step's statistics (of all processes); ``l1`` is the coefficient
     for the next step. With a = active neurons of a token and e = log(a / target) - reference, each step
 
-        log l1 += _GAIN * (change of e + e / integral)              integral: 6 % of the steps, 10 to 30
+        log l1 += _GAIN * (change of e + e / integral)              integral: 6 % of the steps, 10 to 20
 
     The reference falls from the first log(a / target) to 0, along a cosine, by a quarter of the ``steps``. So L1 rises
     while the model learns: ``tiny`` ends 1 to 5 % below the cross-entropy of a constant l1 at equal sparsity. The L1

@@ -352,7 +352,7 @@ def _find_chunked_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         raise RuntimeError(
             f"save_memory needs torch 2.13, or pip install liger-kernel; this is torch {torch.__version__}"
         ) from None
-    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum")
+    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", accum_dtype=torch.float32)
     return lambda hidden, weight, labels: loss(weight, hidden, labels)
 
 
