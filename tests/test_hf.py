@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -394,6 +395,29 @@ def test_saving_memory_changes_no_gradient(config_class: type, how: str) -> None
     assert model.eval()(ids, labels=labels).logits is not None
     model.save_memory(False)
     assert model.train()(ids, labels=labels).logits is not None
+
+
+class LigerLoss:
+    """Called as Liger-Kernel's."""
+
+    def __init__(self, *, ignore_index: int, reduction: str, accum_dtype: torch.dtype) -> None:
+        self.options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": reduction}
+
+    def __call__(self, weight: Tensor, hidden: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(hidden @ weight.T, labels, **self.options)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_older_torch_takes_the_loss_from_liger(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(nn.functional, "linear_cross_entropy")
+    liger = types.SimpleNamespace(LigerFusedLinearCrossEntropyLoss=LigerLoss)
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.SimpleNamespace(transformers=liger))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    model, ids = sparse_model(), token_ids()
+    expected = model(ids, labels=ids).loss
+    model.save_memory()
+    forward = torch.compile(model, backend="aot_eager") if compiled else model
+    torch.testing.assert_close(forward(ids, labels=ids).loss, expected)
 
 
 def test_saving_memory_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

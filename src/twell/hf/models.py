@@ -353,7 +353,8 @@ def _find_chunked_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
             f"save_memory needs torch 2.13, or pip install liger-kernel; this is torch {torch.__version__}"
         ) from None
     loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", accum_dtype=torch.float32)
-    return lambda hidden, weight, labels: loss(weight, hidden, labels)
+    # Dynamo of torch 2.11 cannot trace it: a compiled model leaves its graph for the loss.
+    return torch.compiler.disable(lambda hidden, weight, labels: loss(weight, hidden, labels))
 
 
 def _loss_in_chunks(hidden: Tensor, lm_head: nn.Linear, labels: Tensor, kwargs: dict[str, Any]) -> Any:
