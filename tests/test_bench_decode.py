@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 from typer.testing import CliRunner
 
 from twell.fp8 import Fp8Linear
+from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.nn.quantize import quantize_
 from twell.workbench.bench import decode, ffn, fp8
+from twell.workbench.bench.model import dense_twin
 from twell.workbench.cli import app
 
 
@@ -70,15 +73,45 @@ def test_every_layer_has_tokens_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(steps[0], steps[2]) and torch.equal(steps[1], steps[3])
 
 
-def test_steps_are_the_same_step_each_time() -> None:
+def test_steps_are_the_same_steps_each_time() -> None:
+    ids = torch.randint(97, (2, 8))
     with torch.no_grad():
-        step = decode._Step(llama(), 2, 5)
-        first = step.run()
-        assert {int(layer.cumulative_length) for layer in step.cache.layers} == {6}
-        step.rewind()
-        assert torch.equal(step.run(), first)
-        whole = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(0))
-        assert torch.allclose(first[:, -1], step.model(whole).logits[:, -1], atol=1e-5)
+        steps = decode._Steps(llama(), ids, 5)
+        first = steps.run()
+        assert {int(layer.cumulative_length) for layer in steps.cache.layers} == {8}
+        steps.rewind()
+        assert torch.equal(steps.run(), first)
+        torch.testing.assert_close(first, steps.model(ids).logits[:, 5:])
+
+
+def sparse_llama() -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = LlamaSparseReluConfig(
+        **shape, vocab_size=97, intermediate_size=320, max_position_embeddings=64, hidden_act="silu"
+    )
+    return LlamaSparseReluForCausalLM(config).eval()
+
+
+def test_a_dense_twin_is_the_model_without_twell() -> None:
+    model, ids = sparse_llama(), torch.randint(97, (2, 8))
+    twin = dense_twin(model)
+    assert type(twin) is LlamaForCausalLM and type(twin.model.layers[0].mlp) is LlamaMLP and not twin.training
+    torch.testing.assert_close(twin(ids).logits, model(ids).logits)
+    plain = llama()
+    assert type(dense_twin(plain)) is LlamaForCausalLM and dense_twin(plain) is not plain
+
+
+def test_a_row_of_a_model_on_a_text(with_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "COUNTED_TOKENS", 32)
+    ids = torch.randint(97, (decode.tokens_needed(3, 8),))
+    row = decode.measure_text(sparse_llama(), "a model", ids, 3, 8, graph=False, seconds=0, in_fp8=True)
+    assert (row["workload"], row["model"], row["batch"], row["context"], row["F"]) == ("text", "a model", 3, 8, 320)
+    assert row["difference"] < 1e-5 and len(row["active"]) == 2 and 50 < row["mean_active"] < 270
+    assert row["tokens_per_second"]["sparse_fp8"] > 0 and row["speedup_fp8"] > 0
+    timed = ids[32:].view(3, 8 + decode.NEW_TOKENS)
+    counts, n = decode._fired(sparse_llama(), [timed])
+    assert n == timed.numel() and [round(c.sum().item() / n, 1) for c in counts] == row["active"]
 
 
 def test_compiled_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from transformers import StaticCache
 
 from twell import energy
 from twell.hf.convert import sparsify_
-from twell.nn import FreezeReport, SparseFFNBase, freeze_
+from twell.nn import FreezeReport, SparseFFNBase, freeze_, sparse_ffns
 from twell.nn.quantize import quantize_
 from twell.ops import backends
-from twell.plan import Plan
 from twell.workbench.bench import cases, ffn, fp8, timing
-from twell.workbench.bench.model import check_logits
+from twell.workbench.bench.model import check_logits, dense_twin
 
+NEW_TOKENS = 16  # of a text, timed at once
+COUNTED_TOKENS = 8192  # of a text, by which layers are planned
 _FP8_LOGITS = 0.3  # relative difference from those of 16 bits beyond which FP8 is broken
 _FP8_APART = 0.1  # of logits by sparse and dense FP8, which rounds h: 2 to 3 % of an FFN's output
 
@@ -46,7 +47,7 @@ def measure(
     seconds: float = 3.0,
     in_fp8: bool | None = None,
 ) -> dict[str, Any]:
-    """A JSON-ready row. ``model``: a dense Llama with ReLU, whose FFN weights are overwritten.
+    """A JSON-ready row of one token. ``model``: a dense Llama with ReLU, whose FFN weights are overwritten.
 
     ``graph`` and ``compiled``: how all models run. ``in_fp8``: also with FP8 FFNs; by default where that applies.
     """
@@ -57,87 +58,192 @@ def measure(
     fired = (torch.relu(inputs.x[n_layers * batch :] @ inputs.w_gate.T) != 0).sum(0)
     mean_active = (torch.relu(tokens @ inputs.w_gate.T) != 0).sum().item() / (n_layers * batch)
     cases.write_ffns_(model, inputs)
-    ffn.forget_compiled(device)
-    sparse, plan, frozen = _sparse(model, fired)
-    models, how = {"dense": model, "sparse": sparse}, {}
-    if fp8.applies(device, model.dtype, D, F) if in_fp8 is None else in_fp8:
-        for name, (kind, given) in fp8.ways(batch).items():
-            models[name], how[name] = fp8.in_model(model, kind), given
-        if fp8.applies_sparsely(device, model.dtype):
-            models[ffn.SPARSE_FP8], *_ = _sparse(model, fired, in_fp8=True)
+    models, how, frozen = _models(model, [fired] * n_layers, ffn.PLAN_TOKENS, batch, in_fp8)
     for each in models.values():
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
-    if device.type == "cuda" and not compiled:
-        for name, given in how.items():
-            for layer in models[name].model.layers:
-                layer.mlp.compile(fullgraph=True, dynamic=False, **given)
-    options = {key: value for given in how.values() for key, value in given.items()}
-    steps = {name: _Step(each, batch, context, options if compiled else None) for name, each in models.items()}
-    runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
+    ids = torch.randint(config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
+    run = _Run(models, how, ids.to(device), context, graph, compiled)
     outputs = {
         name: torch.cat([layer.mlp(x)[:, 0] for layer, x in zip(each.model.layers, tokens, strict=True)])
         for name, each in models.items()
         if name not in ("dense", "sparse")
     }
     errors, quantisation = ffn.check_fp8(tokens.flatten(0, 2), inputs, True, outputs)
-    differences = _check({name: run() for name, run in runs.items()})
-
-    def rewind() -> None:
-        for step in steps.values():
-            step.rewind()
-
-    def check_again() -> None:
-        rewind()
-        _check({name: run().clone() for name, run in runs.items()})
-
-    if graph:
-        with ffn.as_if_captured(*models.values()):
-            for step in steps.values():
-                step.rewind()
-                step.run()
-        runs = {name: ffn.replayed([step.run], before=step.rewind) for name, step in steps.items()}
-        check_again()
-    times = timing.compare(runs, seconds=seconds, device=device, before=rewind)
-    check_again()
-    joules = {name: energy.joules(_rewinding(runs[name], steps[name]), device, min(seconds, 3.0)) for name in runs}
+    plan = models["sparse"].model.layers[0].mlp.plan
     return {
         "bench": "decode",
         "workload": workload,
-        "layers": n_layers,
-        "D": D,
-        "F": F,
-        "batch": batch,
-        "context": context,
-        "graph": graph,
-        "compiled": compiled,
-        "frozen": True,
-        "frozen_bytes": frozen.bytes,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        **run.facts(),
+        "frozen_bytes": frozen,
         "mean_active": round(mean_active, 2),
-        **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
-        "tokens_per_second": {name: round(1000 * batch / spread.p50, 1) for name, spread in times.items()},
-        "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
-        **ffn.over_fp8(times),
-        **differences,
+        **run.measured(seconds),
         **({"error": errors, "quantisation_error": quantisation} if errors else {}),
-        "joules_per_token": {name: None if j is None else float(f"{j / batch:.4g}") for name, j in joules.items()},
         **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
         **timing.environment(device),
     }
 
 
-def _sparse(model: Any, fired: Tensor, *, in_fp8: bool = False) -> tuple[Any, Plan | None, FreezeReport]:
-    """A sparse copy, planned by counts of other tokens than are timed, and frozen."""
-    sparse, plan = copy.deepcopy(model), None
+@torch.no_grad()
+def measure_text(
+    model: Any,
+    name: str,
+    ids: Tensor,
+    batch: int,
+    context: int,
+    *,
+    graph: bool,
+    compiled: bool = False,
+    seconds: float = 3.0,
+    in_fp8: bool | None = None,
+) -> dict[str, Any]:
+    """As ``measure``, of a model as it is, on the tokens ``ids`` of a text: ``NEW_TOKENS`` steps, given the text's own
+    tokens. Layers are planned by the text's first ``COUNTED_TOKENS`` or more, which are not timed.
+    """
+    dense, n_counted = dense_twin(model), _n_counted(context)
+    seen, timed = ids[:n_counted], ids[n_counted : tokens_needed(batch, context)].view(batch, context + NEW_TOKENS)
+    fired, n_seen = _fired(model, [seen.view(-1, context)])
+    of_timed, n_timed = _fired(model, [timed])
+    models, how, frozen = _models(dense, fired, n_seen, batch, in_fp8)
+    active = [counts.sum().item() / n_timed for counts in of_timed]
+    run = _Run(models, how, timed, context, graph, compiled)
+    return {
+        "bench": "decode",
+        "workload": "text",
+        "model": name,
+        **run.facts(),
+        "frozen_bytes": frozen,
+        "mean_active": round(sum(active) / len(active), 2),
+        "active": [round(n, 1) for n in active],
+        **run.measured(seconds),
+        **timing.environment(model.device),
+    }
+
+
+def tokens_needed(batch: int, context: int) -> int:
+    """Of the text, by ``measure_text``."""
+    return _n_counted(context) + batch * (context + NEW_TOKENS)
+
+
+def _n_counted(context: int) -> int:
+    """Whole sequences of ``context`` tokens."""
+    return -(-COUNTED_TOKENS // context) * context
+
+
+def _fired(model: Any, batches: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+    """How often each neuron of each layer fires, and for how many tokens."""
+    counted = copy.deepcopy(model)
+    sparsify_(counted)
+    layers = [ffn for _, ffn in sparse_ffns(counted)]
+    for ffn_ in layers:
+        ffn_.track_counts = True
+        ffn_.reset_counts()
+    for ids in batches:
+        counted(ids, use_cache=False, logits_to_keep=1)
+    return [ffn_.neuron_counts for ffn_ in layers], int(layers[0].tokens_seen)
+
+
+def _models(
+    dense: Any, fired: Sequence[Tensor], n_seen: int, batch: int, in_fp8: bool | None
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]], int]:
+    """The models to compare, by name; options of torch.compile of some of them; bytes frozen in the sparse one."""
+    config, device = dense.config, dense.device
+    ffn.forget_compiled(device)
+    sparse, frozen = _sparse(dense, fired, n_seen)
+    models, how = {"dense": dense, "sparse": sparse}, {}
+    applies = fp8.applies(device, dense.dtype, config.hidden_size, config.intermediate_size)
+    if applies if in_fp8 is None else in_fp8:
+        for name, (kind, given) in fp8.ways(batch).items():
+            models[name], how[name] = fp8.in_model(dense, kind), given
+        if fp8.applies_sparsely(device, dense.dtype):
+            models[ffn.SPARSE_FP8], _ = _sparse(dense, fired, n_seen, in_fp8=True)
+    return models, how, frozen.bytes
+
+
+class _Run:
+    """Models at the same place of the same text: ids [batch, context + steps]."""
+
+    def __init__(
+        self,
+        models: dict[str, Any],
+        how: dict[str, dict[str, Any]],
+        ids: Tensor,
+        context: int,
+        graph: bool,
+        compiled: bool,
+    ) -> None:
+        self.models, self.ids, self.context, self.graph, self.compiled = models, ids, context, graph, compiled
+        self.device = ids.device
+        if self.device.type == "cuda" and not compiled:
+            for name, given in how.items():
+                for layer in models[name].model.layers:
+                    layer.mlp.compile(fullgraph=True, dynamic=False, **given)
+        options = {key: value for given in how.values() for key, value in given.items()} if compiled else None
+        self.steps = {name: _Steps(each, ids, context, options) for name, each in models.items()}
+        self.differences = _check({name: step.run() for name, step in self.steps.items()})
+
+    def facts(self) -> dict[str, Any]:
+        config = self.models["dense"].config
+        return {
+            "layers": config.num_hidden_layers,
+            "D": config.hidden_size,
+            "F": config.intermediate_size,
+            "batch": len(self.ids),
+            "context": self.context,
+            "graph": self.graph,
+            "compiled": self.compiled,
+            "frozen": True,
+            "dtype": str(self.models["dense"].dtype).removeprefix("torch."),
+        }
+
+    def measured(self, seconds: float) -> dict[str, Any]:
+        """Times and joules of a step; compared before and after."""
+        steps, device = self.steps, self.device
+        batch, n_steps = len(self.ids), self.ids.shape[1] - self.context
+        runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
+
+        def rewind() -> None:
+            for step in steps.values():
+                step.rewind()
+
+        def check_again() -> None:
+            rewind()
+            _check({name: run().clone() for name, run in runs.items()})
+
+        if self.graph:
+            with ffn.as_if_captured(*self.models.values()):
+                for step in steps.values():
+                    step.rewind()
+                    step.run()
+            runs = {name: ffn.replayed([step.run], before=step.rewind) for name, step in steps.items()}
+            check_again()
+        spreads = timing.compare(runs, seconds=seconds, device=device, before=rewind)
+        check_again()
+        times = {name: timing.Spread(*(round(t / n_steps, 4) for t in spread)) for name, spread in spreads.items()}
+        joules = {name: energy.joules(_rewinding(runs[name], steps[name]), device, min(seconds, 3.0)) for name in runs}
+        return {
+            **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
+            "tokens_per_second": {name: round(1000 * batch / spread.p50, 1) for name, spread in times.items()},
+            "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
+            **ffn.over_fp8(times),
+            **self.differences,
+            "joules_per_token": {
+                name: None if j is None else float(f"{j / batch / n_steps:.4g}") for name, j in joules.items()
+            },
+        }
+
+
+def _sparse(dense: Any, fired: Sequence[Tensor], n_seen: int, *, in_fp8: bool = False) -> tuple[Any, FreezeReport]:
+    """A sparse copy, planned by how often neurons of each layer fired in so many tokens, and frozen."""
+    sparse = copy.deepcopy(dense)
     sparsify_(sparse)
     if in_fp8:
         quantize_(sparse)
-    for layer in sparse.model.layers:
+    for layer, counts in zip(sparse.model.layers, fired, strict=True):
         assert isinstance(layer.mlp, SparseFFNBase)
-        if backends.choose_backend(layer.mlp.backend, model.device) == "triton":
-            plan = layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS)
-    return sparse, plan, freeze_(sparse)
+        if backends.choose_backend(layer.mlp.backend, dense.device) == "triton":
+            layer.mlp.plan_from_counts(counts, n_seen)
+    return sparse, freeze_(sparse)
 
 
 def _check(logits: Mapping[str, Tensor]) -> dict[str, float]:
@@ -152,33 +258,34 @@ def _check(logits: Mapping[str, Tensor]) -> dict[str, float]:
     return fields
 
 
-class _Step:
-    """A model, a static cache filled with ``context`` tokens, and the token after them."""
+class _Steps:
+    """A model, a static cache filled with ``context`` tokens, and steps for the tokens after them."""
 
-    def __init__(self, model: Any, batch: int, context: int, how: Mapping[str, Any] | None = None) -> None:
-        """``how``: options of torch.compile; None: the model is not compiled."""
-        self.model, self.context, device = model, context, model.device
-        self.cache = StaticCache(config=model.config, max_cache_len=context + 1)
-        ids = torch.randint(
-            model.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0)
-        ).to(device)
+    def __init__(self, model: Any, ids: Tensor, context: int, how: Mapping[str, Any] | None = None) -> None:
+        """``ids`` [batch, context + steps]. ``how``: options of torch.compile; None: the model is not compiled."""
+        self.model, self.context, n = model, context, ids.shape[1]
+        self.cache = StaticCache(config=model.config, max_cache_len=n)
         model(ids[:, :context], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.call = model if how is None else torch.compile(model, dynamic=False, **how)
-        self.ids, self.position = ids[:, context:], torch.full((1, 1), context, device=device)
+        self.ids = [ids[:, i : i + 1].contiguous() for i in range(context, n)]
+        self.positions = [torch.full((1, 1), i, device=ids.device) for i in range(context, n)]
 
     def rewind(self) -> None:
-        """The next step is the first one again."""
+        """The next run is the first one again."""
         layers: list[Any] = self.cache.layers
         for layer in layers:
             layer.cumulative_length.fill_(self.context)
 
     def run(self) -> Tensor:
-        return self.call(
-            self.ids, past_key_values=self.cache, position_ids=self.position, use_cache=True, logits_to_keep=1
-        ).logits
+        """Logits [batch, steps, V]."""
+        logits = [
+            self.call(ids, past_key_values=self.cache, position_ids=at, use_cache=True, logits_to_keep=1).logits
+            for ids, at in zip(self.ids, self.positions, strict=True)
+        ]
+        return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
 
-def _rewinding(run: Callable[[], Any], step: _Step) -> Callable[[], None]:
+def _rewinding(run: Callable[[], Any], step: _Steps) -> Callable[[], None]:
     def both() -> None:
         step.rewind()
         run()

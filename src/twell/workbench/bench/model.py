@@ -14,6 +14,7 @@ Where outputs can be compared they are, before anything is timed: models that di
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from twell import energy
+from twell.hf.configs import SparsityFields
 from twell.hf.convert import desparsify_, sparsify_
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns, thaw_
 from twell.plan import Plan
@@ -51,12 +54,29 @@ class Subject(NamedTuple):
 @torch.no_grad()
 def real(model: Any, name: str) -> Subject:
     """A model as it is. Its sparse copy plans by calibration or by its first batches, as for every user."""
-    dense, sparse = copy.deepcopy(model), model
-    desparsify_(dense)
+    dense, sparse = dense_twin(model), model
     report = sparsify_(sparse)
     if not report.n_sparse:
         raise ValueError(f"{name} has no FFN that can run sparsely:\n{report}")
     return Subject(dense, sparse, {"workload": "model", "model": name})
+
+
+def dense_twin(model: Any) -> Any:
+    """A copy as one would run it without twell: of a gated sparse type the base model of transformers, with ReLU."""
+    config: Any = model.config
+    if not isinstance(config, SparsityFields) or not config.sparsity_gated_mlp or config.fp8_quantization:
+        twin = copy.deepcopy(model)
+        desparsify_(twin)
+        return twin
+    base: Any = next(cls for cls in type(config).__mro__ if not issubclass(cls, SparsityFields))
+    own = {f.name for f in dataclasses.fields(SparsityFields)} | {"model_type", "architectures", "hidden_act"}
+    values = {name: value for name, value in config.to_dict().items() if name not in own}
+    values["intermediate_size"] = config.sparsity_new_intermediate_size or values["intermediate_size"]
+    with model.device:
+        twin = AutoModelForCausalLM.from_config(base(**values, hidden_act="relu"), dtype=model.dtype)
+    twin.load_state_dict(model.state_dict())
+    twin.generation_config = copy.deepcopy(model.generation_config)
+    return twin.train(model.training)
 
 
 @torch.no_grad()

@@ -60,19 +60,21 @@ def render(name: str, folder: Path, link: str) -> str:
 
 def _source(rows: list[Row], links: str, command: str) -> str:
     """Machine, versions, commit, files and command."""
-    first = rows[0]
-    if "gpu" in first:
-        machine = f"one {first['gpu']}"
-    elif "cpu" in first:
-        machine = f"{first['threads']} {'core' if first['threads'] == 1 else 'cores'} of an {first['cpu']}"
-    else:
-        machine = f"one {first['device']}"
-    used = first["versions"]
+    machine = " or ".join(dict.fromkeys(_machine(row) for row in rows))
+    used = rows[0]["versions"]
     versions = [f"{name} {used[name]}" for name in ("torch", "triton", "transformers") if name in used]
     commits = sorted({str(row["commit"]) for row in map(swept.measured, rows) if row.get("commit")})
     measured = [f"commit {' and '.join(commits)}"] if commits else []
     facts = ", ".join([machine[0].upper() + machine[1:], *versions, *measured])
     return f"{facts}; rows: {links}; `{command}`"
+
+
+def _machine(row: Row) -> str:
+    if "gpu" in row:
+        return f"one {row['gpu']}"
+    if "cpu" in row:
+        return f"{row['threads']} {'core' if row['threads'] == 1 else 'cores'} of an {row['cpu']}"
+    return f"one {row['device']}"
 
 
 def _lines(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -869,6 +871,7 @@ TABLES = {
     "target-tiny": Table(
         ("target-tiny.jsonl",), "twell train --preset tiny [l1=... | target_active=...]", _is_any, _targets
     ),
+    "target-small": Table(("target-small.jsonl",), f"{_SMALL} steps=1225", _is_any, _targets),
     "convert-tiny": Table(("convert-tiny.jsonl",), _CONVERT, _is_any, _convert),
     "convert-small": Table(("convert-small.jsonl",), _CONVERT, _is_any, _convert),
     "sweep": Table(("sweep-small.jsonl",), _SWEEP, _is_any, swept.table),

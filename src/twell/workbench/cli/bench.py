@@ -265,12 +265,7 @@ def _real_model_rows(
     if text is None:
         ids = torch.randint(language_model.config.vocab_size, (needed,))
     else:
-        from twell.train.data import find_files, read_texts
-
-        texts = (document for file in find_files([text]) for document in read_texts(file))
-        ids = tokenizer("\n".join(texts), return_tensors="pt").input_ids[0]
-    if len(ids) < needed:
-        raise ValueError(f"{text} has {len(ids):,} tokens, --batch times --length asks for {needed:,}")
+        ids = _ids_of(text, tokenizer, needed)
     subject = bench.real(language_model, name)
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -283,6 +278,17 @@ def _real_model_rows(
             yield {**row, "case": "random" if text is None else "text"}
 
     return rows()
+
+
+def _ids_of(text: Path, tokenizer: Any, needed: int) -> Any:
+    """The text's first tokens [needed]."""
+    from twell.train.data import find_files, read_texts
+
+    texts = (document for file in find_files([text]) for document in read_texts(file))
+    ids = tokenizer("\n".join(texts), return_tensors="pt").input_ids[0]
+    if len(ids) < needed:
+        raise ValueError(f"{text} has {len(ids):,} tokens, and {needed:,} are needed for so many sequences")
+    return ids[:needed]
 
 
 def _random_model_rows(
@@ -395,12 +401,16 @@ def _print_generate(row: dict[str, Any]) -> None:
 
 @bench_app.command("decode")
 def bench_decode(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or hub name of a Llama-like ReLU model. Default: random weights.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="The text that MODEL reads: .txt, .jsonl or .parquet.")] = None,
     preset: Annotated[
-        str, typer.Option(help="Shape of the model of random weights: tiny, small, 0.5b, 1b, 1.5b or 2b.")
-    ] = "0.5b",
+        str | None, typer.Option(help="Shape of a model of random weights: tiny, small, 0.5b (default), 1b, 1.5b, 2b.")
+    ] = None,
     workload: Annotated[
-        str, typer.Option("--workload", "-w", help="What its FFNs compute: iidN or skewN, for a mean count of N.")
-    ] = "skew29",
+        str | None, typer.Option("--workload", "-w", help="What its FFNs compute: iidN or skewN. Default: skew29.")
+    ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. Default: 1.")] = None,
     context: Annotated[int, typer.Option(help="Tokens before the one that is timed.")] = 256,
     eager: Annotated[bool, typer.Option("--eager", help="On a GPU: without CUDA graphs.")] = False,
@@ -418,8 +428,9 @@ def bench_decode(
 ) -> None:
     """Time a step of generation by a whole model, dense against sparse and frozen.
 
-    Example: [bold]twell bench decode --preset 1.5b -w skew29 --batch 1 --batch 8[/bold]. For a model of your own:
-    [bold]twell generate MODEL --compare[/bold].
+    Example: [bold]twell bench decode --preset 1.5b -w skew29 --batch 1 --batch 8[/bold]
+
+    A trained model: [bold]twell bench decode my-run/model --text book.txt --batch 1 --batch 64[/bold]
     """
     import torch
 
@@ -430,35 +441,51 @@ def bench_decode(
     if min([*(batch or []), context]) < 1:
         raise ValueError("--batch and --context must be at least 1")
     torch_device = device_of(device)
-    recipe = recipes.preset(preset)
-    cases.get_workload(workload)
     if fp8 and (reason := why_unavailable(torch_device)):
         raise ValueError(f"--fp8: {reason}")
+    if (model is None) != (text is None):
+        raise ValueError("a model reads a text: give both MODEL and --text, or neither for random weights")
+    if model is not None and (preset or workload):
+        raise ValueError("--preset and --workload are for models of random weights: leave out MODEL")
+    on_gpu, batches = torch_device.type == "cuda", batch or [1]
+    how: dict[str, Any] = {"graph": on_gpu and not eager, "compiled": compiled, "in_fp8": fp8, "seconds": seconds}
+    recipe, workload = recipes.preset(preset or "0.5b"), workload or "skew29"
+    cases.get_workload(workload)
 
-    def rows() -> Iterator[dict[str, Any]]:
+    def of_random_weights() -> Iterator[dict[str, Any]]:
         from transformers import LlamaForCausalLM
 
         from twell.workbench.bench import decode
 
-        on_gpu = torch_device.type == "cuda"
-        for n in batch or [1]:
+        for n in batches:
             with torch_device:
-                model: Any = LlamaForCausalLM(dense_config(recipe, context + 1))
-            model.to(torch.bfloat16 if on_gpu else torch.float32).eval()
-            how: dict[str, Any] = {"graph": on_gpu and not eager, "compiled": compiled, "in_fp8": fp8}
-            row = decode.measure(model, workload, n, context, **how, seconds=seconds)
-            yield {**row, "preset": preset}
+                llama: Any = LlamaForCausalLM(dense_config(recipe, context + 1))
+            llama.to(torch.bfloat16 if on_gpu else torch.float32).eval()
+            yield {**decode.measure(llama, workload, n, context, **how), "preset": preset or "0.5b"}
 
+    def of_a_text(name: str, text: Path) -> Iterator[dict[str, Any]]:
+        from twell.workbench.bench import decode
+
+        language_model, tokenizer = load_model(name, device, "bfloat16" if on_gpu else None)
+        room = language_model.config.max_position_embeddings
+        if context + decode.NEW_TOKENS > room:
+            raise ValueError(f"the model's context is {room} tokens: --context must leave {decode.NEW_TOKENS} of them")
+        ids = _ids_of(text, tokenizer, decode.tokens_needed(max(batches), context)).to(torch_device)
+        for n in batches:
+            yield decode.measure_text(language_model, name, ids, n, context, **how)
+
+    rows = of_random_weights() if model is None or text is None else of_a_text(model, text)
     measured = collect(
-        rows(),
-        len(batch or [1]),
+        rows,
+        len(batches),
         as_json,
         out,
         lambda row: f"{row['batch']} sequences: {row['speedup']:.2f}x",
     )
     if not as_json:
         for row in measured:
-            where = f"{preset}, {workload}, {row['dtype']}, {machine_of(row)}, {row['batch']} sequences"
+            what = f"{row['preset']}, {workload}" if model is None else f"{model}, {row['mean_active']:.0f} active"
+            where = f"{what}, {row['dtype']}, {machine_of(row)}, {row['batch']} sequences"
             print(f"{where} after {context} tokens: {_rates(row, _SIDES)}: {row['speedup']:.2f}x")
             print(f"the sparse model is frozen: {row['frozen_bytes'] / 1e6:,.1f} MB beside its weights")
             if "fp8_ms" in row:
