@@ -93,7 +93,7 @@ def test_dense_against_sparse(twell: Twell, models: dict[str, str], tmp_path: Pa
 
     shown = twell(*command, "--compare", "--text", str(text)).stdout
     assert "sparse - dense" in shown and "bits/byte" in shown
-    assert "sparse chooses otherwise than dense in 0 of 6 items" in shown
+    assert "sparse and dense choose differently in 0 of 6 items" in shown
 
 
 def test_fp8_dense_and_sparse(
@@ -132,8 +132,10 @@ def test_fp8_dense_and_sparse(
     assert worst["dense_margin"] + worst["sparse_margin"] == pytest.approx(found["moved"][0], rel=1e-2)
     shown = twell(*command, "--validation", str(text)).stdout
     assert "FP8 dense - dense" in shown and "FP8 sparse - FP8 dense" in shown
-    assert f"predicts another token than FP8 dense at {found['other']} of {found['tokens']:,} places" in shown
-    assert "FP8 sparse: by sparse kernels in 0 of 2 layers; FP8 is emulated: the device has none" in shown
+    assert (
+        f"FP8 sparse and FP8 dense predict different tokens at {found['other']} of {found['tokens']:,} places" in shown
+    )
+    assert "FP8 sparse: the sparse kernels ran in 0 of 2 layers; FP8 is emulated: the device does not have it" in shown
 
 
 def test_several_models_side_by_side(twell: Twell, models: dict[str, str], tmp_path: Path) -> None:
@@ -146,14 +148,14 @@ def test_several_models_side_by_side(twell: Twell, models: dict[str, str], tmp_p
     assert rows[3]["against"]["acc"] == pytest.approx(rows[3]["acc"] - rows[1]["acc"])
     assert rows[2]["against"]["accuracy"] == pytest.approx(rows[2]["accuracy"] - rows[0]["accuracy"])
     shown = twell(*command).stdout
-    assert "two - one" in shown and "two chooses otherwise than one" in shown
+    assert "two - one" in shown and "two and one choose differently" in shown
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--tasks", "boolq"], "unknown task 'boolq': expected one of arc_easy"),
-        (["--data", "missing"], "missing is no folder"),
+        (["--data", "missing"], "missing is not a folder"),
         (["--tasks", "piqa", "--scorer", "own"], "nothing to evaluate on: give --data"),
         (["--data", ITEMS, "--scorer", "mine"], "unknown scorer 'mine': expected lm-eval or own"),
         (["--data", ITEMS, "--limit", "0"], "--limit must be at least 1, got 0"),
@@ -184,7 +186,7 @@ def test_a_model_with_fp8_weights_has_none_of_16_bits_to_compare_with(models: di
     model, _ = load_model(models["one"], "cpu")
     quantize_(model, emulate=True)
     subject = Subject("one", model, None, {"model": "one"}, None)
-    with pytest.raises(ValueError, match="one has FP8 weights already"):
+    with pytest.raises(ValueError, match="one already has FP8 weights"):
         next(_in_ways(subject, "fp8", torch.device("cpu")))
 
 

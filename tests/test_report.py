@@ -18,19 +18,8 @@ import pytest
 import torch
 
 from twell.workbench import report
-from twell.workbench.analyze import (
-    Analysis,
-    Counted,
-    Curve,
-    Example,
-    FFNShape,
-    Layer,
-    LayerPlan,
-    Options,
-    Overlap,
-    TokenType,
-    analyze_trace,
-)
+from twell.workbench.analysis import Analysis, Counted, Curve, Example, Layer, Overlap, PlanSummary, TokenType
+from twell.workbench.analyze import FFNShape, Options, analyze_trace
 from twell.workbench.trace import Trace
 
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -257,13 +246,13 @@ def test_rows_of_other_benches_and_old_rows_do_no_harm(analysis: Analysis) -> No
     no_time = {**model_row(), "sparse_ms": {"p20": 0.0, "p50": 0.0, "p80": 0.0}}
     rows = [{"bench": "train"}, {}, old, {"bench": "ffn", "workload": "iid3"}, no_time]
     (case,) = Page(report.build(analysis, title="t", speed=rows, metrics=[{}])).data["cases"]
-    assert [side["name"] for side in case["sides"]] == ["dense", "sparse"]
-    assert case["sides"][0]["pass_bytes"] is None
-    assert case["sides"][0]["tokens_per_ms"] == pytest.approx(1024 / 50)
+    assert [side["name"] for side in case["ways"]] == ["dense", "sparse"]
+    assert case["ways"][0]["pass_bytes"] is None
+    assert case["ways"][0]["tokens_per_ms"] == pytest.approx(1024 / 50)
 
 
 def planned(analysis: Analysis, *dense: bool, width: int = 2048, hidden: int = 5632) -> Analysis:
-    plans = [LayerPlan(dense=d, hot=256, cap=32, min_tokens=4096, predicted=1.0 if d else 1.5) for d in dense]
+    plans = [PlanSummary(dense=d, hot=256, cap=32, min_tokens=4096, predicted=1.0 if d else 1.5) for d in dense]
     layers = [dataclasses.replace(x, plan=plan) for x, plan in zip(analysis.layers, plans, strict=True)]
     facts = dataclasses.replace(analysis.facts, width=width, hidden_sizes=[hidden] * LAYERS)
     return dataclasses.replace(analysis, layers=layers, facts=facts)
@@ -301,7 +290,7 @@ def large(layers: int = 12, hidden: int = 2048, tokens: int = 512) -> Analysis:
             curve=Curve(ranks=ranks, frequencies=sorted(rng.random(200).tolist(), reverse=True)),
             top_shares={p: rng.random() for p in ("1", "5", "10", "20")},
             overlap=Overlap(neighbours=0.3 / 7, random=None),
-            plan=LayerPlan(dense=False, hot=256, cap=32, min_tokens=4096, predicted=1.7 / 1.1),
+            plan=PlanSummary(dense=False, hot=256, cap=32, min_tokens=4096, predicted=1.7 / 1.1),
         )
         for i in range(layers)
     ]

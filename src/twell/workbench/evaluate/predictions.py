@@ -1,50 +1,50 @@
-"""The log-probability a model gives to tokens, many sequences at once. All scores are made from it."""
+"""The log-probabilities that a model gives to tokens, for many sequences at once. Every score is computed from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Progress = Callable[[int, int], None]  # (done, all)
+from twell.hf.text import context_of
+from twell.progress import Progress, silent
+
 NAN = "the model's predictions are not numbers (NaN)"
 
 
-def silent(done: int, total: int) -> None:
-    """No progress shown."""
-
-
 class Row(NamedTuple):
-    """Token ids, the last ``n`` of which are to be predicted; there is at least one before them."""
+    """Token ids, of which the last ``n`` are to be predicted; at least one id comes before them."""
 
     ids: Sequence[int]
     n: int
 
 
 class Prediction(NamedTuple):
-    log_p: float  # of all tokens to be predicted together
-    is_top: bool  # each of them was the most likely one
+    log_p: float  # of all tokens to be predicted, summed
+    is_top: bool  # each of them was the most likely token
 
 
 def predict(model: Any, rows: Sequence[Row], *, batch_size: int, progress: Progress = silent) -> list[Prediction]:
-    """The prediction of every row, in their order.
+    """A prediction for each row.
 
-    Sequences go in sorted by length, the longest first: little padding, and what does not fit shows at once. Rows that
-    differ in their last token only share a sequence.
+    Rows that differ only in their last token share a sequence. Sequences run sorted by length, the longest first: that
+    keeps padding short, and a batch that exceeds the memory fails at once.
     """
     if batch_size < 1:
         raise ValueError(f"the batch size must be at least 1, got {batch_size}")
-    sequences: dict[tuple[int, ...], list[int]] = {}  # what the model reads -> rows
+    rows_of: dict[tuple[int, ...], list[int]] = {}  # ids that the model reads -> indices of rows
     for i, row in enumerate(rows):
-        sequences.setdefault(tuple(row.ids[:-1]), []).append(i)
+        rows_of.setdefault(tuple(row.ids[:-1]), []).append(i)
+    sequences = sorted(rows_of, key=len, reverse=True)
     found: dict[int, Prediction] = {}
     was_training = model.training
     model.eval()
     try:
-        for batch in _batches(sorted(sequences, key=len, reverse=True), batch_size):
-            asked = [(place, i) for place, sequence in enumerate(batch) for i in sequences[sequence]]
+        for start in range(0, len(sequences), batch_size):
+            batch = sequences[start : start + batch_size]
+            asked = [(place, i) for place, sequence in enumerate(batch) for i in rows_of[sequence]]
             predictions = _predict_batch(model, batch, [(place, rows[i]) for place, i in asked])
             found.update(zip((i for _, i in asked), predictions, strict=True))
             progress(len(found), len(rows))
@@ -63,21 +63,22 @@ def _predict_batch(
     if log_p.isnan().any():
         raise ValueError(NAN)
     lengths = [row.n for _, row in asked]
-    return [Prediction(float(p.sum()), bool(top.all())) for p, top in zip(*_split(lengths, log_p, is_top), strict=True)]
+    parts = zip(log_p.double().cpu().split(lengths), is_top.cpu().split(lengths), strict=True)
+    return [Prediction(float(p.sum()), bool(top.all())) for p, top in parts]
 
 
 def logits_of(
     model: Any, sequences: Sequence[Sequence[int]], asked: Sequence[tuple[int, Row]]
 ) -> tuple[Tensor, Tensor]:
-    """float32 [sequences, kept, V], and int64 [3, n]: of each token to be predicted its place and position in them, and
-    its id.
+    """float32 [sequences, kept, V], and int64 [3, n]: for each token to be predicted its place in ``sequences``, its
+    position among the kept ones and its id.
 
-    ``asked``: pairs of a place in ``sequences`` and a row whose ids without the last are that sequence. Padding is on
-    the right, where causal attention keeps it out of everything before it.
+    ``asked`` pairs a place in ``sequences`` with a row; the sequence is the row's ids without the last. Padding is on
+    the right, where causal attention hides it from all tokens before it.
     """
     width = max(map(len, sequences))
     ids = torch.tensor([[*s, *[0] * (width - len(s))] for s in sequences], device=model.device)
-    # Only the last positions are asked for: the logits of the others would be most of the memory.
+    # Logits of all positions would take most of the memory; only those at the end are needed.
     kept = max(width - len(sequences[place]) + row.n for place, row in asked)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits.float()
     if logits.shape[1] != kept:
@@ -94,24 +95,14 @@ def logits_of(
     return logits, where
 
 
-def _split(lengths: list[int], log_p: Tensor, is_top: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    return log_p.double().cpu().split(lengths), is_top.cpu().split(lengths)
-
-
-def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Texts
-# ---------------------------------------------------------------------------------------------------------
+# -- texts --------------------------------------------------------------------------------------------------
 
 
 def encode(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[Row]:
-    """(context, continuation) in tokens, cut where the context's own tokens end, as lm-eval does it.
+    """(context, continuation) as tokens, cut where the context's own tokens end, as lm-eval does.
 
-    White space at a context's end belongs to the continuation, as tokens of words begin with it. Special tokens come
-    as the tokenizer puts them; an empty context becomes the end-of-text token.
+    White space at the end of a context belongs to the continuation, because tokens of words begin with it. The
+    tokenizer adds its special tokens; an empty context becomes the end-of-text token.
     """
     moved = []
     for context, continuation in pairs:
@@ -124,7 +115,7 @@ def encode(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[Row]:
         if context:
             after = whole[len(before) :]
         else:
-            before, after = [leader(tokenizer)], _encode(tokenizer, [continuation], special=False)[0]
+            before, after = [first_token(tokenizer)], _encode(tokenizer, [continuation], special=False)[0]
         if not before or not after:
             raise ValueError(f"the tokenizer makes no tokens of {(continuation if before else context)!r}")
         rows.append(Row([*before, *after], len(after)))
@@ -136,9 +127,9 @@ def _encode(tokenizer: Any, texts: list[str], *, special: bool) -> list[list[int
 
 
 def windows(row: Row, context: int) -> list[Row]:
-    """``row`` in what a model of that context can read, which is one row unless more than ``context`` are predicted.
+    """``row`` cut to a model's context: one row unless more than ``context`` tokens are to be predicted.
 
-    What is too long loses tokens on the left.
+    Tokens that do not fit are lost on the left.
 
     >>> windows(Row([1, 2, 3, 4, 5, 6], 2), context=3)
     [Row(ids=[3, 4, 5, 6], n=2)]
@@ -154,14 +145,9 @@ def windows(row: Row, context: int) -> list[Row]:
 
 
 def predict_pairs(
-    model: Any,
-    tokenizer: Any,
-    pairs: Sequence[tuple[str, str]],
-    *,
-    batch_size: int,
-    progress: Progress = silent,
+    model: Any, tokenizer: Any, pairs: Sequence[tuple[str, str]], *, batch_size: int, progress: Progress = silent
 ) -> list[Prediction]:
-    """Each continuation after its context."""
+    """Predict each continuation after its context."""
     rows = [windows(row, context_length(model)) for row in encode(tokenizer, pairs)]
     found = iter(predict(model, [w for row in rows for w in row], batch_size=batch_size, progress=progress))
     parts = [[next(found) for _ in row] for row in rows]
@@ -169,10 +155,13 @@ def predict_pairs(
 
 
 def context_length(model: Any) -> int:
-    return int(model.config.max_position_embeddings)
+    context = context_of(model)
+    if context is None:
+        raise ValueError("the model's configuration does not say how long its context is")
+    return context
 
 
-def leader(tokenizer: Any) -> int:
+def first_token(tokenizer: Any) -> int:
     """The token that a text begins with."""
     found = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if found is None:
