@@ -46,12 +46,16 @@ def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -
     environment["versions"]["transformers"] = importlib.metadata.version("transformers")
     n_subjects = 0
     for name, label in zip(models, _labels(models), strict=True):
+        if n_subjects:  # free the memory of the previous model
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
         model, tokenizer = load_model(name)
         model = model.to(device=device, dtype=dtype or model.dtype)
         if model.dtype == torch.bfloat16 and device.type == "cpu" and (problem := bf16_problem()):
             raise RuntimeError(problem)
         facts = {"model": name, "dtype": str(model.dtype).removeprefix("torch."), **environment}
-        first = None if n_subjects == 0 else 0
+        first = 0 if n_subjects else None
         if ways is None:
             n_subjects += 1
             yield Subject(label, model, tokenizer, facts, first)
@@ -63,9 +67,6 @@ def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -
                 yield way._replace(label=mode if len(models) == 1 else f"{label} {mode}", baseline=baseline)
             del way  # or its model would stay in memory while the next one loads
         del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _in_ways(subject: Subject, ways: str, device: Any) -> Iterator[Subject]:

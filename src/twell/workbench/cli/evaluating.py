@@ -50,8 +50,8 @@ def evaluate(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="arc_easy, arc_challenge, hellaswag, openbookqa, piqa, winogrande, commonsense_qa; separated by commas, "
-            "or repeated. Default: all, unless there is --text, --validation or --last-words."
+            help="arc_easy, arc_challenge, hellaswag, openbookqa, piqa, winogrande, commonsense_qa; with commas, or "
+            "repeated. Default: all, unless there is --text, --validation or --last-words."
         ),
     ] = None,
     data: Annotated[
@@ -358,11 +358,11 @@ def _predictions(label: str, found: dict[str, Any]) -> str:
     if not found["other"]:
         return line
     moved, worst = found["moved"], found["worst"][0]
-    (dense, sparse), by = worst["texts"], (worst["dense_margin"], worst["sparse_margin"])
+    dense, sparse = worst["texts"]
     return (
-        f"{line}, {found['beyond_rounding']:,} of them beyond rounding. Logits moved by {moved[len(moved) // 2]} in the "
-        f"median, by {moved[0]} at most (dense predicts {dense!r} by {by[0]}, sparse {sparse!r} by {by[1]}); the largest "
-        f"logit is {found['largest_logit']}"
+        f"{line}, {found['beyond_rounding']:,} of them beyond rounding. Logits moved by {moved[len(moved) // 2]} in "
+        f"the median and by {moved[0]} at most: there dense predicts {dense!r} by {worst['dense_margin']}, sparse "
+        f"{sparse!r} by {worst['sparse_margin']}. The largest logit is {found['largest_logit']}"
     )
 
 
