@@ -288,7 +288,7 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
         (["train", "--preset", "huge"], "unknown preset 'huge'"),
         (["train", "nonsense=1"], "expected key=value"),
         (["eval", "nowhere"], "nothing to evaluate on"),
-        (["analyze", "nowhere", "--text", "t.txt", "--report", "page.txt"], "ends in .html"),
+        (["analyze", "nowhere", "--text", "t.txt", "--report", "page.txt"], "must end in .html"),
         (["analyze", "nowhere", "--text", "t.txt", "--speed", "rows.jsonl"], "--speed and --metrics need --report"),
         (["calibrate", "nowhere", "--text", "t.txt"], "nowhere is not a folder"),
         (["eval", "nowhere", "--text", "missing.txt"], "missing.txt"),

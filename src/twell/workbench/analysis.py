@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+import typing
 from typing import Any
 
 FORMAT = 1  # of the JSON form
@@ -155,20 +157,10 @@ class Analysis:
         if data["format"] != FORMAT:
             raise ValueError(f"an analysis of format {data['format']!r}: only format {FORMAT} can be read")
         try:
-            fields = {name: value for name, value in data.items() if name != "format"}
-            parts = {
-                "facts": Facts(**fields["facts"]),
-                "layers": [_layer(layer) for layer in fields["layers"]],
-                "positions": [Positions(**positions) for positions in fields["positions"]],
-                "most_active": [_token_type(row) for row in fields["most_active"]],
-                "least_active": [_token_type(row) for row in fields["least_active"]],
-                "sample": Sample(**fields["sample"]),
-            }
-            return cls(**{**fields, **parts})
-        except KeyError as error:
-            raise ValueError(f"not a complete analysis: {error} is missing") from None
-        except TypeError as error:
+            made: Analysis = _built(cls, {name: value for name, value in data.items() if name != "format"})
+        except (TypeError, AttributeError) as error:
             raise ValueError(f"not a complete analysis: {error}") from None
+        return made
 
     def __repr__(self) -> str:
         facts = self.facts
@@ -178,15 +170,13 @@ class Analysis:
         )
 
 
-def _layer(data: dict[str, Any]) -> Layer:
-    parts = {
-        "counted": None if data["counted"] is None else Counted(**data["counted"]),
-        "curve": Curve(**data["curve"]),
-        "overlap": Overlap(**data["overlap"]),
-        "plan": PlanSummary(**data["plan"]),
-    }
-    return Layer(**{**data, **parts})
-
-
-def _token_type(data: dict[str, Any]) -> TokenType:
-    return TokenType(**{**data, "examples": [Example(**example) for example in data["examples"]]})
+def _built(hint: Any, value: Any) -> Any:
+    """The dataclasses that a type hint names, from what ``dataclasses.asdict`` made of them."""
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: _built(hints.get(name), part) for name, part in value.items()})  # type: ignore[operator]
+    if typing.get_origin(hint) is list:
+        return [_built(typing.get_args(hint)[0], part) for part in value]
+    if typing.get_origin(hint) is types.UnionType and value is not None:
+        return _built(typing.get_args(hint)[0], value)
+    return value

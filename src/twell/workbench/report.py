@@ -51,32 +51,6 @@ _NO_CURVE = Missing("No single FFN was timed. To measure:", "twell bench ffn --o
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """A training log. None where a row lacks a number or has one that is not finite."""
-
-    steps: list[int]
-    loss: list[float | None]  # cross-entropy
-    active: list[float | None]  # active neurons a token, mean of the layers
-    layers: list[list[float | None]]  # [layers][steps], active neurons a token
-    dead: list[float | None]  # share of neurons
-    validation_steps: list[int]
-    validation: list[float | None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TimedWay:
-    """One way of computing a case. None where the row has no such number."""
-
-    name: str  # dense, compiled or sparse
-    ms: list[float]  # 20th, 50th and 80th percentile
-    tokens_per_ms: float
-    first_token_ms: float | None
-    pass_bytes: int | None  # the most memory that a forward pass takes besides weights
-    copied_bytes: int | None  # frozen beside the weights; in older rows: copies of the weights
-    joules_per_token: float | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A row of ``twell bench``: the same work computed in two or three ways."""
 
@@ -86,22 +60,11 @@ class Case:
     real: bool  # a model's weights, not random ones
     tokens: int
     speedup: float
-    ways: list[TimedWay]
+    ways: list[Row]  # see _way
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeedupCurve:
-    """Speedup of one FFN against its mean active neurons; see ``twell.workbench.bench.plot``."""
-
-    shape: str
-    families: dict[str, list[plot.Point]]
-    predicted: list[plot.Point]  # for uniform firing; empty without a cost model
-    at: float | None  # active neurons at which the speedup is 1
-    measured: bool  # ``at`` is measured, not predicted
-    same_shape: bool  # as the analysed layers
-
-
-def _training(metrics: Sequence[Row]) -> Training | None:
+def _training(metrics: Sequence[Row]) -> Row | None:
+    """A training log. None stands for a number that is missing or not finite."""
     logged = {int(row["step"]): row for row in metrics if "step" in row and "ce_loss" in row}
     if not logged:
         return None
@@ -114,15 +77,15 @@ def _training(metrics: Sequence[Row]) -> Training | None:
     def values(name: str) -> list[float | None]:
         return [_finite(logged[step].get(name)) for step in steps]
 
-    return Training(
-        steps=steps,
-        loss=values("ce_loss"),
-        active=values("active_mean"),
-        layers=[values(f"active/{i}") for i in range(n_layers)],
-        dead=values("dead_share"),
-        validation_steps=validation_steps,
-        validation=[_finite(evaluated[step]["eval_loss"]) for step in validation_steps],
-    )
+    return {
+        "steps": steps,
+        "loss": values("ce_loss"),
+        "active": values("active_mean"),  # active neurons a token, mean of the layers
+        "layers": [values(f"active/{i}") for i in range(n_layers)],  # [layers][steps]
+        "dead": values("dead_share"),
+        "validation_steps": validation_steps,
+        "validation": [_finite(evaluated[step]["eval_loss"]) for step in validation_steps],
+    }
 
 
 def _finite(value: Any) -> float | None:
@@ -191,24 +154,27 @@ def _machine(row: Row) -> str:
     return f"{machine}, {row.get('dtype', '?')}"
 
 
-def _way(name: str, row: Row, tokens: int) -> TimedWay:
+def _way(name: str, row: Row, tokens: int) -> Row:
+    """One of the ways to compute a case: dense, compiled or sparse. None stands for a number that the row lacks."""
+
     def field(of: str) -> Any:
         return row[of].get(name) if isinstance(row.get(of), Mapping) else None
 
     ms = [float(row[f"{name}_ms"][p]) for p in ("p20", "p50", "p80")]
     memory = field("memory") or {}
-    return TimedWay(
-        name=name,
-        ms=ms,
-        tokens_per_ms=tokens / ms[1],
-        first_token_ms=_finite((field("first_token_ms") or {}).get("p50")),
-        pass_bytes=memory.get("pass"),
-        copied_bytes=memory.get("frozen", memory.get("copies")),
-        joules_per_token=_finite(field("joules_per_token")),
-    )
+    return {
+        "name": name,
+        "ms": ms,
+        "tokens_per_ms": tokens / ms[1],
+        "first_token_ms": _finite((field("first_token_ms") or {}).get("p50")),
+        "pass_bytes": memory.get("pass"),  # the most memory that a forward pass takes besides weights
+        "copied_bytes": memory.get("frozen", memory.get("copies")),  # beside the weights; "copies" in older rows
+        "joules_per_token": _finite(field("joules_per_token")),
+    }
 
 
-def _speedup_curve(analysis: Analysis, rows: Sequence[Row]) -> SpeedupCurve | None:
+def _break_even(analysis: Analysis, rows: Sequence[Row]) -> Row | None:
+    """Speedup of one FFN against its mean active neurons; see ``twell.workbench.bench.plot``."""
     given = [dict(row) for row in rows]
     try:
         shape, families = plot.select(given)
@@ -216,14 +182,14 @@ def _speedup_curve(analysis: Analysis, rows: Sequence[Row]) -> SpeedupCurve | No
         return None
     found = plot.break_even(given, shape, families)
     facts = analysis.facts
-    return SpeedupCurve(
-        shape=str(shape),
-        families={plot.STYLES[family].label: points for family, points in families.items()},
-        predicted=[*found.predicted[:-2:4], *found.predicted[-2:]],  # every fourth point, and the end
-        at=found.at,
-        measured=found.is_measured,
-        same_shape=facts.width == shape.D and set(facts.hidden_sizes) == {shape.F},
-    )
+    return {
+        "shape": str(shape),
+        "families": {plot.STYLES[family].label: points for family, points in families.items()},
+        "predicted": [*found.predicted[:-2:4], *found.predicted[-2:]],  # every fourth point, and the end
+        "at": found.at,  # active neurons at which the speedup is 1
+        "measured": found.is_measured,
+        "same_shape": facts.width == shape.D and set(facts.hidden_sizes) == {shape.F},
+    }
 
 
 # -- the page -----------------------------------------------------------------------------------------------
@@ -245,7 +211,8 @@ def build(
     cases = [case for row in rows if (case := _case(row)) is not None]
     if speed is not None and not cases:
         raise ValueError("--speed has no rows of twell bench ffn or twell bench model")
-    training, curve, timed = _training(metrics or ()), _speedup_curve(analysis, rows), _timed_layers(analysis, rows)
+    training, break_even = _training(metrics or ()), _break_even(analysis, rows)
+    timed = _timed_layers(analysis, rows)
     data = {
         "format": FORMAT,
         "title": title,
@@ -259,12 +226,12 @@ def build(
         "no_layer_times": _NO_LAYER_TIMES,
         "cases": cases,
         "cases_drawn": _CASES_DRAWN,
-        "break_even": curve,
+        "break_even": break_even,
     }
     missing = {
         "training": None if training else _NO_TRAINING,
         "speed": None if cases else _NO_TIMES,
-        "break-even": None if curve else _NO_CURVE,
+        "break-even": None if break_even else _NO_CURVE,
     }
     names = ("layers", "positions", "text", "tokens", "frequencies", "overlap", "plan", *missing)
     script, style = _page_file("report.js"), _page_file("report.css")
