@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig, PreTrainedTokenizerFast
 
-from traces import CONTEXT, LAYERS, TEXT, TINY, VOCAB, D, F, named_trace_of, tiny_model
+from small_models import CONTEXT, LAYERS, TEXT, TINY, VOCAB, D, F, named_trace_of, tiny_model
 from twell.hf import LlamaSparseReluConfig
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.plan import choose_plan, costs_for

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
-from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from small_models import TINY, VOCAB, F, tiny_model
+from twell.hf import LlamaSparseReluConfig
 from twell.nn import sparse_ffns
 from twell.nn.quantize import quantize_
 from twell.train.data import END_OF_TEXT, SAMPLE, read_texts
@@ -34,7 +36,7 @@ from twell.workbench.evaluate import (
 )
 from twell.workbench.evaluate.fp8 import Fired, counting, plan_all_
 from twell.workbench.evaluate.metrics import average, mean_of, paired_difference
-from twell.workbench.evaluate.predictions import Row, encode, predict
+from twell.workbench.evaluate.predictions import Row, context_length, encode, predict
 from twell.workbench.evaluate.tasks import Item
 from twell.workbench.trace import record
 
@@ -44,23 +46,13 @@ CONTEXT = 32
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return train_bpe([TEXT], 300)
+    return train_bpe([TEXT], VOCAB)
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer: Any) -> LlamaSparseReluForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaSparseReluConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        vocab_size=len(tokenizer),
-        initializer_range=0.5,  # far from uniform predictions
-    )
-    return LlamaSparseReluForCausalLM(config).eval()
+def model() -> Any:
+    config = LlamaSparseReluConfig(**TINY | {"max_position_embeddings": CONTEXT, "initializer_range": 0.5})
+    return tiny_model(config).float().eval()  # its predictions are far from uniform
 
 
 @torch.no_grad()
@@ -74,18 +66,18 @@ def log_p(model: Any, ids: list[int]) -> torch.Tensor:
 def test_every_token_is_predicted_once_with_all_the_context_there_is(n_tokens: int, model: Any, tokenizer: Any) -> None:
     text = tokenizer.decode(tokenizer.encode(TEXT)[:n_tokens])
     ids = [tokenizer.bos_token_id, *tokenizer.encode(text)]
-    expected = -sum(
-        float(log_p(model, ids[start : start + CONTEXT + 1]).sum()) for start in range(0, len(ids) - 1, CONTEXT)
-    )
+    windows = [ids[start : start + CONTEXT + 1] for start in range(0, len(ids) - 1, CONTEXT)]
+    expected = -sum(float(log_p(model, window).sum()) for window in windows)
     for batch_size in (1, 3):
         score = score_text(model, tokenizer, text, batch_size=batch_size)
         assert score.nats == pytest.approx(expected, rel=1e-5)
-        assert score.tokens == len(ids) - 1
-    assert score.bytes == len(text.encode())
-    assert score.words == len(text.split())
+        assert (score.tokens, score.bytes, score.words) == (len(ids) - 1, len(text.encode()), len(text.split()))
     assert score.loss == pytest.approx(expected / n_tokens, rel=1e-5)
     assert score.bits_per_byte == pytest.approx(expected / math.log(2) / score.bytes, rel=1e-5)
     assert score.word_perplexity == pytest.approx(math.exp(expected / score.words), rel=1e-4)
+    for name in ("loss", "bits_per_byte"):  # means over the windows
+        assert score.metrics.mean(name).value == pytest.approx(getattr(score, name))
+        assert score.metrics.mean(name).error > 0 or len(windows) == 1
 
 
 def test_last_words_are_scored_given_all_before_them(model: Any, tokenizer: Any) -> None:
@@ -222,18 +214,11 @@ def test_metrics_average_over_tasks() -> None:
 
 def test_documents_are_predicted_with_an_end_of_text_after_each(model: Any, tokenizer: Any) -> None:
     documents, end = [TEXT[:100], TEXT[100:250]], tokenizer.eos_token
-    score = score_text(model, tokenizer, documents)
-    as_text = score_text(model, tokenizer, "".join(document + end for document in documents))
+    score = score_text(model.train(), tokenizer, documents)
+    assert model.training  # the mode is left as it was
+    as_text = score_text(model.eval(), tokenizer, "".join(document + end for document in documents))
     assert score.nats == pytest.approx(as_text.nats) and score.tokens == as_text.tokens
     assert score.bytes == sum(len(document.encode()) for document in documents)
-
-
-def test_metrics_of_texts_are_means_over_their_parts(model: Any, tokenizer: Any) -> None:
-    score = score_text(model, tokenizer, TEXT)
-    assert score.metrics.mean("bits_per_byte").value == pytest.approx(score.bits_per_byte)
-    assert score.metrics.mean("loss").value == pytest.approx(score.loss) and score.metrics.mean("loss").error > 0
-    words = score_last_words(model, tokenizer, ["one two three", "four five"])
-    assert words.metrics.mean("accuracy").value == sum(words.right) / 2 and words.items == 2
 
 
 def test_validation_is_read_as_training_reads_it(model: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -290,7 +275,7 @@ def test_fp8_layers_are_planned_to_run_sparsely_always(model: Any) -> None:
         assert of.tokens == 20 and of.counts is not None
         assert torch.equal(of.counts, recorded.neuron_counts(layer))
     rare = Fired()
-    rare.counts, rare.tokens = torch.ones(32, dtype=torch.int64), 1000
+    rare.counts, rare.tokens = torch.ones(F, dtype=torch.int64), 1000
     plan_all_(quantized, [rare, fired[1]])
     few, many = (ffn.plan for _, ffn in sparse_ffns(quantized))
     assert few is not None and few.in_parts(1, captured=False) and few.tail is None  # so it stays
@@ -300,13 +285,6 @@ def test_fp8_layers_are_planned_to_run_sparsely_always(model: Any) -> None:
     assert all(ffn.plan is not None and not ffn.plan.is_dense for _, ffn in sparse_ffns(quantized))
     plan_all_(plain := copy.deepcopy(model), fired)
     assert [ffn.plan for _, ffn in sparse_ffns(plain)] == [None, None]
-
-
-def test_training_mode_is_left_as_it_was(model: Any, tokenizer: Any) -> None:
-    model.train()
-    score_text(model, tokenizer, "a b c")
-    assert model.training
-    model.eval()
 
 
 def test_errors(model: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -321,3 +299,5 @@ def test_errors(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     path.write_text(json.dumps({"text": "two words"}) + "\n" + json.dumps({"words": 1}) + "\n")
     with pytest.raises(ValueError, match="line 2 has no field 'text'"):
         read_passages(path)
+    with pytest.raises(ValueError, match="does not say how long its context is"):
+        context_length(SimpleNamespace(config=PreTrainedConfig()))

@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from command_line import Twell
+from small_models import TINY, VOCAB
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.nn.quantize import quantize_
@@ -23,15 +24,7 @@ from twell.workbench.evaluate import TASKS, harness
 
 ITEMS = str(Path(__file__).parent / "data" / "eval")
 TEXT = next(iter(read_texts(SAMPLE)))[:3000]
-SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.5,
-}
+SHAPE = TINY | {"max_position_embeddings": 128, "initializer_range": 0.5}
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +37,11 @@ def no_full_collections(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of two sparse models and a dense one."""
     folder = tmp_path_factory.mktemp("models")
-    tokenizer = train_bpe([TEXT], 300)
+    tokenizer = train_bpe([TEXT], VOCAB)
     for seed, name in enumerate(("one", "two")):
         torch.manual_seed(seed)
-        LlamaSparseReluForCausalLM(LlamaSparseReluConfig(**SHAPE, vocab_size=len(tokenizer))).save_pretrained(
-            folder / name / "model"
-        )
-    LlamaForCausalLM(LlamaConfig(**SHAPE, vocab_size=len(tokenizer))).save_pretrained(folder / "silu")
+        LlamaSparseReluForCausalLM(LlamaSparseReluConfig(**SHAPE)).save_pretrained(folder / name / "model")
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder / "silu")
     found = {"one": folder / "one" / "model", "two": folder / "two" / "model", "silu": folder / "silu"}
     for path in found.values():
         tokenizer.save_pretrained(path)

@@ -16,30 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from traces import named_trace_of
+from small_models import named_trace_of
 from twell.workbench import report
 from twell.workbench.analysis import Analysis, Counted, Example, PlanSummary, TokenType
 from twell.workbench.analyze import FFNShape, Options, analyze_trace
 
 EVIL = "</script><img src=x onerror=alert(1)>"
-TOKENS = [
-    EVIL,
-    "\n",
-    "\t",
-    " ",
-    "🙂",
-    " the",
-    "<!--",
-    "$data",
-    "&amp;",
-    "",
-    "\u202eabc",
-    "é",
-    "a",
-    " b",
-    "'\"",
-    "\\u003c",
-]
+TOKENS = [EVIL, "\n", "\t", " ", "🙂", " the", "<!--", "$data", "&amp;", ""]
+TOKENS += ["\u202eabc", "é", "a", " b", "'\"", "\\u003c"]
 LAYERS, F, LENGTH = 3, 64, 32
 ALL = {"layers", "positions", "text", "tokens", "frequencies", "overlap", "plan", "training", "speed", "break-even"}
 ALWAYS = ALL - {"training", "speed", "break-even"}
@@ -58,7 +42,7 @@ def spread(ms: float) -> dict[str, float]:
 
 
 def model_row(**other: Any) -> dict[str, Any]:
-    names = [f"model.layers.{i}.mlp" for i in range(LAYERS)]
+    ffn = {"tokens": 1024}
     return {
         "bench": "model",
         "workload": "model",
@@ -73,8 +57,8 @@ def model_row(**other: Any) -> dict[str, Any]:
         "memory": {side: {"weights": 100, "copies": 0, "pass": 5_000_000} for side in ("dense", "sparse")},
         "joules_per_token": {"dense": None, "sparse": None},
         "ffns": [
-            {"name": name, "tokens": 1024, "mean_active": 10.0 + i, "speedup": 2 - 0.1 * i}
-            for i, name in enumerate(names)
+            ffn | {"name": f"model.layers.{i}.mlp", "mean_active": 10.0 + i, "speedup": 2 - 0.1 * i}
+            for i in range(LAYERS)
         ],
         "cpu": "A CPU",
         "threads": 1,
@@ -175,10 +159,7 @@ def test_it_asks_nothing_of_the_network(html: str) -> None:
     assert "@import" not in page.texts["style"]
     own = page.texts["script"].replace("http://www.w3.org/2000/svg", "")  # a name, not an address
     assert not re.search(r"https?:|fetch\(|XMLHttpRequest|import\(|innerHTML|outerHTML|insertAdjacent|eval\(", own)
-
-
-def test_the_policy_allows_its_own_script_and_style_alone(html: str) -> None:
-    (policy,) = (a["content"] for tag, a in Page(html).elements if tag == "meta" and a.get("http-equiv"))
+    (policy,) = (a["content"] for tag, a in page.elements if tag == "meta" and a.get("http-equiv"))
     assert policy is not None
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == rules["connect-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
@@ -204,19 +185,11 @@ def test_no_token_becomes_markup(html: str) -> None:
     assert page.data["analysis"]["sample"]["tokens"][: len(TOKENS)] == TOKENS
 
 
-def test_all_figures_have_a_place(html: str, analysis: Analysis) -> None:
-    assert Page(html).values("data-figure") == ALL
-    assert Page(report.build(analysis, title="bare")).values("data-figure") == ALWAYS
-
-
-def test_what_is_missing_is_said_with_how_to_get_it(analysis: Analysis) -> None:
+def test_figures_without_data_say_how_to_get_it(html: str, analysis: Analysis) -> None:
     page = Page(report.build(analysis, title="bare"))
-    assert page.values("data-missing") == ALL - ALWAYS
-    for command in (
-        "twell train --out run",
-        "twell bench model MODEL --layers --out rows.jsonl",
-        "twell bench ffn --out",
-    ):
+    assert (page.values("data-figure"), page.values("data-missing")) == (ALWAYS, ALL - ALWAYS)
+    assert Page(html).values("data-figure") == ALL
+    for command in ("twell train --out run", "twell bench model MODEL --layers --out", "twell bench ffn --out"):
         assert command in page.texts["body"]
     assert page.data["layer_speedups"] is page.data["correlation"] is page.data["training"] is None
     only_ffns = Page(report.build(analysis, title="ffns", speed=SPEED[1:]))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from traces import TEXT, VOCAB
+from small_models import TEXT, VOCAB
 from twell.train.tokenizer import train_bpe
 from twell.workbench.sequences import encode_beginning, sequences_of
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig
 
 import twell
-from traces import LAYERS, TEXT, TINY, VOCAB, F, tiny_model, trace_of
+from small_models import LAYERS, TEXT, TINY, VOCAB, F, tiny_model, trace_of
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.nn import SparseFFNBase, sparse_ffns
 from twell.train.tokenizer import train_bpe

@@ -1,4 +1,4 @@
-"""A tiny model's configuration, and traces of given patterns: for tests of what is recorded and analysed."""
+"""A tiny sparse model, and traces of given patterns."""
 
 from __future__ import annotations
 
