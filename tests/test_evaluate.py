@@ -22,8 +22,8 @@ from twell.train.data import END_OF_TEXT, SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 from twell.workbench.evaluate import (
     TASKS,
+    EvalMetrics,
     Mean,
-    Metrics,
     TaskData,
     compare_predictions,
     read_folder,
@@ -34,9 +34,9 @@ from twell.workbench.evaluate import (
     score_text,
     tokens_of,
 )
-from twell.workbench.evaluate.fp8 import Fired, counting, plan_all_
-from twell.workbench.evaluate.metrics import average, mean_of, paired_difference
-from twell.workbench.evaluate.predictions import Row, context_length, encode, predict
+from twell.workbench.evaluate.fp8_plans import Fired, counting, plan_all_
+from twell.workbench.evaluate.means import average, mean_of, paired_difference
+from twell.workbench.evaluate.predictions import Query, context_length, encode, predict
 from twell.workbench.evaluate.tasks import Item
 from twell.workbench.trace import record
 
@@ -157,7 +157,7 @@ def test_a_choice_longer_than_the_context_is_predicted_in_windows(model: Any, to
 
 
 def test_rows_that_differ_in_the_last_token_share_a_sequence(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Row([1, 2, 3, last], 1) for last in range(4, 9)] + [Row([1, 2, 3, 9], 2), Row([5, 6], 1)]
+    rows = [Query([1, 2, 3, last], 1) for last in range(4, 9)] + [Query([1, 2, 3, 9], 2), Query([5, 6], 1)]
     expected = [float(log_p(model, list(row.ids))[-row.n :].sum()) for row in rows]
     shapes, forward = [], model.forward
     monkeypatch.setattr(model, "forward", lambda **kw: (shapes.append(tuple(kw["input_ids"].shape)), forward(**kw))[1])
@@ -198,12 +198,14 @@ def test_means_and_paired_differences() -> None:
 
 def test_metrics_average_over_tasks() -> None:
     """A task without acc_norm takes part in its average with acc; differences average as the tasks do."""
-    arc, wino = Metrics({"acc": [0, 1.0], "acc_norm": [1.0, 1]}), Metrics({"acc": [0, 0, 0, 1.0]})
-    mean = Metrics(parts=[arc, wino])
+    arc, wino = EvalMetrics({"acc": [0, 1.0], "acc_norm": [1.0, 1]}), EvalMetrics({"acc": [0, 0, 0, 1.0]})
+    mean = EvalMetrics(parts=[arc, wino])
     assert mean.names == ["acc", "acc_norm"]
     assert mean.mean("acc").value == (0.5 + 0.25) / 2
     assert mean.mean("acc_norm").value == (1 + 0.25) / 2
-    other = Metrics(parts=[Metrics({"acc": [1.0, 1], "acc_norm": [0, 0.0]}), Metrics({"acc": [0, 0, 1.0, 1]})])
+    other = EvalMetrics(
+        parts=[EvalMetrics({"acc": [1.0, 1], "acc_norm": [0, 0.0]}), EvalMetrics({"acc": [0, 0, 1.0, 1]})]
+    )
     assert mean.difference("acc", other) == average(
         [paired_difference([0, 1], [1, 1]), paired_difference([0, 0, 0, 1], [0, 0, 1, 1])]
     )

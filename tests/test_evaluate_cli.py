@@ -19,7 +19,7 @@ from twell.nn.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 from twell.workbench.cli.common import load_model
-from twell.workbench.cli.eval_subjects import Subject, _in_ways
+from twell.workbench.cli.eval_subjects import EvalSubject, _in_ways
 from twell.workbench.evaluate import TASKS, harness
 
 ITEMS = str(Path(__file__).parent / "data" / "eval")
@@ -183,7 +183,7 @@ def test_a_model_without_relu_has_nothing_to_compare(twell: Twell, models: dict[
 def test_a_model_with_fp8_weights_has_none_of_16_bits_to_compare_with(models: dict[str, str]) -> None:
     model, _ = load_model(models["one"], "cpu")
     quantize_(model, emulate=True)
-    subject = Subject("one", model, None, {"model": "one"}, None)
+    subject = EvalSubject("one", model, None, {"model": "one"}, None)
     with pytest.raises(ValueError, match="one already has FP8 weights"):
         next(_in_ways(subject, "fp8", torch.device("cpu")))
 

@@ -211,10 +211,10 @@ def test_rows_of_other_benches_and_old_rows_do_no_harm(analysis: Analysis) -> No
     old = {k: v for k, v in model_row().items() if k not in ("memory", "joules_per_token", "first_token_ms", "ffns")}
     no_time = {**model_row(), "sparse_ms": {"p20": 0.0, "p50": 0.0, "p80": 0.0}}
     rows = [{"bench": "train"}, {}, old, {"bench": "ffn", "workload": "iid3"}, no_time]
-    (case,) = Page(report.build(analysis, title="t", speed=rows, metrics=[{}])).data["cases"]
-    assert [side["name"] for side in case["ways"]] == ["dense", "sparse"]
-    assert case["ways"][0]["pass_bytes"] is None
-    assert case["ways"][0]["tokens_per_ms"] == pytest.approx(1024 / 50)
+    (measured,) = Page(report.build(analysis, title="t", speed=rows, metrics=[{}])).data["measurements"]
+    assert [way["name"] for way in measured["ways"]] == ["dense", "sparse"]
+    assert measured["ways"][0]["pass_bytes"] is None
+    assert measured["ways"][0]["tokens_per_ms"] == pytest.approx(1024 / 50)
 
 
 def planned(analysis: Analysis, *dense: bool, width: int = 2048, hidden: int = 5632) -> Analysis:

@@ -64,7 +64,7 @@ class PlanSummary:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerAnalysis:
     """One FFN."""
 
     name: str
@@ -132,7 +132,7 @@ class Analysis:
     """
 
     facts: Facts
-    layers: list[Layer]
+    layers: list[LayerAnalysis]
     positions: list[Positions]
     min_count: int
     most_active: list[TokenType]

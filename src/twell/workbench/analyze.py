@@ -24,7 +24,7 @@ from twell.workbench.analysis import (
     Curve,
     Example,
     Facts,
-    Layer,
+    LayerAnalysis,
     Overlap,
     PlanSummary,
     Positions,
@@ -140,7 +140,7 @@ def analyze_trace(
         counts, fired, active = trace.counts[i], trace.neuron_counts(i), trace.pattern(i)
         p50, p90 = np.percentile(counts, (50, 90)).tolist()
         layers.append(
-            Layer(
+            LayerAnalysis(
                 name=summary.layer,
                 mean=summary.mean,
                 p50=p50,

@@ -26,7 +26,7 @@ from twell.workbench.bench import plot
 
 FORMAT = 1  # of the embedded JSON
 _WAYS = ("dense", "compiled", "sparse")
-_CASES_DRAWN = 8  # of whole models, and of single FFNs
+_DRAWN = 8  # of whole models, and of single FFNs
 
 Row = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ _NO_CURVE = Missing("No single FFN was timed. To measure:", "twell bench ffn --o
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Measurement:
     """A row of ``twell bench``: the same work computed in two or three ways."""
 
     label: str
@@ -119,7 +119,7 @@ def _correlation(ffns: Sequence[Row]) -> float | None:
     return statistics.correlation(active, speedups) if len(set(active)) > 1 < len(set(speedups)) else None
 
 
-def _case(row: Row) -> Case | None:
+def _measurement(row: Row) -> Measurement | None:
     """None if the row is not of ``twell bench ffn`` or ``twell bench model``, or has a time of 0."""
     kind = row.get("bench")
     sizes = {"ffn": {"M"}, "model": {"batch", "length"}}
@@ -137,7 +137,7 @@ def _case(row: Row) -> Case | None:
         tokens = row["M"]
         plural, graph = "s"[: tokens != 1], ", graph" if row.get("graph") else ""
         label = f"FFN, {row.get('workload')}, {tokens:,} token{plural}{graph}"
-    return Case(
+    return Measurement(
         label=label,
         machine=_machine(row),
         whole_model=kind == "model",
@@ -155,7 +155,7 @@ def _machine(row: Row) -> str:
 
 
 def _way(name: str, row: Row, tokens: int) -> Row:
-    """One of the ways to compute a case: dense, compiled or sparse. None stands for a number that the row lacks."""
+    """One of the ways of computing: dense, compiled or sparse. None stands for a number that the row lacks."""
 
     def field(of: str) -> Any:
         return row[of].get(name) if isinstance(row.get(of), Mapping) else None
@@ -208,8 +208,8 @@ def build(
     ``speed``: rows of ``twell bench ffn`` and ``twell bench model``. A figure without data is replaced by the command
     that makes the data."""
     rows = list(speed or ())
-    cases = [case for row in rows if (case := _case(row)) is not None]
-    if speed is not None and not cases:
+    measurements = [found for row in rows if (found := _measurement(row)) is not None]
+    if speed is not None and not measurements:
         raise ValueError("--speed has no rows of twell bench ffn or twell bench model")
     training, break_even = _training(metrics or ()), _break_even(analysis, rows)
     timed = _timed_layers(analysis, rows)
@@ -224,13 +224,13 @@ def build(
         "layer_machine": _machine(timed) if timed else None,
         "correlation": _correlation(timed["ffns"]) if timed else None,
         "no_layer_times": _NO_LAYER_TIMES,
-        "cases": cases,
-        "cases_drawn": _CASES_DRAWN,
+        "measurements": measurements,
+        "measurements_drawn": _DRAWN,
         "break_even": break_even,
     }
     missing = {
         "training": None if training else _NO_TRAINING,
-        "speed": None if cases else _NO_TIMES,
+        "speed": None if measurements else _NO_TIMES,
         "break-even": None if break_even else _NO_CURVE,
     }
     names = ("layers", "positions", "text", "tokens", "frequencies", "overlap", "plan", *missing)
@@ -239,8 +239,8 @@ def build(
         {name.replace("-", "_"): _slot(name, missing.get(name)) for name in names},
         title=markup.escape(title),
         about=_about(analysis, model, text),
-        numbers="\n".join(_number(*number) for number in _numbers(analysis, cases)),
-        verdict=markup.escape(verdict(analysis, cases)),
+        numbers="\n".join(_number(*number) for number in _numbers(analysis, measurements)),
+        verdict=markup.escape(verdict(analysis, measurements)),
         policy=_policy(script, style),
         style=style,
         script=script,
@@ -296,7 +296,7 @@ def _number(label: str, value: str, note: str) -> str:
     return f"<div><dt>{label}</dt><dd><b>{value}</b> <span>{note}</span></dd></div>"
 
 
-def _numbers(analysis: Analysis, cases: Sequence[Case]) -> list[tuple[str, str, str]]:
+def _numbers(analysis: Analysis, measurements: Sequence[Measurement]) -> list[tuple[str, str, str]]:
     """Label, value and note of each number at the top of the page."""
     facts = analysis.facts
     neurons = sum(facts.hidden_sizes)
@@ -311,9 +311,9 @@ def _numbers(analysis: Analysis, cases: Sequence[Case]) -> list[tuple[str, str, 
         ("silent neurons", _percent(silent), "never fired on this text"),
         ("predicted speedup", f"{analysis.mean_predicted:.2f}x", "FFNs alone, on a GPU, mean of the layers"),
     ]
-    case = _of_model(cases)
-    if case is not None:
-        numbers.append(("measured speedup", f"{case.speedup:.2f}x", f"whole model, {case.machine}"))
+    measured = _of_model(measurements)
+    if measured is not None:
+        numbers.append(("measured speedup", f"{measured.speedup:.2f}x", f"whole model, {measured.machine}"))
     return numbers
 
 
@@ -321,13 +321,13 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}\u00a0%"
 
 
-def _of_model(cases: Sequence[Case]) -> Case | None:
-    """The latest case with the most tokens of a real model; random weights say nothing about this model."""
-    real = [case for case in reversed(cases) if case.whole_model and case.real]
-    return max(real, key=lambda case: case.tokens, default=None)
+def _of_model(measurements: Sequence[Measurement]) -> Measurement | None:
+    """The latest measured with the most tokens of a real model; random weights say nothing about this model."""
+    real = [measured for measured in reversed(measurements) if measured.whole_model and measured.real]
+    return max(real, key=lambda measured: measured.tokens, default=None)
 
 
-def verdict(analysis: Analysis, cases: Sequence[Case] = ()) -> str:
+def verdict(analysis: Analysis, measurements: Sequence[Measurement] = ()) -> str:
     """What the predicted and the measured speedup mean, in a few sentences."""
     layers, facts = analysis.layers, analysis.facts
     dense = sum(layer.plan.dense for layer in layers)
@@ -348,8 +348,8 @@ def verdict(analysis: Analysis, cases: Sequence[Case] = ()) -> str:
         said = f"{which} sparse enough for the GPU kernels to gain, in batches of at least {least:,} tokens"
         said += f"; the other {dense} would run densely." if dense else "."
         said += " The prediction covers the FFNs alone: a whole model gains less."
-    case = _of_model(cases)
-    if case is None:
+    measured = _of_model(measurements)
+    if measured is None:
         return said
-    how = "as fast as" if 0.97 < case.speedup < 1.03 else "faster than" if case.speedup > 1 else "slower than"
-    return f"{said} Measured ({case.machine}), the whole model runs {how} dense: {case.speedup:.2f}x."
+    how = "as fast as" if 0.97 < measured.speedup < 1.03 else "faster than" if measured.speedup > 1 else "slower than"
+    return f"{said} Measured ({measured.machine}), the whole model runs {how} dense: {measured.speedup:.2f}x."

@@ -301,7 +301,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             ffn.track_counts = True
 
 
-class _Layer:
+class _Recorder:
     """Forward hook on the projection that the activation follows; it records the active neurons of one FFN."""
 
     def __init__(self, name: str, gate: Any) -> None:
@@ -328,7 +328,7 @@ class _Layer:
             )
 
 
-def _find_layers(model: nn.Module) -> list[_Layer]:
+def _find_layers(model: nn.Module) -> list[_Recorder]:
     """Every FFN that is sparse or that ``sparsify_`` would replace, in the model's order."""
     from twell.hf.classify import find_ffns, projection_names
     from twell.hf.convert import NONE_FOUND
@@ -347,7 +347,7 @@ def _find_layers(model: nn.Module) -> list[_Layer]:
             skipped.append(f"{name} ({why})")
         elif name in dense or name in sparse:
             names = block.projections if isinstance(block, SparseFFNBase) else projection_names(block)
-            layers.append(_Layer(name, getattr(block, names[0])))
+            layers.append(_Recorder(name, getattr(block, names[0])))
     if not layers:
         more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
         raise ValueError(f"nothing to record: {skipped[0] + more if skipped else NONE_FOUND}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from twell.workbench.cli.common import load_model
 
 
-class Subject(NamedTuple):
+class EvalSubject(NamedTuple):
     """A model in one of the ways it is run."""
 
     label: str
@@ -35,7 +35,7 @@ class Subject(NamedTuple):
         return {"sparse_layers": sum(ffn.runs_in_parts() for _, ffn in sparse_ffns(self.model))}
 
 
-def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -> Iterator[Subject]:
+def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -> Iterator[EvalSubject]:
     """One after the other, so that only one model is in memory. ``ways``: compare or fp8, or None: as the model is."""
     import torch
 
@@ -58,9 +58,9 @@ def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -
         first = 0 if n_subjects else None
         if ways is None:
             n_subjects += 1
-            yield Subject(label, model, tokenizer, facts, first)
+            yield EvalSubject(label, model, tokenizer, facts, first)
         else:
-            for way in _in_ways(Subject(label, model, tokenizer, facts, first), ways, device):
+            for way in _in_ways(EvalSubject(label, model, tokenizer, facts, first), ways, device):
                 mode = way.facts["mode"]
                 baseline = first if mode == "dense" else n_subjects - 1  # the previous subject
                 n_subjects += 1
@@ -69,18 +69,18 @@ def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -
         del model
 
 
-def _in_ways(subject: Subject, ways: str, device: Any) -> Iterator[Subject]:
+def _in_ways(subject: EvalSubject, ways: str, device: Any) -> Iterator[EvalSubject]:
     """compare: densely, then sparsely. fp8: densely, then with FP8 weights densely, then with them sparsely."""
     from twell.fp8 import Fp8Linear, why_unavailable
     from twell.hf.convert import desparsify_, sparsify_
     from twell.nn import sparse_ffns
     from twell.nn.quantize import quantize_
-    from twell.workbench.evaluate.fp8 import counting, plan_all_
+    from twell.workbench.evaluate.fp8_plans import counting, plan_all_
     from twell.workbench.generate import dense_twin
 
     model, name = subject.model, subject.facts["model"]
 
-    def way(mode: str, **more: Any) -> Subject:
+    def way(mode: str, **more: Any) -> EvalSubject:
         return subject._replace(facts={**subject.facts, "mode": mode, **more})
 
     report = sparsify_(model)

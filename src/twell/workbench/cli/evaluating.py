@@ -13,10 +13,10 @@ import typer
 from twell.workbench.cli import eval_subjects
 from twell.workbench.cli.app import app
 from twell.workbench.cli.common import append, counted_bar, device_of, dtype_of, print_table
-from twell.workbench.cli.eval_subjects import Subject
+from twell.workbench.cli.eval_subjects import EvalSubject
 
 if TYPE_CHECKING:
-    from twell.workbench.evaluate import Agreement, Mean, Metrics, TaskData, Tokens
+    from twell.workbench.evaluate import Agreement, EvalMetrics, Mean, TaskData, Tokens
 
 _WORST = 5  # differing predictions listed one by one
 _TEXT_BATCH, _TASK_BATCH, _TASK_BATCH_GPU = 8, 32, 64
@@ -40,7 +40,7 @@ class _Score(NamedTuple):
 
     name: str
     facts: dict[str, Any]  # for the row
-    metrics: Metrics
+    metrics: EvalMetrics
     choices: list[int]
 
 
@@ -110,7 +110,7 @@ def evaluate(
     inputs = _read(tasks or [], data, text or [], validation, last_words, scorer, limit)
     ways = "fp8" if fp8 else "compare" if compare else None
 
-    subjects: list[Subject] = []
+    subjects: list[EvalSubject] = []
     scores: list[list[_Score]] = []
     for subject in eval_subjects.subjects(models, ways, torch_device, torch_dtype):
         found: list[_Score] = []
@@ -182,8 +182,8 @@ def _text_of(path: Path) -> str | list[str]:
 # -- scores -------------------------------------------------------------------------------------------------
 
 
-def _all_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
-    from twell.workbench.evaluate import Metrics
+def _all_scores(subject: EvalSubject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
+    from twell.workbench.evaluate import EvalMetrics
 
     yield from _text_scores(subject, inputs, batch_size)
     tasks = []
@@ -191,12 +191,12 @@ def _all_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> It
         tasks.append(score)
         yield score
     if len(tasks) > 1:
-        metrics = Metrics(parts=[task.metrics for task in tasks])
+        metrics = EvalMetrics(parts=[task.metrics for task in tasks])
         names = {"tasks": [task.name for task in tasks], "scorer": tasks[0].facts["scorer"]}
         yield _Score("mean", {"eval": "mean", **names, **_flat(metrics)}, metrics, [])
 
 
-def _text_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
+def _text_scores(subject: EvalSubject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
     from twell.workbench import evaluate as ev
 
     model, tokenizer = subject.model, subject.tokenizer
@@ -225,7 +225,7 @@ def _text_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> I
         yield _Score(inputs.last_words.name, facts, w.metrics, [])
 
 
-def _task_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
+def _task_scores(subject: EvalSubject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
     from twell.workbench import evaluate as ev
     from twell.workbench.evaluate import harness
 
@@ -282,7 +282,7 @@ def _task_batch(model: Any) -> int:
     return _TASK_BATCH_GPU if model.device.type == "cuda" else _TASK_BATCH
 
 
-def _flat(metrics: Metrics) -> dict[str, float]:
+def _flat(metrics: EvalMetrics) -> dict[str, float]:
     return _flat_means({name: metrics.mean(name) for name in metrics.names})
 
 
@@ -301,7 +301,7 @@ def _difference_facts(score: _Score, to: _Score) -> dict[str, Any]:
 # -- the table ----------------------------------------------------------------------------------------------
 
 
-def _print(subjects: Sequence[Subject], scores: Sequence[Sequence[_Score]]) -> None:
+def _print(subjects: Sequence[EvalSubject], scores: Sequence[Sequence[_Score]]) -> None:
     """For one subject: lines for texts, a table of tasks. For several: a table of everything, with differences."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -366,7 +366,7 @@ def _predictions(label: str, found: dict[str, Any]) -> str:
     )
 
 
-def _notes(subjects: Sequence[Subject], scores: Sequence[_Score]) -> Iterator[str]:
+def _notes(subjects: Sequence[EvalSubject], scores: Sequence[_Score]) -> Iterator[str]:
     scorer = scores[-1].facts.get("scorer")
     by = "" if scorer is None else f", scored by {'twell' if scorer == 'own' else scorer}"
     yield f"accuracies in %, ± standard error{by}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from twell.workbench.evaluate.agreement import Agreement, compare_predictions
-from twell.workbench.evaluate.metrics import Mean, Metrics
+from twell.workbench.evaluate.means import EvalMetrics, Mean
 from twell.workbench.evaluate.task_scores import score_task
 from twell.workbench.evaluate.tasks import TASKS, TaskData, find_task, read_folder
 from twell.workbench.evaluate.text_scores import (
@@ -18,8 +18,8 @@ from twell.workbench.evaluate.text_scores import (
 __all__ = [
     "TASKS",
     "Agreement",
+    "EvalMetrics",
     "Mean",
-    "Metrics",
     "TaskData",
     "Tokens",
     "compare_predictions",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from twell.progress import Progress, silent
-from twell.workbench.evaluate.predictions import NAN, Row, logits_of
+from twell.workbench.evaluate.predictions import NAN, Query, logits_of
 
 # How many roundings of the largest logit two logits may move and still be a tie. The most seen on a CPU, over any two
 # of 8192 logits and models with 4 to 28 layers: 36 in float32, where sums round, 5.1 in bfloat16 and 4.7 in float16.
@@ -71,31 +71,31 @@ class Agreement(NamedTuple):
 
 @torch.no_grad()
 def compare_predictions(
-    dense: Any, sparse: Any, rows: Sequence[Row], *, batch_size: int, progress: Progress = silent
+    dense: Any, sparse: Any, queries: Sequence[Query], *, batch_size: int, progress: Progress = silent
 ) -> Agreement:
     """Compare the most likely tokens at every place to be predicted; both models read the text itself."""
     partings: list[Parting] = []
     difference = largest = 0.0
-    for first in range(0, len(rows), batch_size):
-        batch = rows[first : first + batch_size]
+    for first in range(0, len(queries), batch_size):
+        batch = queries[first : first + batch_size]
         a, b = (_at_places(model, batch) for model in (dense, sparse))
         moved_most = float((a - b).abs().max())
         if math.isnan(moved_most):
             raise ValueError(NAN)
         difference, largest = max(difference, moved_most), max(largest, float(a.abs().max()))
         a_tokens, b_tokens = a.argmax(1), b.argmax(1)
-        where = [(first + i, position) for i, row in enumerate(batch) for position in range(row.n)]
+        where = [(first + i, position) for i, query in enumerate(batch) for position in range(query.n)]
         for n in (a_tokens != b_tokens).nonzero()[:, 0].tolist():
             (window, position), i, j = where[n], int(a_tokens[n]), int(b_tokens[n])
             margins = float(a[n, i] - a[n, j]), float(b[n, j] - b[n, i])
             bound = rounding_bound(float(a[n].abs().max()), dense.dtype)
             partings.append(Parting(window, position, i, j, *margins, bound))
-        progress(first + len(batch), len(rows))
-    tokens = sum(row.n for row in rows)
+        progress(first + len(batch), len(queries))
+    tokens = sum(query.n for query in queries)
     return Agreement(tokens, sorted(partings, key=lambda p: -p.moved), difference, largest)
 
 
-def _at_places(model: Any, rows: Sequence[Row]) -> Tensor:
+def _at_places(model: Any, queries: Sequence[Query]) -> Tensor:
     """[n, V]: logits of all tokens to be predicted."""
-    logits, (places, positions, _) = logits_of(model, [row.ids[:-1] for row in rows], list(enumerate(rows)))
+    logits, (places, positions, _) = logits_of(model, [query.ids[:-1] for query in queries], list(enumerate(queries)))
     return logits[places, positions]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from twell.progress import Progress, silent
-from twell.workbench.evaluate.metrics import Metrics
+from twell.workbench.evaluate.means import EvalMetrics
 from twell.workbench.evaluate.predictions import predict_pairs
 from twell.workbench.evaluate.tasks import Item, TaskData
 
@@ -29,8 +29,8 @@ class TaskScore:
         return len(self.log_likelihoods)
 
     @property
-    def metrics(self) -> Metrics:
-        return Metrics({name: [float(r) for r in right] for name, right in self.right.items()})
+    def metrics(self) -> EvalMetrics:
+        return EvalMetrics({name: [float(r) for r in right] for name, right in self.right.items()})
 
     @property
     def choices(self) -> list[int]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from twell.progress import Progress, silent
 from twell.train.data import find_files, read_documents
-from twell.workbench.evaluate.metrics import Metrics
-from twell.workbench.evaluate.predictions import Row, context_length, first_token, predict, predict_pairs
+from twell.workbench.evaluate.means import EvalMetrics
+from twell.workbench.evaluate.predictions import Query, context_length, first_token, predict, predict_pairs
 from twell.workbench.evaluate.tasks import read_lines
 
 
@@ -44,11 +44,11 @@ class TextScore(NamedTuple):
         return _exp(self.nats / self.words)
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> EvalMetrics:
         """Means over windows. Each counts as if all had the same number of tokens and bytes."""
         n = len(self.window_nats)
         shares = {"loss": self.tokens / n, "bits_per_byte": math.log(2) * self.bytes / n}
-        return Metrics({name: [nats / share for nats in self.window_nats] for name, share in shares.items()})
+        return EvalMetrics({name: [nats / share for nats in self.window_nats] for name, share in shares.items()})
 
 
 class LastWordScore(NamedTuple):
@@ -62,8 +62,8 @@ class LastWordScore(NamedTuple):
         return len(self.right)
 
     @property
-    def metrics(self) -> Metrics:
-        return Metrics({"accuracy": [float(r) for r in self.right]})
+    def metrics(self) -> EvalMetrics:
+        return EvalMetrics({"accuracy": [float(r) for r in self.right]})
 
 
 class Tokens(NamedTuple):
@@ -77,11 +77,11 @@ class Tokens(NamedTuple):
     def of(cls, ids: list[int], texts: Sequence[str]) -> Tokens:
         return cls(ids, sum(len(one.encode()) for one in texts), sum(len(one.split()) for one in texts))
 
-    def windows(self, model: Any, tokenizer: Any) -> list[Row]:
-        """Rows that predict each token once."""
+    def windows(self, model: Any, tokenizer: Any) -> list[Query]:
+        """Queries that ask for each token once."""
         context, ids = context_length(model), [first_token(tokenizer), *self.ids]
         windows = (ids[start : start + context + 1] for start in range(0, len(ids) - 1, context))
-        return [Row(window, len(window) - 1) for window in windows]
+        return [Query(window, len(window) - 1) for window in windows]
 
 
 def tokens_of(tokenizer: Any, text: str | Sequence[str]) -> Tokens:

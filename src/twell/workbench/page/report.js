@@ -906,27 +906,27 @@
   // ---- Speed ----------------------------------------------------------------------------------------------
 
   function drawSpeed(root) {
-    const { cases } = data;
-    const machines = [...new Set(cases.map((one) => one.machine))];
+    const { measurements } = data;
+    const machines = [...new Set(measurements.map((one) => one.machine))];
     const several = machines.length > 1;
     const how = "Time for the same work, as a share of dense; shorter is faster.";
     const spread = "The line at the end of a bar spans the 20th to the 80th percentile.";
     paragraph(root, "lead", `${how} ${spread} ${several ? "" : `${machines[0]}.`}`);
     const groups = [
-      ["Whole model", "speed-model", cases.filter((one) => one.whole_model)],
-      ["One FFN", "speed-ffn", cases.filter((one) => !one.whole_model)],
+      ["Whole model", "speed-model", measurements.filter((one) => one.whole_model)],
+      ["One FFN", "speed-ffn", measurements.filter((one) => !one.whole_model)],
     ].filter(([, , some]) => some.length);
     for (const [title, name, some] of groups) {
       const group = h("div", { class: "figure" }, groups.length > 1 ? h("h3", null, title) : null);
       root.append(group);
-      const first = some.slice(0, data.cases_drawn);
+      const first = some.slice(0, data.measurements_drawn);
       chart(group, name, (width) => drawBars(first, width, several));
       if (some.length > first.length)
         paragraph(group, "note", `The first ${first.length} of ${some.length} measurements; all are in the table.`);
     }
     const once = (k, value) => (k ? "" : value);
     const megabytes = (bytes) => or(bytes, (n) => `${short(n / 1e6)} MB`, "not available");
-    const rows = cases.flatMap((one) =>
+    const rows = measurements.flatMap((one) =>
       one.ways.map((way, k) => [
         once(k, one.label),
         ...(several ? [once(k, one.machine)] : []),
@@ -954,15 +954,15 @@
     }
     return rows;
   }
-  function drawBars(cases, width, wantsMachine) {
+  function drawBars(measurements, width, wantsMachine) {
     const wide = width > 620;
     const [left, right, bar, step] = [wide ? 74 : 68, width - (wide ? 220 : 92), 15, 20];
-    const high = Math.max(1, ...cases.flatMap((one) => one.ways.map((way) => way.ms[2] / one.ways[0].ms[1])));
+    const high = Math.max(1, ...measurements.flatMap((one) => one.ways.map((way) => way.ms[2] / one.ways[0].ms[1])));
     const x = linear(0, high, left, right);
     const parts = [];
     const marks = [];
     let y = 0;
-    for (const one of cases) {
+    for (const one of measurements) {
       const rows = wrapped(wantsMachine ? `${one.label}, ${one.machine}` : one.label, (width - 60) / 7.4);
       rows.forEach((row, k) => parts.push(text(0, y + 14 + 16 * k, row, "on")));
       y += 16 * (rows.length - 1);

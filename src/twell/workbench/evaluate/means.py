@@ -39,11 +39,11 @@ def average(means: Sequence[Mean]) -> Mean:
 
 
 @dataclasses.dataclass(frozen=True)
-class Metrics:
+class EvalMetrics:
     """A model's metrics. Each is the mean of ``samples``, one an item, or the average over ``parts``, one a task."""
 
     samples: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    parts: Sequence[Metrics] = ()
+    parts: Sequence[EvalMetrics] = ()
 
     @property
     def names(self) -> list[str]:
@@ -54,7 +54,7 @@ class Metrics:
             return average([part.mean(part._name_for(name)) for part in self.parts])
         return mean_of(self.samples[name])
 
-    def difference(self, name: str, to: Metrics) -> Mean:
+    def difference(self, name: str, to: EvalMetrics) -> Mean:
         """Difference from another model's metric: paired by item, or unpaired if the numbers of items differ.
 
         Models with contexts of different lengths cut a text into different windows.
