@@ -59,7 +59,7 @@ def analyze(
     length: Length = None,
     out: Annotated[Path | None, typer.Option(help="Also write the whole analysis to this .json file.")] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Also write a page with figures, which it can save as SVG: report.html.")
+        Path | None, typer.Option(help="Also write this .html page; its figures can be saved as SVG.")
     ] = None,
     speed: Annotated[
         list[Path] | None, typer.Option(help="Rows of bench model or bench ffn to show on the page; repeatable.")
