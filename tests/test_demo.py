@@ -21,7 +21,7 @@ def test_one_measurement_serves_terminal_and_page(tmp_path: Path) -> None:
     demo.run_demo(tmp_path / "out", SMALL, console)
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
-    for part in ("1. A sparse activation", "2. One feed-forward layer", "3. A model of 2", "4. What the", "What it comes to"):
+    for part in ("1. A sparse activation", "2. One feed-forward", "3. A model of 2", "4. What the", "What it comes to"):
         assert part in text
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "text held out of its training" in page and page.rstrip().endswith("</html>")

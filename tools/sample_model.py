@@ -1,9 +1,9 @@
-"""Make the model that ships with the package, ``src/twell/sample``: 40 minutes on one core, 2 GB of memory.
+"""Make the model that ships with the package, ``src/twell/sample``: about 20 minutes on one core, 2 GB of memory.
 
     OMP_NUM_THREADS=1 python tools/sample_model.py RUN
 
-RUN is the folder of the training; a finished run there is used as it is, a cut one resumes. Weights are rounded to
-bf16 and stored so; ``config.json`` says float32, so that they are computed with in float32, which every CPU can.
+RUN is the folder of the training; a finished run there is used as it is, an interrupted one resumes. The weights are
+stored in bf16, and ``config.json`` says float32: they are computed with in float32, which every CPU can do.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def make(out: Path) -> None:
         shutil.copyfile(out / "model" / name, SAMPLE_MODEL / name)
     weights = {name: w.bfloat16().contiguous() for name, w in load_file(out / "model" / "model.safetensors").items()}
     save_file(weights, SAMPLE_MODEL / "model.safetensors", metadata={"format": "pt"})
+    (SAMPLE_MODEL / "model.safetensors").chmod(0o644)  # it is written for its owner alone
     shutil.copyfile(out / "metrics.jsonl", SAMPLE_MODEL / "metrics.jsonl")
     never = count(SAMPLE_MODEL)
     described = describe(recipe, read_summary(out), read_metrics(out), measure(recipe, SAMPLE_MODEL), never)
