@@ -44,7 +44,8 @@ class Size:
 def run_demo(folder: Path = Path("demo-out"), size: Size | None = None, console: Console | None = None) -> None:
     size, console = size or Size(), console or Console()
     torch.manual_seed(0)
-    if note := busy_before(os.getloadavg()[0], os.cpu_count() or 1):
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if note := busy_before(load, os.cpu_count() or 1):
         console.print(note, highlight=False)
     try:
         from twell.train.run import quiet_libraries
@@ -149,7 +150,7 @@ def time_model(console: Console, size: Size) -> list[dict[str, Any]]:
         subject = prefill.Subject(dense, sparse, {"workload": size.workload}, x=inputs.x)
         ids = torch.randint(config.vocab_size, (1, size.prefill))
         read = prefill.measure(subject, ids, seconds=size.seconds)
-        del subject, sparse
+        del subject, dense, sparse
         fresh = LlamaForCausalLM(config).eval()  # without the hooks that replace inputs
         written = decode.measure(fresh, size.workload, 1, size.context, graph=False, seconds=size.seconds)
     rows = [
