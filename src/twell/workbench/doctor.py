@@ -213,8 +213,6 @@ def plans(model: str) -> list[LayerPlan]:
 
     Without a GPU: the plan for one whose costs were measured.
     """
-    if not Path(model).is_dir():
-        raise ValueError(f"no such model folder: {model}")
     try:
         from transformers import AutoModelForCausalLM
 
@@ -222,9 +220,12 @@ def plans(model: str) -> list[LayerPlan]:
         from twell.hf.classify import SPARSE
         from twell.hf.convert import sparsify_empty_
         from twell.hf.counts import find_counts
-        from twell.hf.loading import check_name, load_config, reading
+        from twell.hf.loading import check_name, load_config, model_path, reading
     except ImportError as error:
         raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
+    model = model_path(model)
+    if not Path(model).is_dir():
+        raise ValueError(f"no such model folder: {model}")
     check_name(model)
     config = load_config(model)
     with reading(model), torch.device("meta"):
