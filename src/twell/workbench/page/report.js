@@ -59,7 +59,7 @@
   function known(value) {
     return value !== null && value !== undefined;
   }
-  const or = (value, format, otherwise = "–") => (known(value) ? format(value) : otherwise);
+  const ifKnown = (value, then, otherwise = "–") => (known(value) ? then(value) : otherwise);
 
   function short(value) {
     // about three digits, never an exponent
@@ -385,7 +385,7 @@
         ...[layer.mean, layer.p50, layer.p90, layer.p99].map(short),
         grouped(layer.max),
         percent(layer.silent),
-        ...(counted ? [or(layer.counted, before)] : []),
+        ...(counted ? [ifKnown(layer.counted, before)] : []),
       ]),
       "Active neurons by layer",
     );
@@ -636,12 +636,12 @@
 
   function drawTokens(root) {
     const mean = short(sum(layers.map((layer) => layer.mean)));
-    const { min_count: least_count, most_active, least_active } = analysis;
+    const { min_count, most_active, least_active } = analysis;
     document.querySelector('[data-lead="tokens"]').textContent =
       "Active neurons in all layers together, as the mean over a token's occurrences, for tokens that occur at least " +
-      `${least_count} times. The mean of all tokens is ${mean}.`;
+      `${min_count} times. The mean of all tokens is ${mean}.`;
     if (!most_active.length)
-      return paragraph(root, "missing", `No token occurs ${least_count} times in this text: a longer text ranks them.`);
+      return paragraph(root, "missing", `No token occurs ${min_count} times in this text: a longer text ranks them.`);
 
     const context = (example) => {
       const letters = Array.from(example.text); // characters, as Python counts them
@@ -758,7 +758,7 @@
       ["neighbours", circle(11, 6, 5, "dot")],
     ]);
     const high = Math.max(0.01, ...pairs.flatMap((pair) => [pair.neighbours || 0, pair.random || 0])) * 1.05;
-    const share = (value) => or(value, (v) => percent(v, 1), "nothing that could be counted");
+    const share = (value) => ifKnown(value, (v) => percent(v, 1), "nothing that could be counted");
     layerRows(root, "overlap", {
       label: "Overlap of active neurons by layer: neighbours against random pairs",
       caption: "shared neurons",
@@ -774,7 +774,7 @@
       message: ({ overlap: { random, neighbours } }, i) =>
         `Layer ${i}\nneighbours share ${share(neighbours)}\nrandom pairs share ${share(random)}`,
     });
-    const cell = (value) => or(value, (v) => percent(v, 1));
+    const cell = (value) => ifKnown(value, (v) => percent(v, 1));
     const rows = pairs.map((pair, i) => [String(i), cell(pair.neighbours), cell(pair.random)]);
     asTable(root, ["layer", "#neighbours", "#random pairs"], rows, "Overlap by layer");
   }
@@ -799,7 +799,7 @@
       return;
     }
     paragraph(root, "note", `Predicted for a GPU; measured on ${data.layer_machine}.`);
-    const value = or(data.correlation, (r) => r.toFixed(2).replace("-", "−"));
+    const value = ifKnown(data.correlation, (r) => r.toFixed(2).replace("-", "−"));
     const what = "correlation between active neurons and measured speedup";
     const other = "Something other than the number of active neurons decides here.";
     const meaning = data.correlation < -0.5 ? "The fewer fire, the faster." : other;
@@ -856,7 +856,7 @@
         yAxis(svg, y, axis, left, right, part.format === short ? plain : part.format);
         svg.append(text(left - 42, top - 10, part.title + (log ? ", log scale" : ""), "value"));
         const drawn = (values, className) =>
-          curve(steps.map((step, k) => [x(step), or(values[k], y, null)]), className);
+          curve(steps.map((step, k) => [x(step), ifKnown(values[k], y, null)]), className);
         if (isActive) {
           svg.append(...part.others.map((values) => drawn(values, "line ghost")));
           const final = part.others.map((values) => last(values) ?? 0);
@@ -882,7 +882,7 @@
       const each = (right - left) / Math.max(1, steps.length - 1);
       const validation = new Map(run.validation_steps.map((at, k) => [at, run.validation[k]]));
       const marks = steps.map((at, k) => {
-        const values = parts.map((part) => `${part.title} ${or(part.values[k], part.format, "not logged")}`);
+        const values = parts.map((part) => `${part.title} ${ifKnown(part.values[k], part.format, "not logged")}`);
         const lines = [`step ${grouped(at)}`, ...values];
         if (known(validation.get(at))) lines.push(`validation ${short(validation.get(at))}`);
         const node = mark(lines.join("\n"), rect(x(at) - each / 2, 0, Math.max(2, each), bottom, "hit-area"));
@@ -898,7 +898,7 @@
     asTable(
       root,
       ["step", ...parts.map((part) => `#${part.title}`)],
-      steps.map((step, k) => [grouped(step), ...parts.map((part) => or(part.values[k], part.format))]),
+      steps.map((step, k) => [grouped(step), ...parts.map((part) => ifKnown(part.values[k], part.format))]),
       "The training log",
     );
   }
@@ -925,7 +925,7 @@
         paragraph(group, "note", `The first ${first.length} of ${some.length} measurements; all are in the table.`);
     }
     const once = (k, value) => (k ? "" : value);
-    const megabytes = (bytes) => or(bytes, (n) => `${short(n / 1e6)} MB`, "not available");
+    const megabytes = (bytes) => ifKnown(bytes, (n) => `${short(n / 1e6)} MB`, "not available");
     const rows = measurements.flatMap((one) =>
       one.ways.map((way, k) => [
         once(k, one.label),
@@ -936,7 +936,7 @@
         short(way.first_token_ms),
         megabytes(way.pass_bytes),
         megabytes(way.copied_bytes),
-        or(way.joules_per_token, (joules) => short(1000 * joules), "not available"),
+        ifKnown(way.joules_per_token, (joules) => short(1000 * joules), "not available"),
         way.name === "sparse" ? times(one.speedup) : "",
       ]),
     );
@@ -971,10 +971,10 @@
       for (const way of one.ways) {
         const [low, middle, top] = way.ms.map((ms) => x(ms / one.ways[0].ms[1]));
         const centre = y + bar / 2;
-        const [least_ms, median, most_ms] = way.ms.map(short);
+        const [fast, median, slow] = way.ms.map(short);
         const speed = `${short(way.tokens_per_ms)} tokens/ms`;
         const node = mark(
-          `${one.label}, ${way.name}\n${median} ms (${least_ms} to ${most_ms})\n${speed}`,
+          `${one.label}, ${way.name}\n${median} ms (${fast} to ${slow})\n${speed}`,
           rightAligned(left - 8, centre + 4, way.name),
           rect(left, y, middle - left, bar, way.name === "sparse" ? "bar-fill" : "bar-soft"),
           line(low, centre, top, centre, "whisker"),
