@@ -280,7 +280,7 @@ OPTIONS: dict[tuple[str, ...], list[str]] = {
     ("analyze", "MODEL", "--text", "TEXT"): [
         *("--tokens 0", "--tokens 1", "--length 0", "--length 65", "--out OUT", "--report x.txt", "--metrics TEXT"),
         *("--speed TEXT", "--report OUT/x.html --speed TEXT", "--report OUT/x.html --speed /none"),
-        *("--report OUT/x.html --metrics /none", "--figures OUT/f --suffix .gif", "--figures TEXT"),
+        "--report OUT/x.html --metrics /none",
     ],
     ("calibrate", "MODEL", "--text", "TEXT"): ["--tokens 0", "--tokens -5", "--text /none", "--text MODEL"],
     ("eval", "MODEL", "--text", "TEXT"): [

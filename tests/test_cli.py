@@ -17,7 +17,7 @@ from twell import __version__, cpu
 from twell.hf.convert import sparsify_
 from twell.train.data import SAMPLE, read_texts
 from twell.workbench import doctor
-from twell.workbench.analyze import Analysis
+from twell.workbench.analysis import Analysis
 from twell.workbench.bench import timing
 from twell.workbench.trace import Trace
 
@@ -249,12 +249,12 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
     assert "busiest tenth" in result.stdout
 
     written = tmp_path / "analysis.json"
-    page, figures = tmp_path / "report.html", tmp_path / "figures"
-    pictures = ("--report", str(page), "--figures", str(figures), "--suffix", ".svg")
-    result = twell("analyze", model, "--text", str(text), "--tokens", "256", "--out", str(written), *pictures)
-    assert "<title>run" in page.read_text() and (figures / "training.svg").stat().st_size > 1000
+    page = tmp_path / "report.html"
+    files = ("--out", str(written), "--report", str(page))
+    result = twell("analyze", model, "--text", str(text), "--tokens", "256", *files)
+    assert "<title>run" in page.read_text() and 'data-figure="training"' in page.read_text()
     assert result.returncode == 0, result.stderr
-    assert "layers.1.mlp" in result.stdout and "tokens that wake most neurons" in result.stdout
+    assert "layers.1.mlp" in result.stdout and "tokens that wake the most neurons" in result.stdout
     narrow = twell("analyze", model, "--text", str(text), "--tokens", "256", columns=80).stdout
     assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 80
     facts = json.loads(twell("analyze", model, "--text", str(text), "--tokens", "256", "--json").stdout)
@@ -288,9 +288,9 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
         (["train", "--preset", "huge"], "unknown preset 'huge'"),
         (["train", "nonsense=1"], "expected key=value"),
         (["eval", "nowhere"], "nothing to evaluate on"),
-        (["analyze", "nowhere", "--text", "t.txt", "--report", "page.txt"], "ends in .html"),
-        (["analyze", "nowhere", "--text", "t.txt", "--speed", "rows.jsonl"], "are for --report or --figures"),
-        (["calibrate", "nowhere", "--text", "t.txt"], "nowhere is no folder"),
+        (["analyze", "nowhere", "--text", "t.txt", "--report", "page.txt"], "must end in .html"),
+        (["analyze", "nowhere", "--text", "t.txt", "--speed", "rows.jsonl"], "--speed and --metrics need --report"),
+        (["calibrate", "nowhere", "--text", "t.txt"], "nowhere is not a folder"),
         (["eval", "nowhere", "--text", "missing.txt"], "missing.txt"),
     ],
 )
