@@ -386,7 +386,7 @@ def test_what_quantize_refuses() -> None:
         twell.quantize_("a/model")  # type: ignore[arg-type]
     model = sparse(llama)
     model.config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(ValueError, match="quantised by gptq already"):
+    with pytest.raises(ValueError, match="already quantised by gptq"):
         twell.quantize_(model)
 
 

@@ -475,7 +475,7 @@ def test_a_layer_plans_itself_and_stays_right() -> None:
     first = layer(inputs.x[:3000])
     assert layer.plan is not None and layer.plan.is_dense and layer.plan.few_tokens > 0
     y = layer(inputs.x)  # plans, then runs by the plan
-    assert layer.plan.in_parts(8192, captured=False) and 0 < len(layer.plan.hot) < 5632
+    assert layer.plan.runs_split(8192, captured=False) and 0 < len(layer.plan.hot) < 5632
     ffn.check(inputs.x, inputs, True, dense(inputs), y)
     assert ffn.relative_error(layer(inputs.x[:3000]), first.double()) < 1e-2
     assert_within_the_law(layer(inputs.x[:8]), inputs.x[:8], layer._weights())

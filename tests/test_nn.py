@@ -181,7 +181,7 @@ def test_other_activations_are_refused_by_name(function: Any, name: str) -> None
 def test_a_block_without_an_activation_is_refused() -> None:
     dense = DenseGated()
     del dense.act_fn
-    with pytest.raises(ValueError, match="DenseGated does not tell its activation; pass activation='relu' or 'relu2'"):
+    with pytest.raises(ValueError, match="DenseGated does not name its activation; pass activation='relu' or 'relu2'"):
         GatedSparseFFN.from_dense(dense)
 
 

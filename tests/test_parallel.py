@@ -522,7 +522,7 @@ def test_layouts_that_are_not_by_neurons(mesh: DeviceMesh) -> None:
         assert ffn.share() is None and ffn.why_called() is not None
         with pytest.raises((ValueError, RuntimeError)):
             ffn(torch.randn(4, 32))
-    with pytest.raises(ValueError, match="an FFN of 1 neurons cannot be shared out over 2 processes"):
+    with pytest.raises(ValueError, match="an FFN of 1 neurons cannot be divided over 2 processes"):
         share_out(ffn := twell.SparseFFN(16, 1), mesh)
         ffn(torch.zeros(1, 16))
 

@@ -359,9 +359,9 @@ def test_tensors_are_not_of_inference_mode_or_of_another_default_device() -> Non
 
 def test_captured_calls_have_thresholds_of_their_own() -> None:
     plan = some_plan()
-    assert [plan.in_parts(n, captured=False) for n in (299, 300, 899, 900)] == [False, False, False, True]
-    assert [plan.in_parts(n, captured=True) for n in (299, 300, 899, 900)] == [False, True, True, True]
-    assert not some_plan(16).in_parts(10_000, captured=True)
+    assert [plan.runs_split(n, captured=False) for n in (299, 300, 899, 900)] == [False, False, False, True]
+    assert [plan.runs_split(n, captured=True) for n in (299, 300, 899, 900)] == [False, True, True, True]
+    assert not some_plan(16).runs_split(10_000, captured=True)
     same = Plan(n_neurons=16, hot=torch.arange(2), cap=8, min_tokens=9, few_tokens=4)
     assert same.tokens(captured=False) == same.tokens(captured=True) == (4, 4, 9)
 

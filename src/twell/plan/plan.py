@@ -106,8 +106,8 @@ class Plan:
             least = least if self.min_tokens_captured is None else self.min_tokens_captured
         return few, max(few, self.union_tokens), least
 
-    def in_parts(self, tokens: int, *, captured: bool) -> bool:
-        """Whether a batch of so many tokens runs in three parts."""
+    def runs_split(self, tokens: int, *, captured: bool) -> bool:
+        """Whether a batch of so many tokens runs by the split: hot neurons, heavy tokens, tail."""
         return not self.is_dense and tokens >= self.tokens(captured=captured)[2]
 
     def __repr__(self) -> str:
