@@ -69,7 +69,7 @@ class Fp8Layer(Planned):
             or x.shape[-1] != tensors[0].shape[1]
             or not x.get_device() == tensors[0].get_device() == index == current_device()
             or self.backend not in KERNELS
-            or not registered.nothing_stands_before("cuda")
+            or not registered.nothing_intercepts("cuda")
         ):
             return None
         captured = is_capturing()

@@ -162,7 +162,7 @@ class SparseFFNBase(Fp8Layer):
             and x.dim() > 1
             and x.shape[-1] == gate.shape[1]
             and gate.shape[0] == self._plan_neurons
-            and registered.nothing_stands_before("cuda")
+            and registered.nothing_intercepts("cuda")
         ):
             captured, gpu, tokens = is_capturing(), backends.kernels(), x.numel() // gate.shape[1]
             few, most, least = self._plan_tokens[captured]
