@@ -188,7 +188,8 @@ def _train_op(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 def _backward_op(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *weights_mask_plan, kept, activation, backend, needs = rest
-    call = Call(*weights_mask_plan[6:], activation, backend, want_stats=False, save=True)
+    mask, order, places, sizes, tokens = weights_mask_plan[6:]
+    call = Call(mask, order, places, sizes, tokens, activation, backend, want_stats=False, save=True)
     gradients = _backward(dy, dl1, x, Weights(*weights_mask_plan[:6]), call, kept, tuple(needs))
     return tuple(x.new_empty(0) if g is None else g for g in gradients)
 
