@@ -24,16 +24,16 @@ f32 = torch.float32
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
     """What each look at an int8 gate found, on any CPU, for gates of any size and with any number of candidates."""
     found: list[Tensor | None] = []
-    candidates = cpu._candidates
+    candidates = cpu.frozen.find_candidates
 
     def spy(*args):
         found.append(candidates(*args))
         return found[-1]
 
-    monkeypatch.setattr(cpu, "_candidates", spy)
-    monkeypatch.setattr(cpu, "_MIN_INT8_GATE", 0)
-    monkeypatch.setattr(cpu, "_MAX_CANDIDATES", 1.0)
-    monkeypatch.setattr(cpu, "_blas_habits", lambda: cpu._BlasHabits(int8_gate=True))
+    monkeypatch.setattr(cpu.one_token, "find_candidates", spy)
+    monkeypatch.setattr(cpu.frozen, "MIN_INT8_GATE", 0)
+    monkeypatch.setattr(cpu.frozen, "MAX_CANDIDATES", 1.0)
+    monkeypatch.setattr(cpu.products, "blas_habits", lambda: cpu.products.BlasHabits(int8_gate=True))
     return found
 
 
@@ -108,10 +108,10 @@ def test_candidates_hold_all_that_fire(D, F, density, layer, exponents, outlier,
     if w.gate_bias is not None:
         w.gate_bias.mul_(x.norm() * scale_F)
     with (
-        mock.patch.multiple(cpu, _MIN_INT8_GATE=0, _MAX_CANDIDATES=1.0),
-        mock.patch.object(cpu, "_blas_habits", lambda: cpu._BlasHabits(int8_gate=True)),
+        mock.patch.multiple(cpu.frozen, MIN_INT8_GATE=0, MAX_CANDIDATES=1.0),
+        mock.patch.object(cpu.products, "blas_habits", lambda: cpu.products.BlasHabits(int8_gate=True)),
     ):
-        candidates = cpu._candidates(x, w, cpu._Frozen(*cpu.freeze(w)))
+        candidates = cpu.frozen.find_candidates(x, w, cpu.frozen.FrozenTensors(*cpu.freeze(w)))
     assert candidates is not None
     for dtype in (f32, f64):
         fires = reference.forward(x.to(dtype), w.to(dtype)).gate[0].nonzero().flatten()
@@ -215,7 +215,7 @@ def test_nonfinite_bias(looks: list[Tensor | None]) -> None:
 
 
 def test_too_many_candidates_are_seen_early(looks: list[Tensor | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MAX_CANDIDATES", 0.25)
+    monkeypatch.setattr(cpu.frozen, "MAX_CANDIDATES", 0.25)
     product = mock.Mock(wraps=torch._weight_int8pack_mm)
     monkeypatch.setattr(torch, "_weight_int8pack_mm", product)
     for density, calls in ((0.001, 2), (0.9, 1)):
@@ -254,8 +254,8 @@ def test_gates_without_an_int8_gate(looks: list[Tensor | None], monkeypatch: pyt
     assert not has_int8_gate(w._replace(gate=w.gate.t().contiguous().t()))
     assert not has_int8_gate(case(1, 48, 96)[1])
     for habits, size in itertools.product((False, True), (0, 1)):
-        monkeypatch.setattr(cpu, "_MIN_INT8_GATE", 64 * 96 + size)
-        monkeypatch.setattr(cpu, "_blas_habits", lambda on=habits: cpu._BlasHabits(int8_gate=on))
+        monkeypatch.setattr(cpu.frozen, "MIN_INT8_GATE", 64 * 96 + size)
+        monkeypatch.setattr(cpu.products, "blas_habits", lambda on=habits: cpu.products.BlasHabits(int8_gate=on))
         assert has_int8_gate(w) == (habits and size == 0)
 
 
@@ -271,9 +271,9 @@ def test_an_older_torch_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     amd = mock.mock_open(read_data="vendor_id : AuthenticAMD")
     with mock.patch("builtins.open", amd):
-        assert cpu._blas_habits.__wrapped__().int8_gate
+        assert cpu.products.blas_habits.__wrapped__().int8_gate
         monkeypatch.delattr(torch, "_weight_int8pack_mm")
-        assert not cpu._blas_habits.__wrapped__().int8_gate
+        assert not cpu.products.blas_habits.__wrapped__().int8_gate
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_made_again_it_follows_the_gate_in_place(looks: list[Tensor | None]) -> 
 
 def test_it_is_within_its_reach(looks: list[Tensor | None]) -> None:
     w = torch.randn(50, 64) * 10 ** torch.linspace(-11, 11, 50).unsqueeze(1)
-    gate = cpu._int8_gate(w)
+    gate = cpu.frozen.make_int8_gate(w)
     assert gate is not None
     scale_F = gate.per_unit_F.double() / gate.per_reach_F.double()  # 1 / s
     e = w.double() * scale_F[:, None] - gate.q_FD.double()

@@ -571,7 +571,7 @@ def test_conversion_of_the_dtype_leaves_counts_alone(gated: bool, convert: Any) 
 @each_kind
 @pytest.mark.parametrize(("activation", "l1"), [("relu", 0.0), ("relu2", 0.01)])
 def test_trains_as_its_dense_twin(gated: bool, activation: str, l1: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MIN_TRAIN_ROWS", 1)
+    monkeypatch.setattr(cpu.training, "MIN_TRAIN_ROWS", 1)
     monkeypatch.setattr(reference, "backward", None)  # the sparse backward, not its fallback
     act_fn = nn.ReLU() if activation == "relu" else ReLUSquaredActivation()
     dense = dense_block(gated, bias=True, act_fn=act_fn)

@@ -52,7 +52,7 @@ def test_weights_of_silent_neurons_reach_no_result(
     dy, dl1 = torch.randn(n_tokens, D), torch.tensor(0.1)
     want = reference.forward(x, finite)
     for min_work in (0, 1e12):  # the CPU's sparse code, and what small layers take
-        monkeypatch.setattr(cpu, "_MIN_WORK", min_work)
+        monkeypatch.setattr(cpu.block, "MIN_WORK", min_work)
         for run in (cpu.forward, reference.forward):
             assert_reaches_only(run(x, odd, want_stats=False).y, want.y, wakes)  # type: ignore[operator]
             got: Any = run(x, odd, token_mask=~wakes)  # type: ignore[operator]

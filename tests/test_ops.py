@@ -42,7 +42,7 @@ kernels = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def sparse_at_any_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the small cases here take the sparse backward too."""
-    monkeypatch.setattr(cpu, "_MIN_TRAIN_ROWS", 1)
+    monkeypatch.setattr(cpu.training, "MIN_TRAIN_ROWS", 1)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

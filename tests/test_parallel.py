@@ -342,7 +342,7 @@ def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    cpu._MIN_WORK = 0  # small shapes take the fast path
+    cpu.block.MIN_WORK = 0  # small shapes take the fast path
     dist.init_process_group("gloo")
     torch.save(observe_in_parallel(folder, dist.get_rank()), folder / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

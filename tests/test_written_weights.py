@@ -31,8 +31,8 @@ each_layout = pytest.mark.parametrize("strided", [False, True], ids=["contiguous
 
 @pytest.fixture(autouse=True)
 def int8_gates_of_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MIN_INT8_GATE", 0)
-    monkeypatch.setattr(cpu, "_blas_habits", lambda: cpu._BlasHabits(int8_gate=True))
+    monkeypatch.setattr(cpu.frozen, "MIN_INT8_GATE", 0)
+    monkeypatch.setattr(cpu.products, "blas_habits", lambda: cpu.products.BlasHabits(int8_gate=True))
 
 
 def make_layer(strided: bool, **options: Any) -> GatedSparseFFN:
