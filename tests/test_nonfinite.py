@@ -90,9 +90,6 @@ def test_fp16_gradients_that_overflow_stay_at_active_neurons(gated: bool, activa
         for name, gradient in zip(("x", *Weights._fields[:3]), (got.x, *got.weights[:3]), strict=True):
             assert gradient is None or not gradient.isnan().any(), name
         assert not got.x[1].any()
-        _, _, _, saved = reference.hybrid_forward(x, w, activation)
-        hybrid = reference.hybrid_backward(dy, dl1, x, w, saved, activation, masked)
-        assert not hybrid.x.isnan().any() and not hybrid.x[1].any()
 
 
 def test_what_is_no_tensor_is_refused() -> None:

@@ -57,8 +57,8 @@ def _show_layer(console: Console) -> None:
     dead = int((per_neuron == 0).sum())
     console.print(f"the busiest 10 % of neurons do {top:.0%} of the work; {dead} never fire here")
 
-    dense_y = reference.gated_ffn(inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down)
     w = reference.Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
+    dense_y = reference.forward(inputs.x, w).y
     hot = (r != 0).sum(0).topk(128).indices.sort().values
     parts = reference.split(r, hot, cap=64)
     split_y = reference.split_ffn(inputs.x, w, hot, cap=64)
