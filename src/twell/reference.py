@@ -118,9 +118,7 @@ class Fp8(NamedTuple):
 def to_fp8(rows: Tensor) -> Fp8:
     """Scale each row so that its largest value becomes 448, then round to nearest even. A row with inf or NaN becomes
     NaN."""
-    scale = rows.abs().amax(1).float().clamp(min=_FP8_LEAST) * (
-        1 / FP8_MAX
-    )  # not / 448: CUDA divides otherwise
+    scale = rows.abs().amax(1).float().clamp(min=_FP8_LEAST) * (1 / FP8_MAX)  # not / 448: CUDA divides otherwise
     q = (rows.float() * scale.reciprocal()[:, None]).clamp(-FP8_MAX, FP8_MAX).to(E4M3)
     return Fp8(q, scale)
 
