@@ -264,7 +264,7 @@ def test_statistics_are_returned_on_request(track_counts: bool) -> None:
 
 
 def test_layers_that_call_their_projections_count_whole_layers_alone() -> None:
-    """A projection that gives its share of the neurons, as tensor parallel ones do, has no statistics of the layer."""
+    """A projection that returns only its share of the neurons, as in tensor parallel models, has no statistics."""
     layer, x = SparseFFN(D, F, dtype=f64), tokens()
     expected, stats = layer(x, return_stats=True)
     hook = layer.up_proj.register_forward_hook(lambda *_: None)
@@ -274,7 +274,7 @@ def test_layers_that_call_their_projections_count_whole_layers_alone() -> None:
     layer.up_proj.register_forward_hook(lambda module, args, out: out[..., : F // 2])
     layer.down_proj.forward = lambda h: h @ layer.down_proj.weight[:, : F // 2].t()
     assert layer(x).shape == (D,)
-    with pytest.raises(ValueError, match="up_proj gave 16 of 32 neurons"):
+    with pytest.raises(ValueError, match="need all 32 neurons of the layer, but up_proj returned 16"):
         layer(x, return_stats=True)
 
 
