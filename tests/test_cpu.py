@@ -455,14 +455,6 @@ def test_blocks_choose_their_ways_apart(
         assert ways == ["dense", "tail", "hot"]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7])
-def test_blocks_of_a_few_rows(rows: int, ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w = case(23, biases="gud")
-    monkeypatch.setattr(cpu, "BLOCK_BYTES", rows * w.gate.shape[0] * 8)
-    assert_forward(x, w, "relu2", every_third_left_out(23), save=True)
-    assert len(ways) >= 23 / rows
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Forward: adversarial inputs
 # ---------------------------------------------------------------------------------------------------------
@@ -526,26 +518,6 @@ def test_nonfinite_rows_come_out_as_the_reference_says(
     assert all("dense" in way for way in ways)
 
 
-@pytest.mark.parametrize("M", [1, 2, 65])
-def test_minus_infinity_at_every_gate(M: int) -> None:
-    """No neuron is active, and yet 0 * inf is NaN in a gated FFN; a plain one gives its bias."""
-    for gated in (True, False):
-        x, w = case(M, density=0.02, gated=gated, biases="d")
-        x[0, ALWAYS_ON] = INF
-        want = assert_forward(x, w, want_stats=False)
-        assert (want.gate[0] == 0).all()
-        assert want.y[0].isnan().all() if gated else torch.equal(want.y[0], w.down_bias)
-
-
-def test_padding_that_is_nan_stays_out_of_the_statistics() -> None:
-    x, w = case(20)
-    clean = reference.forward(x[1:], w)
-    x[0] = NAN
-    got = cpu.forward(x, w, token_mask=torch.arange(20) > 0)
-    close(got.l1_sum, clean.l1_sum)
-    assert torch.equal(got.counts, clean.counts)
-
-
 @pytest.mark.parametrize(
     ("dtype", "huge"), [(torch.float16, 6e4), (torch.bfloat16, 1e38), (torch.float32, 1e38), (f64, 1e307)]
 )
@@ -596,18 +568,6 @@ def test_noncontiguous_x(layout: Callable[[Tensor], Tensor], M: int) -> None:
         assert_forward(layout(x), w, want_stats=save, save=save)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@each_layout
-@each_m
-def test_noncontiguous_x_and_weights_at_lower_precision(
-    layout: Callable[[Tensor], Tensor], M: int, dtype: torch.dtype
-) -> None:
-    x, w = case(M, density=0.03, hot=4, dtype=dtype)
-    truth, dense = reference.forward(x.double(), w.to(f64)).y, reference.forward(x, w).y
-    w = w._replace(gate=layout(w.gate), up=layout(w.up), down=layout(w.down))
-    assert_no_worse_than_dense(cpu.forward(layout(x), w, want_stats=False).y, dense, truth)
-
-
 @pytest.mark.parametrize("M", [1, 16, 257])
 def test_one_row_expanded(M: int) -> None:
     x, w = case(1)
@@ -624,65 +584,9 @@ def test_noncontiguous_weights(name: str, layout: Callable[[Tensor], Tensor], M:
         assert_forward(x, w, want_stats=save, save=save)
 
 
-def test_noncontiguous_weights_of_large_matrix_vector_products(habits: cpu.products.BlasHabits) -> None:
-    x, w = case(1, 512, 1408, 0.02)
-    assert_forward(transposed(x), Weights(transposed(w.gate), inner_columns(w.up), w.down), want_stats=False)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Weights as they are now, and frozen state
 # ---------------------------------------------------------------------------------------------------------
-
-
-def write_through_data(w: Tensor) -> None:
-    w.data[1:] *= -3
-
-
-def write_one_element_through_data(w: Tensor) -> None:
-    w.data[5, 7] += 100
-
-
-def write_through_numpy(w: Tensor) -> None:
-    w.detach().numpy()[:] *= -0.5
-
-
-def write_through_numpy_in_part(w: Tensor) -> None:
-    w.detach().numpy()[-1, :] = 2
-
-
-each_write = pytest.mark.parametrize(
-    "write", [write_through_data, write_one_element_through_data, write_through_numpy, write_through_numpy_in_part]
-)
-
-
-@each_write
-@pytest.mark.parametrize("M", [1, 65])
-def test_weights_are_read_as_they_are_now(M: int, write: Callable[[Tensor], None], down: str) -> None:
-    """No write moves a version counter here. Frozen state is made again after it."""
-    x, w = case(M, density=0.05, hot=8 if M > 1 else 0)
-    w, frozen = laid(w, down)
-    for name in ("down", "up", "gate"):
-        before = assert_forward(x, w, want_stats=False, frozen=frozen)
-        weight = getattr(w, name)
-        version = weight._version
-        write(weight)
-        assert weight._version == version
-        frozen = cpu.freeze(w) if down == "frozen" else ()
-        after = assert_forward(x, w, want_stats=False, frozen=frozen)
-        if write in (write_through_data, write_through_numpy):
-            assert not torch.equal(before.y, after.y)
-
-
-@each_write
-def test_training_reads_weights_as_they_are_now(write: Callable[[Tensor], None], ways: list[str]) -> None:
-    for down in ("rows", "columns"):
-        x, w = case(257, density=0.02)
-        w, _ = laid(w, down)
-        for weight in (w.down, w.up, w.gate):
-            write(weight)
-            assert_forward(x, w, save=True)
-            assert_backward(x, w)
-    assert "tail" in ways and "tail, columns" in ways
 
 
 @each_m
@@ -703,24 +607,6 @@ def test_what_freeze_makes() -> None:
     assert down_FD.untyped_storage().data_ptr() != w.down.untyped_storage().data_ptr()
     assert [t.numel() for t in int8_gate] == [0, 0, 0]
     assert cpu.freeze(laid(w, "rows")[0]) == ()
-
-
-@pytest.mark.parametrize("M", [1, 65])
-def test_frozen_state_is_that_of_its_layer_alone(M: int) -> None:
-    """Neither other layers nor what happens to them can be seen in a layer's result."""
-    x, a = case(M, density=0.02, dtype=torch.float32)
-    _, b = case(M, density=0.02, dtype=torch.float32, seed=1)
-    frozen_a, frozen_b = cpu.freeze(a), cpu.freeze(b)
-    copies = [t.clone() for t in frozen_a]
-    alone = cpu.forward(x, a, want_stats=False, frozen=frozen_a).y
-    cpu.forward(x, b, want_stats=False, frozen=frozen_b)
-    for weight in (b.gate, b.up, b.down):
-        weight.data.fill_(NAN)
-    frozen_b[0].fill_(NAN)
-    cpu.forward(x, b, want_stats=False, frozen=frozen_b)
-    del b, frozen_b
-    assert all(torch.equal(t, c) for t, c in zip(frozen_a, copies, strict=True))
-    assert torch.equal(cpu.forward(x, a, want_stats=False, frozen=frozen_a).y, alone)
 
 
 def test_frozen_state_is_not_for_training_or_other_dtypes() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -95,11 +93,6 @@ def test_y_has_the_dtype_of_x(dtype: torch.dtype) -> None:
     y = layer(x)
     assert y.dtype == dtype
     torch.testing.assert_close(y.double(), meaning(layer, x), rtol=BF16_STEP, atol=1e-6)
-
-
-def test_x_need_not_be_contiguous() -> None:
-    layer, x = linear(), torch.randn(D, 6).t()
-    assert layer(x).equal(layer(x.contiguous()))
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -227,12 +220,6 @@ def test_compiles_without_a_break() -> None:
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-@pytest.mark.slow
-def test_inductor_compiles_it() -> None:
-    layer, x = linear(), torch.randn(5, D)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x))
-
-
 # -- quantize_ and dequantize_ --------------------------------------------------------------------------------
 
 
@@ -356,15 +343,6 @@ def test_opt_runs_densely_in_fp8_and_sparsely_again() -> None:
     twell.dequantize_(model)
     (_, ffn), *_ = sparse_ffns(model)
     assert vars(model.model.decoder.layers[0].fc1)["forward"] is ffn.steps[0]
-
-
-def test_statistics_of_fp8_layers_are_counted() -> None:
-    layer = GatedSparseFFN(D, F, track_counts=True)
-    twell.quantize_(layer, emulate=True)
-    x = torch.randn(6, D)
-    _, stats = layer(x, return_stats=True)
-    assert stats.counts.equal((torch.relu(layer.gate_proj(x)) != 0).sum(0).int())
-    assert int(layer.tokens_seen) == 6
 
 
 def test_quantize_again_changes_whether_layers_emulate_and_nothing_else() -> None:
@@ -496,14 +474,6 @@ def test_layouts_stay_as_they_are() -> None:
     moved = copy.deepcopy(model).to(torch.bfloat16)
     assert moved.dtype == torch.bfloat16 and logits(moved).dtype == torch.bfloat16
     assert next(moved.model.layers[0].mlp.parameters()).dtype == E4M3
-
-
-def test_importing_twell_stays_cheap() -> None:
-    code = (
-        "import sys, twell; twell.quantize_, twell.dequantize_; "
-        "sys.exit(any(name in sys.modules for name in ('transformers', 'compressed_tensors', 'torchao')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------

@@ -527,27 +527,6 @@ def counted_layer(gated: bool) -> SparseFFNBase:
     return layer
 
 
-@each_kind
-def test_deepcopy_is_a_layer_of_its_own(gated: bool) -> None:
-    layer = counted_layer(gated)
-    twin, x = copy.deepcopy(layer), tokens(4)
-    assert torch.equal(twin.neuron_counts, layer.neuron_counts)
-    assert torch.equal(twin(x), layer(x))
-    with torch.no_grad():
-        twin.down_proj.weight.mul_(2)
-    assert not torch.equal(twin(x), layer(x))
-    twin.reset_counts()
-    assert layer.tokens_seen == 5 + 4 + 4
-
-
-@each_kind
-def test_pickles(gated: bool) -> None:
-    layer, x = counted_layer(gated), tokens(4)
-    again = through_a_file(layer)
-    assert repr(again) == repr(layer)
-    assert torch.equal(again(x), layer(x))
-
-
 @pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.float()])
 @each_kind
 def test_conversion_of_the_dtype_leaves_counts_alone(gated: bool, convert: Any) -> None:

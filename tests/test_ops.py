@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -304,40 +303,6 @@ def test_nothing_is_saved_that_nobody_asked_for(backend: str) -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def smooth_case(gated: bool, bias: bool) -> tuple[Tensor, Weights]:
-    """A small case that keeps clear of the kinks of relu and |h|, with a few active neurons."""
-    for seed in itertools.count():
-        x, w = case(4, gated=gated, bias=bias, seed=seed, width=(4, 24))
-        linear = torch.nn.functional.linear
-        z = linear(x, w["w_gate"], w["b_gate"]) if gated else linear(x, w["w_up"], w["b_up"])
-        u = linear(x, w["w_up"], w["b_up"])
-        if min(z.abs().min(), u.abs().min()) > 2e-3 and 4 <= (z > 0).sum() <= 10:
-            return x.requires_grad_(), {n: None if t is None else t.requires_grad_() for n, t in w.items()}
-    raise AssertionError
-
-
-@each_backend
-@each_kind
-@each_activation
-def test_gradcheck(backend: str, gated: bool, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes single elements through ``.data``."""
-    x, w = smooth_case(gated, bias=True)
-    given = leaves(x, w)
-    mask = torch.tensor([True, True, False, True])
-    if backend == "cpu":  # the sparse backward, not its fallback
-        monkeypatch.setattr(reference, "backward", None)
-
-    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        named = dict(zip(given, tensors, strict=True))
-        named_weights = {name: named.get(name) for name in w}
-        y, stats = call(
-            named["x"], named_weights, activation=activation, token_mask=mask, backend=backend, return_stats=True
-        )
-        return y, stats.l1_sum
-
-    assert torch.autograd.gradcheck(function, tuple(given.values()))
-
-
 @each_backend
 @each_kind
 @each_activation
@@ -381,14 +346,6 @@ def test_losses_of_one_output_or_zero_stride(backend: str, gated: bool, loss: st
 
 
 @each_backend
-def test_no_gradient_where_none_is_asked_for(backend: str) -> None:
-    y, stats = call(*case(5), backend=backend, return_stats=True)
-    assert not y.requires_grad
-    assert not stats.l1_sum.requires_grad
-    assert not stats.counts.requires_grad
-
-
-@each_backend
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("M", [1, 40])
 def test_without_autograd(backend: str, context: Callable[[], Any], M: int) -> None:
@@ -413,24 +370,6 @@ def test_activations_are_saved_only_for_a_backward(grad: bool, monkeypatch: pyte
     with torch.no_grad():
         call(x, w)
     assert saved == [grad, False]
-
-
-@each_backend
-@each_kind
-def test_half_batches_accumulate_to_the_whole(backend: str, gated: bool) -> None:
-    x, w = case(40, gated=gated, bias=True)
-    weights = [t.requires_grad_() for t in w.values() if t is not None]
-
-    def accumulated(*parts: Tensor) -> list[Tensor]:
-        for t in weights:
-            t.grad = None
-        for part in parts:
-            y, stats = call(part, w, backend=backend, return_stats=True)
-            (y.square().sum() + 0.1 * stats.l1_sum).backward()
-        return [t.grad for t in weights]
-
-    for halves, whole in zip(accumulated(x[:13], x[13:]), accumulated(x), strict=True):
-        torch.testing.assert_close(halves, whole, rtol=1e-10, atol=1e-10)
 
 
 @each_backend
@@ -829,15 +768,6 @@ def test_backend_errors(gated: bool, backend: str, message: str, monkeypatch: py
     monkeypatch.setattr(backends, "_chosen", {})
     with pytest.raises(ValueError, match=re.escape(message)):
         call(*case(3, gated=gated), backend=backend)
-
-
-def test_cpu_backend_says_what_it_needs() -> None:
-    x, w = case(3)
-    on_meta = {n: None if t is None else t.to("meta") for n, t in w.items()}
-    with pytest.raises(
-        ValueError, match="backend 'cpu' is not available: it runs on CPU tensors, and these are on meta"
-    ):
-        call(x.to("meta"), on_meta, backend="cpu")
 
 
 def tensor(*shape: int, dtype: torch.dtype = f64, device: str = "cpu") -> Tensor:

@@ -193,9 +193,7 @@ class Fp8Linear(nn.Module):
             if id(t) not in kept:
                 return fn(t)
             bits = fn(t.view(kept[id(t)]))
-            return (
-                bits.view(t.dtype) if bits.dtype == kept[id(t)] else t.to(bits.device)
-            )  # module.type()
+            return bits.view(t.dtype) if bits.dtype == kept[id(t)] else t.to(bits.device)  # module.type()
 
         return super()._apply(apply, recurse)
 
