@@ -36,9 +36,7 @@ HABITS = [cpu.products.BlasHabits(), SLOW_MATVEC, TRANSPOSED, IN_PARTS]
 ALWAYS_ON, WAKES_HOT, WAKES_ALL, FREE = 0, 1, 2, 3  # what the columns of x are for, in `case`
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Helpers: inputs with a chosen sparsity, the ways taken, and comparisons
-# ---------------------------------------------------------------------------------------------------------
+# -- Helpers: inputs with a chosen sparsity, the ways taken, and comparisons -----------------------------
 
 
 def case(
@@ -203,9 +201,7 @@ def nonfinite_pattern(t: Tensor) -> Tensor:
     return t.isposinf() * 1 + t.isneginf() * 2 + t.isnan() * 3
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forward: values, statistics, saved activations
-# ---------------------------------------------------------------------------------------------------------
+# -- Forward: values, statistics, saved activations ------------------------------------------------------
 
 
 @each_layer
@@ -280,9 +276,7 @@ def test_forward_at_any_shape_and_density(M, D, F, density, layer, hot, masked, 
         assert_forward(x, w, activation, mask, want_stats=False, frozen=frozen)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forward: the ways through it
-# ---------------------------------------------------------------------------------------------------------
+# -- Forward: the ways through it ------------------------------------------------------------------------
 
 
 @each_layer
@@ -455,9 +449,7 @@ def test_blocks_choose_their_ways_apart(
         assert ways == ["dense", "tail", "hot"]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forward: adversarial inputs
-# ---------------------------------------------------------------------------------------------------------
+# -- Forward: adversarial inputs -------------------------------------------------------------------------
 
 
 def all_full(x: Tensor) -> None:
@@ -536,9 +528,7 @@ def test_huge_finite_values_are_not_taken_for_infinite(
     assert ways[0] in ("tail", "one token")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forward: memory layouts
-# ---------------------------------------------------------------------------------------------------------
+# -- Forward: memory layouts -----------------------------------------------------------------------------
 
 
 def transposed(t: Tensor) -> Tensor:
@@ -584,9 +574,7 @@ def test_noncontiguous_weights(name: str, layout: Callable[[Tensor], Tensor], M:
         assert_forward(x, w, want_stats=save, save=save)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Weights as they are now, and frozen state
-# ---------------------------------------------------------------------------------------------------------
+# -- Weights as they are now, and frozen state -----------------------------------------------------------
 
 
 @each_m
@@ -645,9 +633,7 @@ def test_nothing_made_of_weights_outlives_a_call(monkeypatch: pytest.MonkeyPatch
     assert n_tensors() == before
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Backward
-# ---------------------------------------------------------------------------------------------------------
+# -- Backward --------------------------------------------------------------------------------------------
 
 
 def saved_activations(x: Tensor, w: Weights, activation: str) -> tuple[Tensor, Tensor | None]:
@@ -823,9 +809,7 @@ def test_backward_at_any_shape_and_density(M, D, F, density, layer, needs, with_
         assert_backward(x, laid(w, down)[0], activation, mask, dl1=DL1 if with_l1 else None, needs=needs)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Both
-# ---------------------------------------------------------------------------------------------------------
+# -- Both ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [*NARROW, f64])

@@ -59,9 +59,7 @@ def assert_same_tokens(x: Tensor, w: Weights, activation: str = "relu") -> None:
     assert_no_worse_than_dense(got, dense, truth)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Values
-# ---------------------------------------------------------------------------------------------------------
+# -- Values ----------------------------------------------------------------------------------------------
 
 
 @each_layer
@@ -209,9 +207,7 @@ def test_nonfinite_bias(looks: list[Tensor | None]) -> None:
         assert torch.equal(nonfinite_pattern(got), nonfinite_pattern(want))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Where it is used
-# ---------------------------------------------------------------------------------------------------------
+# -- Where it is used ------------------------------------------------------------------------------------
 
 
 def test_too_many_candidates_are_seen_early(looks: list[Tensor | None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +272,7 @@ def test_an_older_torch_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not cpu.products.blas_habits.__wrapped__().int8_gate
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The int8 gate itself
-# ---------------------------------------------------------------------------------------------------------
+# -- The int8 gate itself --------------------------------------------------------------------------------
 
 
 def test_made_again_it_follows_the_gate_in_place(looks: list[Tensor | None]) -> None:

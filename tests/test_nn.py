@@ -23,9 +23,7 @@ each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain
 with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Dense blocks as transformers has them
-# ---------------------------------------------------------------------------------------------------------
+# -- Dense blocks as transformers has them ---------------------------------------------------------------
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -82,9 +80,7 @@ def tokens(*shape: int, dtype: torch.dtype = f64) -> Tensor:
     return torch.randn(*shape, D, dtype=f64).to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Construction, state dict, conversion
-# ---------------------------------------------------------------------------------------------------------
+# -- Construction, state dict, conversion ----------------------------------------------------------------
 
 
 @each_kind
@@ -215,9 +211,7 @@ def test_wrong_options_are_refused(gated: bool, options: dict[str, str], message
         sparse_class(gated).from_dense(dense_block(gated), **options)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Running counts and repr
-# ---------------------------------------------------------------------------------------------------------
+# -- Running counts and repr -----------------------------------------------------------------------------
 
 
 def active(dense: nn.Module, x: Tensor) -> Tensor:
@@ -314,9 +308,7 @@ def test_repr_in_each_state() -> None:
     assert SparseFFN(D, F, track_counts=True, device="meta").extra_repr() == "8 -> 32 -> 8, relu, backend=auto"
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Plans
-# ---------------------------------------------------------------------------------------------------------
+# -- Plans -----------------------------------------------------------------------------------------------
 
 
 def some_plan(n_hot: int = 6, **numbers: Any) -> Plan:
@@ -349,9 +341,7 @@ def test_operations_always_get_a_plan_where_kernels_run(monkeypatch: pytest.Monk
     assert layer.to(torch.bfloat16)._plan_eager == ops.NO_PLAN
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Layout
-# ---------------------------------------------------------------------------------------------------------
+# -- Layout ----------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -389,9 +379,7 @@ def test_layouts_by_neurons_and_back() -> None:
     assert twell.restore_layout_(model) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Frozen state; what it does about writes to weights is in test_written_weights.py
-# ---------------------------------------------------------------------------------------------------------
+# -- Frozen state; what it does about writes to weights is in test_written_weights.py --------------------
 
 each_frozen_backend = pytest.mark.parametrize("backend", ["cpu", "triton"])
 
@@ -492,9 +480,7 @@ def test_frozen_layers_follow_conversions(backend: str) -> None:
             torch.testing.assert_close(got, thawed(x.to(dtype)), rtol=0, atol=1e-3 if dtype == torch.float16 else 1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Copies, dtypes, devices
-# ---------------------------------------------------------------------------------------------------------
+# -- Copies, dtypes, devices -----------------------------------------------------------------------------
 
 
 def through_a_file(layer: nn.Module) -> Any:
@@ -542,9 +528,7 @@ def test_conversion_of_the_dtype_leaves_counts_alone(gated: bool, convert: Any) 
     assert converted.tokens_seen == 8
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Training and compile
-# ---------------------------------------------------------------------------------------------------------
+# -- Training and compile --------------------------------------------------------------------------------
 
 
 @each_kind

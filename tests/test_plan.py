@@ -366,9 +366,7 @@ def test_captured_calls_have_thresholds_of_their_own() -> None:
     assert same.tokens(captured=False) == same.tokens(captured=True) == (4, 4, 9)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Costs that twell tune has measured
-# ---------------------------------------------------------------------------------------------------------
+# -- Costs that twell tune has measured ------------------------------------------------------------------
 
 
 def test_measured_costs_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,10 +41,6 @@ class DenseFFN(nn.Module):
         return self.down_proj(h)
 
 
-def names_of(gated: bool) -> tuple[str, ...]:
-    return GATED if gated else PLAIN
-
-
 def twins(gated: bool = True, **options: Any) -> tuple[DenseFFN, SparseFFNBase]:
     """A dense block, and a sparse one with weights of the same values."""
     dense = DenseFFN(gated, **options)
@@ -184,9 +180,7 @@ each_projection = pytest.mark.parametrize(
 )
 
 
-# ---------------------------------------------------------------------------------------------------------
-# One layer
-# ---------------------------------------------------------------------------------------------------------
+# -- One layer -------------------------------------------------------------------------------------------
 
 
 @each_change
@@ -286,9 +280,7 @@ def test_a_frozen_layer_whose_projection_changes_follows_it() -> None:
         torch.testing.assert_close(sparse(x), dense(x))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Derivatives that there are not
-# ---------------------------------------------------------------------------------------------------------
+# -- Derivatives that there are not ----------------------------------------------------------------------
 
 REFUSED = (NotImplementedError, RuntimeError)
 
@@ -320,9 +312,7 @@ def test_a_called_layer_has_all_derivatives() -> None:
     torch.testing.assert_close(torch.func.jvp(sparse, (x,), (torch.ones_like(x),)), expected)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------------------------------------
+# -- Models ----------------------------------------------------------------------------------------------
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,

@@ -37,9 +37,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, to
 each_16_bit_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Helpers: inputs, and the formula in its plainest form
-# ---------------------------------------------------------------------------------------------------------
+# -- Helpers: inputs, and the formula in its plainest form -----------------------------------------------
 
 
 def build(draw: Callable[..., Tensor], sizes: tuple[int, int, int], gated: bool, biases: str) -> tuple[Tensor, Weights]:
@@ -106,9 +104,7 @@ def random_like(t: Tensor, seed: int = 7) -> Tensor:
     return torch.randn(t.shape, generator=torch.Generator().manual_seed(seed), dtype=f64).to(t.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Dense forward and backward
-# ---------------------------------------------------------------------------------------------------------
+# -- Dense forward and backward --------------------------------------------------------------------------
 
 
 @each_layer
@@ -178,9 +174,7 @@ layers = st.sampled_from(ALL_OR_NO_BIAS)
 sizes = st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(1, 24))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Statistics
-# ---------------------------------------------------------------------------------------------------------
+# -- Statistics ------------------------------------------------------------------------------------------
 
 
 def test_statistics_of_a_written_out_case() -> None:
@@ -233,9 +227,7 @@ def test_masked_tokens_that_hold_nan_get_no_l1_gradient() -> None:
     assert ref.l1_gradient(h, torch.tensor(0.5), None)[0].tolist() == [0.5, -0.5, 0]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The split
-# ---------------------------------------------------------------------------------------------------------
+# -- The split -------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -296,9 +288,7 @@ def test_split_ffn_in_16_bits_rounds_the_exact_result_once(
     assert torch.equal(ref.split_ffn(x, w, hot, 24, activation, slots=24), exact)  # no token is heavy
 
 
-# ---------------------------------------------------------------------------------------------------------
-# NaN and inf in x
-# ---------------------------------------------------------------------------------------------------------
+# -- NaN and inf in x ------------------------------------------------------------------------------------
 
 SPARSE_FFNS = {
     "one slot": lambda x, w, a: ref.split_ffn(x, w, torch.arange(0), 128, a, tile=4, slots=1),
@@ -356,9 +346,7 @@ def test_finite_rows() -> None:
     assert ref.finite_rows(x).tolist() == [True, False, False, False, True]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# 16-bit accuracy
-# ---------------------------------------------------------------------------------------------------------
+# -- 16-bit accuracy -------------------------------------------------------------------------------------
 
 
 def errors(got: Tensor, truth: Tensor) -> tuple[float, float]:
@@ -388,9 +376,7 @@ def test_16_bit_error_is_at_most_twice_the_dense_one(dtype: torch.dtype, gated: 
     assert_at_most_twice(y, ref.forward(x, w, activation).y, truth)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# No tokens
-# ---------------------------------------------------------------------------------------------------------
+# -- No tokens -------------------------------------------------------------------------------------------
 
 
 @each_activation_and_kind

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
-from pathlib import Path
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from twell import GatedSparseFFN, SparseFFN, Stats
-from twell.sparsity import FiringClock, L1Steering, l1_warmup, restart_neurons_
+from twell.sparsity import FiringClock, L1Steering, l1_warmup, restart_neurons_, sum_over_processes
 
 
 def stats(counts: list[int], tokens: int) -> Stats:
@@ -187,28 +187,27 @@ def test_wrong_masks_are_refused() -> None:
         restart_neurons_(GatedSparseFFN(8, 16), torch.arange(16), std=0.02, seed=0)
 
 
-PROCESS = """
-import sys, torch, torch.distributed as dist
-from twell import Stats
-from twell.sparsity import FiringClock, sum_over_processes
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
-clock = FiringClock(3)
-for counts, tokens in (([1, 0, 0], 4), ([0, 0, 0], 3)) if rank == 0 else (([0, 1, 0], 6), ([0, 1, 0], 2)):
-    stats = Stats(torch.tensor(1.0 + rank), torch.tensor(counts, dtype=torch.int32), torch.tensor(tokens))
-    wider = Stats(torch.tensor(0.5), torch.tensor([7, rank, 0, 0], dtype=torch.int32), torch.tensor(tokens))
-    first, second = sum_over_processes([stats, wider])
-    clock.advance(first)
-print(clock.tokens_since_fired.tolist(), float(first.l1_sum), second.counts.tolist(), int(second.tokens))
-dist.destroy_process_group()
-"""
+def test_clocks_agree_over_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads stand in for the processes; test_distributed.py has real ones."""
+    barrier, sent = threading.Barrier(2), list[torch.Tensor]()
 
+    def all_reduce(t: torch.Tensor) -> None:
+        sent.append(t.clone())
+        barrier.wait(60)
+        t.copy_(sent[-1] + sent[-2])
+        barrier.wait(60)
 
-def test_clocks_agree_over_two_processes(tmp_path: Path) -> None:
-    address = f"file://{tmp_path / 'rendezvous'}"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", PROCESS, str(r), address], stdout=subprocess.PIPE, text=True)
-        for r in range(2)
-    ]
-    outputs = [p.communicate(timeout=120)[0].strip() for p in processes]
-    assert outputs == ["[5, 0, 15] 3.0 [14, 1, 0, 0] 5"] * 2
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+
+    def process(rank: int) -> str:
+        clock = FiringClock(3)
+        for counts, tokens in (([1, 0, 0], 4), ([0, 0, 0], 3)) if rank == 0 else (([0, 1, 0], 6), ([0, 1, 0], 2)):
+            own = Stats(torch.tensor(1.0 + rank), torch.tensor(counts, dtype=torch.int32), torch.tensor(tokens))
+            wider = Stats(torch.tensor(0.5), torch.tensor([7, rank, 0, 0], dtype=torch.int32), torch.tensor(tokens))
+            first, second = sum_over_processes([own, wider])
+            clock.advance(first)
+        return f"{clock.tokens_since_fired.tolist()} {first.l1_sum} {second.counts.tolist()} {second.tokens}"
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(process, (0, 1))) == ["[5, 0, 15] 3.0 [14, 1, 0, 0] 5"] * 2

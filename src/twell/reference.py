@@ -95,9 +95,7 @@ def slope(r: Tensor, activation: str) -> Tensor:
     return 2 * r * active if activation == "relu2" else active
 
 
-# ---------------------------------------------------------------------------------------------------------
-# FP8
-# ---------------------------------------------------------------------------------------------------------
+# -- FP8 -------------------------------------------------------------------------------------------------
 
 E4M3 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # the largest e4m3
@@ -130,9 +128,7 @@ def fp8_forward(x: Tensor, gate: Fp8, up: Fp8 | None, down: Fp8, activation: str
     return forward(to_fp8(x).to(f64), w, activation, want_stats=False).y
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Dense
-# ---------------------------------------------------------------------------------------------------------
+# -- Dense -----------------------------------------------------------------------------------------------
 
 
 def forward(
@@ -260,9 +256,7 @@ def l1_gradient(h: Tensor, dl1: Tensor, token_mask: Tensor | None) -> Tensor:
     return sign if token_mask is None else sign.where(token_mask[:, None], 0)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The split into hot neurons, heavy tokens and tail: dense where it is dense, sparse where it is sparse
-# ---------------------------------------------------------------------------------------------------------
+# -- The split into hot neurons, heavy tokens and tail: dense where it is dense, sparse where it is sparse
 
 
 class Split(NamedTuple):

@@ -224,9 +224,7 @@ def emulated(module: nn.Module) -> Iterator[None]:
             layer.emulate = emulate
 
 
-# ---------------------------------------------------------------------------------------------------------
-# FP8 layers of other libraries
-# ---------------------------------------------------------------------------------------------------------
+# -- FP8 layers of other libraries -----------------------------------------------------------------------
 # Recognised by the names of their classes, so that none of the libraries needs to be installed.
 
 

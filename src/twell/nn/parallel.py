@@ -105,9 +105,7 @@ def is_sharded(module: nn.Module) -> bool:
     return any(is_distributed(p) for p in module.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forwards of the projections
-# ---------------------------------------------------------------------------------------------------------
+# -- Forwards of the projections -------------------------------------------------------------------------
 
 
 def stock_forward(linear: nn.Module) -> Any:
@@ -138,9 +136,7 @@ def _forward_in_style(linear: Any, style: str, *args: Any, **kwargs: Any) -> Any
     return known.transform_output_post_forward(linear, output, mesh)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Tensors
-# ---------------------------------------------------------------------------------------------------------
+# -- Tensors ---------------------------------------------------------------------------------------------
 
 
 def _local(parameter: Any) -> Any:
