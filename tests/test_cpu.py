@@ -1,4 +1,4 @@
-"""The CPU path against the reference: every way through it, at any shape, density and memory layout."""
+"""The CPU path against the reference: every way to compute, at any shape, density and memory layout."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def price_columns(monkeypatch: pytest.MonkeyPatch, price: float) -> None:
 
 @pytest.fixture(params=DOWN)
 def down(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the rows of active neurons come out of Wd."""
+    """How the rows of active neurons are read from Wd."""
     price_columns(monkeypatch, INF if request.param == "dense" else 0.0)
     return request.param
 
@@ -318,7 +318,7 @@ def test_each_way(
     ],
 )
 def test_columns_are_gathered_where_they_are_few(way: str, M: int, F: int, density: float, ways: list[str]) -> None:
-    """By the costs as they are."""
+    """With the real costs."""
     assert_forward(*case(M, 64, F, density), want_stats=False)
     assert ways == [way]
 
@@ -340,14 +340,14 @@ def test_a_single_token_with_statistics_runs_as_a_block(ways: list[str]) -> None
 
 @pytest.fixture(params=HABITS, ids=["plain", "slow_matvec", "transposed", "in_parts"])
 def habits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> cpu.products.BlasHabits:
-    """Each way to take a dense product, whatever CPU this is."""
+    """Each way to compute a dense product, on any CPU."""
     monkeypatch.setattr(cpu.products, "blas_habits", lambda: request.param)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     return request.param
 
 
 @each_m
-def test_each_way_to_take_a_dense_product(M: int, habits: cpu.products.BlasHabits) -> None:
+def test_each_way_to_compute_a_dense_product(M: int, habits: cpu.products.BlasHabits) -> None:
     for density, layout in itertools.product((0.02, 0.9), (torch.clone, transposed)):
         x, w = case(M, density=density, biases="gud")
         w = w._replace(gate=layout(w.gate), up=layout(w.up), down=layout(w.down))
@@ -381,8 +381,8 @@ def test_an_unknown_cpu_takes_plain_products() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("F", [32, 36])
-def test_every_way_of_a_linear_is_the_same(F: int, M: int, dtype: torch.dtype, habits: cpu.products.BlasHabits) -> None:
-    """Also where F does not divide into parts, and where weights do not lie row by row."""
+def test_every_way_of_a_linear_is_right(F: int, M: int, dtype: torch.dtype, habits: cpu.products.BlasHabits) -> None:
+    """Also if F does not divide into pieces, and if weights do not lie row by row."""
     x, bias = torch.randn(M, 48).to(dtype), torch.randn(F).to(dtype)
     error = 1e-5 if dtype == torch.float32 else 2e-2
     for layout, b in itertools.product((torch.clone, transposed, every_other_row), (None, bias)):
@@ -404,7 +404,7 @@ def test_weighted_sums_of_any_length(n: int, dtype: torch.dtype) -> None:
         assert_no_worse_than_dense(got, dense, truth)
 
 
-def test_slow_ways_are_not_for_weights_that_lie_by_column(habits: cpu.products.BlasHabits) -> None:
+def test_column_major_weights_avoid_slow_products(habits: cpu.products.BlasHabits) -> None:
     """sampled_addmm and W x^T take 20 to 100 times as long with them."""
     weight = transposed(torch.randn(32, 48))
     with mock.patch.object(torch, "mm") as mm, mock.patch.object(torch.sparse, "sampled_addmm") as sampled_addmm:
@@ -414,7 +414,7 @@ def test_slow_ways_are_not_for_weights_that_lie_by_column(habits: cpu.products.B
     assert not sampled_addmm.called
 
 
-def test_products_in_parts_are_for_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_in_pieces_need_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu.products, "blas_habits", lambda: IN_PARTS)
     in_parts = mock.Mock(wraps=cpu.products.linear_in_pieces)
     monkeypatch.setattr(cpu.products, "linear_in_pieces", in_parts)
@@ -435,7 +435,7 @@ def test_small_work_is_left_to_the_reference(ways: list[str], monkeypatch: pytes
 
 
 @each_layer
-def test_blocks_choose_their_ways_apart(
+def test_each_block_chooses_its_own_way(
     gated: bool, activation: str, biases: str, ways: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = case(210, density=0.02, hot=8, gated=gated, biases=biases)
@@ -492,7 +492,7 @@ def test_extreme_rows(
 @pytest.mark.parametrize("M", [1, 2, 65, 257])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_nonfinite_rows_come_out_as_the_reference_says(
+def test_nonfinite_rows_give_the_result_of_the_reference(
     layout: str, gated: bool, M: int, column: int, value: float, ways: list[str]
 ) -> None:
     """Infinity times a common sign empties or fills the row; in a free column it does some of both."""
@@ -587,7 +587,7 @@ def test_layouts_and_frozen_state_give_equal_results(M: int, monkeypatch: pytest
     torch.testing.assert_close(ys[0], ys[2], rtol=1e-5, atol=1e-5)
 
 
-def test_what_freeze_makes() -> None:
+def test_freeze_copies_wd_by_rows() -> None:
     _, w = case(1)
     down_FD, *int8_gate = cpu.freeze(w)
     assert torch.equal(down_FD, w.down.t())
@@ -608,15 +608,15 @@ def test_frozen_state_is_not_for_training_or_other_dtypes() -> None:
             assert torch.equal(got, cpu.forward(x.to(dtype), w.to(dtype), want_stats=False, save=save).y)
 
 
-def test_frozen_rows_give_way_to_those_of_the_weight() -> None:
-    """Layouts may change under frozen state: either is right."""
+def test_neuron_major_weights_are_read_instead_of_frozen_rows() -> None:
+    """The layout of a weight may change after freezing."""
     x, w = case(65, density=0.02)
     rows, _ = laid(w, "rows")
     assert_forward(x, rows, want_stats=False, frozen=cpu.freeze(w))
     assert_forward(x, w, want_stats=False, frozen=cpu.freeze(rows))
 
 
-def test_nothing_made_of_weights_outlives_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_of_a_weight_outlives_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def n_tensors() -> int:
         gc.collect()
         return sum(issubclass(type(o), Tensor) and o.numel() >= 24 * 96 for o in gc.get_objects())
@@ -713,13 +713,13 @@ def test_backward_errs_at_most_twice_as_dense(
 @pytest.mark.parametrize(
     ("fewer", "density", "way"), [(1, 0.02, ["reference"]), (0, 0.02, ["tail"]), (0, 0.3, ["reference"])]
 )
-def test_backward_is_sparse_where_that_pays(fewer: int, density: float, way: list[str], ways: list[str]) -> None:
+def test_backward_is_sparse_if_that_pays(fewer: int, density: float, way: list[str], ways: list[str]) -> None:
     x, w = case(cpu.training.MIN_TRAIN_ROWS - fewer, density=density)
     assert_backward(x, laid(w, "rows")[0])
     assert ways == way
 
 
-def test_backward_is_dense_where_columns_are_dear(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_is_dense_if_columns_are_expensive(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     price_columns(monkeypatch, INF)
     assert_backward(*case(cpu.training.MIN_TRAIN_ROWS, density=0.02))
     assert ways == ["reference"]
@@ -734,7 +734,7 @@ ONE_NEEDED = [tuple(i == k for i in range(7)) for k in range(7)]
 
 @each_kind
 @pytest.mark.parametrize("needs", [(False,) * 7, (True,) + (False,) * 6, (False,) + (True,) * 6, *ONE_NEEDED])
-def test_backward_gives_what_is_needed_and_no_more(
+def test_backward_computes_only_needed_gradients(
     needs: tuple[bool, ...], gated: bool, ways: list[str], train_any_size: None
 ) -> None:
     x, w = case(65, density=0.02, hot=2, gated=gated, biases="gud" if gated else "gd")
@@ -824,7 +824,7 @@ def test_same_input_gives_the_same_bits(M: int, dtype: torch.dtype, train_any_si
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-def test_inputs_are_left_alone() -> None:
+def test_inputs_are_not_changed() -> None:
     x, w = case(257, density=0.03, hot=4, biases="gud")
     before = [t.clone() for t in (x, *w)]
     out = cpu.forward(x, w, save=True)
@@ -836,7 +836,7 @@ def test_inputs_are_left_alone() -> None:
 
 
 def test_one_token_keeps_to_one_thread_while_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a call takes far longer than it would on one thread; after a while all threads are tried again."""
+    """After a call that takes far longer than on one thread. After a while all threads are tried again."""
     now, threads, seen, takes = [100.0], [2], [], [1e-4]
 
     def one_token(x: Tensor, *_: object) -> Tensor:

@@ -22,7 +22,7 @@ f32 = torch.float32
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
-    """What each look at an int8 gate found, on any CPU, for gates of any size and with any number of candidates."""
+    """What each search for candidates returned; on any CPU, for gates of any size and any number of candidates."""
     found: list[Tensor | None] = []
     candidates = cpu.frozen.find_candidates
 
@@ -38,7 +38,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
 
 
 def case(*args, **kwargs) -> tuple[Tensor, Weights]:
-    """That of the other tests, in fp32, without a column that drowns the others (and that x does not use)."""
+    """The case of test_cpu.py in fp32, without the column that dominates the others (and that x does not use)."""
     x, w = test_cpu.case(*args, dtype=f32, **kwargs)
     w.gate[:, test_cpu.WAKES_ALL] = 0
     return x, w
@@ -49,7 +49,7 @@ def frozen_forward(x: Tensor, w: Weights, activation: str = "relu") -> Tensor:
 
 
 def rectified(x: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
-    """r [1, F] as the CPU path sees it: a plain FFN that puts every neuron out as it is."""
+    """r [1, F] as the CPU path computes it: a plain FFN whose output is its neurons."""
     return frozen_forward(x, Weights(gate, None, torch.eye(len(gate)), bias))
 
 
@@ -189,7 +189,7 @@ def test_zero_token(looks: list[Tensor | None]) -> None:
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["x", "gate"])
-def test_nonfinite_values_come_out_as_the_reference_says(where: str, value: float, looks: list[Tensor | None]) -> None:
+def test_nonfinite_values_give_the_reference_result(where: str, value: float, looks: list[Tensor | None]) -> None:
     for layer in LAYERS:
         gated, activation, biases = layer
         x, w = case(1, 64, 96, 0.05, gated=gated, biases=biases)
@@ -263,7 +263,7 @@ def test_neuron_major_down_needs_no_frozen_rows(looks: list[Tensor | None]) -> N
     assert looks[-1] is not None
 
 
-def test_an_older_torch_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_torch_versions_have_no_int8_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     amd = mock.mock_open(read_data="vendor_id : AuthenticAMD")
     with mock.patch("builtins.open", amd):
@@ -275,7 +275,7 @@ def test_an_older_torch_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- The int8 gate itself --------------------------------------------------------------------------------
 
 
-def test_made_again_it_follows_the_gate_in_place(looks: list[Tensor | None]) -> None:
+def test_a_new_int8_gate_fits_in_place_of_the_old(looks: list[Tensor | None]) -> None:
     """Shapes and dtypes stay, so that frozen tensors can be written over where they are."""
     x, w = case(1, 64, 96, 0.05)
     frozen = cpu.freeze(w)
@@ -290,7 +290,7 @@ def test_made_again_it_follows_the_gate_in_place(looks: list[Tensor | None]) -> 
         assert looks[-1] is not None
 
 
-def test_it_is_within_its_reach(looks: list[Tensor | None]) -> None:
+def test_int8_errors_are_within_the_reach(looks: list[Tensor | None]) -> None:
     w = torch.randn(50, 64) * 10 ** torch.linspace(-11, 11, 50).unsqueeze(1)
     gate = cpu.frozen.make_int8_gate(w)
     assert gate is not None

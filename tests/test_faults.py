@@ -1,4 +1,4 @@
-"""What can go wrong in a run: killed at any moment, disk full, wrong input. Nothing is lost, one line says why."""
+"""Failures of a run: killed at any moment, disk full, wrong input. Nothing is lost, and one line gives the reason."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def active_by_tile(g: Tensor, tile: int) -> list[list[list[int]]]:
 
 
 def stored_lists(g: Tensor, tile: int, slots: int) -> list[list[list[int]]]:
-    """Nothing of a row that overflows."""
+    """Lists as stored: empty for a row that overflows."""
     return [[c if max(map(len, row)) <= slots else [] for c in row] for row in active_by_tile(g, tile)]
 
 
@@ -105,7 +105,7 @@ def pack_whole(g: Tensor, tile: int, compact: bool = False) -> TwELL:
 
 
 def as_a_kernel_writes(packed: TwELL) -> TwELL:
-    """The words of each tile in falling order; -1, which is NaN in no column, in slots that nobody may read."""
+    """The words of each tile in falling order; -1 (NaN in no column) in unused slots, which must not be read."""
     last = packed.counts.long().unsqueeze(-1) - 1 - torch.arange(packed.slots)
     used = (last >= 0) & ~packed.overflowed[:, None, None]
     words = packed.words.gather(-1, last.where(used, 0)).where(used, -1)
@@ -159,7 +159,7 @@ def test_twell_entries_come_by_row_then_column(g: Tensor, tile: int, in_words: b
 
 
 @given(matrices(DTYPES_IN_WORDS), tiles, st.integers(1, 8))
-def test_twell_forms_convert_both_ways_whatever_the_order_of_words(g: Tensor, tile: int, slots: int) -> None:
+def test_twell_forms_convert_both_ways_for_any_order_of_words(g: Tensor, tile: int, slots: int) -> None:
     plain = TwELL.pack(g, tile=tile, slots=slots, overflow="mark")
     packed = TwELL.pack(g, tile=tile, slots=slots, compact=True, overflow="mark")
     words = as_a_kernel_writes(packed)
@@ -192,7 +192,7 @@ def test_twell_without_check_reads_nothing() -> None:
 
 
 @pytest.mark.parametrize("words", [[[[0]]], torch.zeros(2, 4, dtype=torch.int32)])
-def test_twell_from_words_refuses_what_are_no_words(words: object) -> None:
+def test_twell_from_words_refuses_other_objects(words: object) -> None:
     with pytest.raises(ValueError, match=r"words must be a tensor \[M, n_tiles, slots\]"):
         TwELL.from_words(words, torch.zeros(2, 2, dtype=torch.uint8), shape=(2, 6), tile=3, dtype=torch.bfloat16)
 
@@ -235,7 +235,7 @@ def test_twell_counts_a_full_row_of_65536() -> None:
     assert packed.counts.tolist() == [[65536]] and packed.overflowed.tolist() == [True]
 
 
-def test_twell_words_take_any_number_of_columns_and_the_plain_form_16_bits_of_them() -> None:
+def test_twell_words_take_any_number_of_columns_and_the_plain_form_65536() -> None:
     g = torch.zeros(1, 65537)
     g[0, 65536] = 1
     packed = TwELL.pack(g, compact=True)
@@ -437,7 +437,7 @@ def test_equality_sees_a_single_bit(pack, at: tuple[int, int]) -> None:
 
 
 @each_form
-def test_equality_takes_nan_for_itself_but_not_for_another_nan(pack) -> None:
+def test_equality_compares_the_bits_of_nan(pack) -> None:
     g = edited(sample(torch.bfloat16), (0, 4), float("nan"))
     assert pack(g) == pack(g.clone())
     assert pack(g) != pack(flipped(g, (0, 4)))
@@ -723,7 +723,7 @@ def test_hybrid_refuses_a_corrupted_field(changes, problem: str) -> None:
     ],
     ids=["1-D", "3-D", "int", "bool", "sparse", "list"],
 )
-def test_pack_refuses_what_is_no_dense_float_matrix(pack, g: Tensor, problem: str) -> None:
+def test_pack_refuses_all_but_dense_float_matrices(pack, g: Tensor, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"(TwELL|Hybrid)\.pack: {problem}"):
         pack(g)
 

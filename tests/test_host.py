@@ -1,4 +1,4 @@
-"""Numbers on their way to the host."""
+"""Copies to the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from twell.host import HostCopy
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_what_comes_is_what_was_there(device: str) -> None:
+def test_the_copy_holds_the_value_at_the_time_of_the_copy(device: str) -> None:
     big, counts = torch.randn(2048, 2048, device=device), torch.zeros(2, dtype=torch.int32, device=device)
     for i in range(3):
         for _ in range(3 if device == "cpu" else 20):  # which a GPU has not done yet

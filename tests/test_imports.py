@@ -108,7 +108,7 @@ ROOMS = {  # of gpu/
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE / "gpu").rglob("*.py")), ids=module_name)
-def test_rooms_of_the_kernels_go_one_way(path: Path) -> None:
+def test_imports_within_gpu_go_one_way(path: Path) -> None:
     room = path.relative_to(SOURCE / "gpu").parts[0].removesuffix(".py")
     inside = (name.split(".") for name in imported_modules(path.read_text()) if name.startswith("gpu."))
     assert [name for _, name, *_ in inside if name != room and ROOMS[name] >= ROOMS[room]] == []

@@ -236,7 +236,7 @@ def test_running_counts_add_up(gated: bool) -> None:
     assert layer.mean_active is None
 
 
-def test_counts_stay_still_unless_asked() -> None:
+def test_counts_change_only_on_request() -> None:
     layer = GatedSparseFFN(D, F)
     layer(tokens(3, dtype=torch.float32))
     _, stats = layer(tokens(3, dtype=torch.float32), return_stats=True)
@@ -257,7 +257,7 @@ def test_statistics_are_returned_on_request(track_counts: bool) -> None:
     torch.testing.assert_close(layer(x), y)
 
 
-def test_layers_that_call_their_projections_count_whole_layers_alone() -> None:
+def test_called_projections_must_return_all_neurons_for_statistics() -> None:
     """A projection that returns only its share of the neurons, as in tensor parallel models, has no statistics."""
     layer, x = SparseFFN(D, F, dtype=f64), tokens()
     expected, stats = layer(x, return_stats=True)
@@ -315,7 +315,7 @@ def some_plan(n_hot: int = 6, **numbers: Any) -> Plan:
     return Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=16, **numbers)
 
 
-def test_a_plan_is_of_the_layers_neurons() -> None:
+def test_a_plan_must_fit_the_number_of_neurons() -> None:
     layer = GatedSparseFFN(D, F)
     with pytest.raises(ValueError, match="the plan is for 16 neurons, the layer has 32"):
         layer.set_plan(dense_plan(16))
@@ -327,8 +327,8 @@ def test_a_plan_is_of_the_layers_neurons() -> None:
     assert layer.plan is None
 
 
-def test_operations_always_get_a_plan_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one that of a dense layer, so that compiled code is the same."""
+def test_operations_always_get_a_plan_if_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer without a plan uses a dense plan, so that compiled code is the same."""
     pytest.importorskip("triton")
     layer, plan = GatedSparseFFN(D, F), some_plan()
     assert layer._plan_eager.order.tolist() == list(range(F))
@@ -362,7 +362,7 @@ def test_all_sparse_ffns_are_found() -> None:
     assert [name for name, _ in sparse_ffns(model["a"])] == [""]
 
 
-def test_layouts_by_neurons_and_back() -> None:
+def test_neuron_major_layout_and_back() -> None:
     model = nn.Sequential(GatedSparseFFN(D, F), Block(), SparseFFN(D, F))
     x = tokens(5, dtype=torch.float32)
     weights = [model[0].down_proj.weight, model[1].fc2.weight, model[2].down_proj.weight]
@@ -403,7 +403,7 @@ def frozen_tensors(layer: SparseFFNBase) -> dict[int, Tensor]:
     return {t.data_ptr(): t.clone() for t in tensors if t.numel()}
 
 
-def test_freezing_tells_what_it_did() -> None:
+def test_freeze_reports_what_it_did() -> None:
     model = nn.Sequential(GatedSparseFFN(D, F), Block(), SparseFFN(D, F)).eval()
     model[1].__dict__["twell_inline_ffn"].eval()
     model[2].up_proj.register_forward_hook(lambda *_: None)
@@ -435,7 +435,7 @@ def test_layers_in_training_are_not_frozen() -> None:
 @pytest.mark.parametrize(
     ("backend", "mode"), [("cpu", torch.no_grad), ("cpu", torch.inference_mode), ("triton", torch.inference_mode)]
 )
-def test_changes_are_written_in_place(backend: str, mode: Any) -> None:
+def test_frozen_state_is_rewritten_in_place(backend: str, mode: Any) -> None:
     """Frozen in either mode; captured graphs go on reading the same addresses."""
     layer, x = frozen_layer(backend, mode), tokens(3, dtype=torch.float32).repeat(1, 2)
     before = frozen_tensors(layer)
@@ -452,8 +452,8 @@ def test_changes_are_written_in_place(backend: str, mode: Any) -> None:
     assert not any(t.is_inference() for t in after.values())
 
 
-def test_a_new_plan_orders_a_frozen_layer_anew() -> None:
-    """In place where it has as many hot neurons, so that no graph is wrong."""
+def test_a_new_plan_reorders_frozen_state() -> None:
+    """In place if the number of hot neurons is the same, so that CUDA graphs stay right."""
     layer = frozen_layer("triton")
     x = tokens(9, dtype=torch.float32).repeat(1, 2)
     before = frozen_tensors(layer)
@@ -468,7 +468,7 @@ def test_a_new_plan_orders_a_frozen_layer_anew() -> None:
 
 @each_frozen_backend
 def test_frozen_layers_follow_conversions(backend: str) -> None:
-    """There and back: the weights have other values then, and may lie where they lay."""
+    """To fp16 and back: the weights then have other values, possibly at their old addresses."""
     layer, x = frozen_layer(backend), tokens(1, dtype=torch.float32).repeat(1, 2)
     with torch.no_grad():
         layer(x)
@@ -515,7 +515,7 @@ def counted_layer(gated: bool) -> SparseFFNBase:
 
 @pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.float()])
 @each_kind
-def test_conversion_of_the_dtype_leaves_counts_alone(gated: bool, convert: Any) -> None:
+def test_conversion_of_the_dtype_keeps_counts(gated: bool, convert: Any) -> None:
     layer = counted_layer(gated)
     before = layer.neuron_counts.clone()
     converted = convert(layer)

@@ -216,7 +216,7 @@ def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def numbered_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is saved has parts that nobody writes or reads: the same each time, for opcheck."""
+    """Fill new tensors: parts of the kept tensor are never written, and opcheck compares all of it."""
     make = torch.Tensor.new_empty
 
     def filled(*args: Any, **options: Any) -> Tensor:
@@ -235,7 +235,7 @@ WIDE = 16, 32  # what the kernels take
 PLANS = {
     "no plan": None,
     "dense": dense_plan(WIDE[1]),
-    "parts": plan_of(8, min_tokens=0),
+    "split": plan_of(8, min_tokens=0),
     "no hot neurons": plan_of(0, min_tokens=0),
     "too few tokens": plan_of(8, min_tokens=7),
 }
@@ -247,7 +247,7 @@ def tensors_of(plan: Plan | None) -> Any:
 
 @kernels
 @pytest.mark.usefixtures("short_lists", "numbered_empty")
-@pytest.mark.parametrize(("kind", "gated"), [("no plan", True), ("dense", False), ("parts", True)])
+@pytest.mark.parametrize(("kind", "gated"), [("no plan", True), ("dense", False), ("split", True)])
 def test_opcheck_of_the_kernels(kind: str, gated: bool) -> None:
     x, w = case(3, gated=gated, bias=True, grad=True, dtype=torch.float32, width=WIDE)
     mask, plan = torch.arange(3) != 2, tensors_of(PLANS[kind])
@@ -272,9 +272,9 @@ def test_opcheck_of_few_tokens_and_frozen_state() -> None:
 @each_kind
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("M", [0, 1, 6])
-def test_what_is_kept_has_the_length_it_is_said_to(M: int, kind: str, gated: bool) -> None:
-    """The rest of the shapes is in opcheck's hands."""
-    if (M, gated) == (6, False) and kind != "parts":
+def test_the_kept_tensor_has_the_promised_length(M: int, kind: str, gated: bool) -> None:
+    """opcheck checks the other shapes."""
+    if (M, gated) == (6, False) and kind != "split":
         return  # as the others
     x, w = case(M, gated=gated, dtype=torch.float32, width=WIDE)
     plan = PLANS[kind]
@@ -286,7 +286,7 @@ def test_what_is_kept_has_the_length_it_is_said_to(M: int, kind: str, gated: boo
 
 
 @each_backend
-def test_nothing_is_saved_that_nobody_asked_for(backend: str) -> None:
+def test_nothing_is_kept_without_save(backend: str) -> None:
     x, w = case(6, grad=True)
     y, _, _, kept = train(*train_arguments(x, w, None, backend, save=False))
     assert kept.numel() == 0
@@ -384,7 +384,7 @@ def test_double_backward_raises(backend: str, gated: bool) -> None:
 
 
 @each_backend
-def test_a_graph_that_is_kept_gives_the_same_gradients_again(backend: str) -> None:
+def test_a_retained_graph_gives_the_same_gradients_again(backend: str) -> None:
     x, w = case(9, bias=True, grad=True)
     loss, given = loss_of(x, w, backend=backend), list(leaves(x, w).values())
     first, second = (torch.autograd.grad(loss, given, retain_graph=True) for _ in range(2))
@@ -466,11 +466,11 @@ def test_compiled_once_for_any_number_of_tokens(backend: str) -> None:
 
 @kernels
 @pytest.mark.usefixtures("short_lists")
-def test_plans_and_numbers_of_tokens_compile_nothing_anew() -> None:
-    """Densely, in parts with and without hot neurons, with other numbers; a graph for any number of tokens."""
+def test_other_plans_and_numbers_of_tokens_do_not_recompile() -> None:
+    """Dense, and the split with and without hot neurons; one graph for any number of tokens."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss_of, fullgraph=True, backend=counter, dynamic=True)
-    for M, plan in ((5, dense_plan(WIDE[1])), (6, PLANS["parts"]), (9, plan_of(0, 6, min_tokens=9)), (8, plan_of(4))):
+    for M, plan in ((5, dense_plan(WIDE[1])), (6, PLANS["split"]), (9, plan_of(0, 6, min_tokens=9)), (8, plan_of(4))):
         x, w = case(M, bias=True, grad=True, dtype=torch.float32, width=WIDE)
         plan.on(x.device)  # as modules do
         got = gradients(compiled(x, w, backend="triton", plan=plan), x, w)
@@ -507,7 +507,7 @@ def error(got: Tensor, truth: Tensor) -> float:
         ("compiled inside", torch.float16),
     ],
 )
-def test_autocast_is_as_dense_under_autocast(backend: str, gated: bool, dtype: torch.dtype, how: str) -> None:
+def test_autocast_matches_dense_under_autocast(backend: str, gated: bool, dtype: torch.dtype, how: str) -> None:
     x, w = case(40, gated=gated, bias=True, grad=True, dtype=torch.float32)
 
     def run(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
@@ -556,7 +556,7 @@ def test_autocast_takes_mixed_dtypes() -> None:
 
 
 @each_backend
-def test_autocast_leaves_float64_alone(backend: str) -> None:
+def test_autocast_keeps_float64(backend: str) -> None:
     x, w = case(5, grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = call(x, w, backend=backend)
@@ -618,7 +618,7 @@ def test_plans_change_no_result(kind: str, gated: bool) -> None:
     with torch.no_grad():
         y = call(x, w, backend="triton", plan=plan)
     torch.testing.assert_close(y, dense(x, w)[0].detach(), rtol=1e-4, atol=1e-4)
-    if kind == "parts" or gated:  # the rest of a backward is in test_training_kernels.py
+    if kind == "split" or gated:  # the rest of a backward is in test_training_kernels.py
         mask = torch.arange(6) != 2
         got = gradients(loss_of(x, w, mask=mask, backend="triton", plan=plan), x, w)
         assert_same(got, gradients(loss_of_dense(x, w, mask=mask), x, w), rtol=1e-4, atol=1e-4)
@@ -627,7 +627,7 @@ def test_plans_change_no_result(kind: str, gated: bool) -> None:
 @kernels
 @pytest.mark.usefixtures("short_lists")
 def test_calls_without_a_plan_are_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU: which neurons fire often is not known."""
+    """On a GPU, where it is not known which neurons fire often."""
     from twell.gpu.shared.launch import Kernel
 
     launched: list[str] = []
@@ -640,7 +640,7 @@ def test_calls_without_a_plan_are_dense(monkeypatch: pytest.MonkeyPatch) -> None
         launched.clear()
         call(x, w, backend="triton", plan=plan)
         seen[kind] = "_list_kernel" in launched
-    assert seen == {"no plan": False, "dense": False, "parts": True, "no hot neurons": True, "too few tokens": False}
+    assert seen == {"no plan": False, "dense": False, "split": True, "no hot neurons": True, "too few tokens": False}
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:
@@ -675,7 +675,7 @@ def test_statistics(backend: str, gated: bool, activation: str, dtype: torch.dty
 
 @each_backend
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.uint8])
-def test_token_mask_chooses_what_counts(backend: str, mask_dtype: torch.dtype) -> None:
+def test_token_mask_selects_the_counted_tokens(backend: str, mask_dtype: torch.dtype) -> None:
     x, w = case(4, 6)
     mask = torch.arange(24).view(4, 6) % 3 != 1
     y, stats = call(x, w, token_mask=mask.to(mask_dtype), backend=backend, return_stats=True)
@@ -783,7 +783,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), ERRORS)
-def test_errors_say_what_was_expected_and_what_came(wrong: dict[str, Any], message: str) -> None:
+def test_errors_say_what_was_expected_and_given(wrong: dict[str, Any], message: str) -> None:
     x, w = case(3, gated=False, bias=True)
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         twell.ffn(**{"x": x, **w, **wrong})

@@ -110,7 +110,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def observe(model: Any) -> dict[str, Any]:
-    """What a model computes, comparable whatever the number of processes."""
+    """What a model computes, in a form that does not depend on the number of processes."""
     model.train()
     model.zero_grad()
     inputs = batch()
@@ -163,7 +163,7 @@ def share_out(ffn: Any, mesh: Any) -> None:
 
 
 def run_by_plan(ffn: Any) -> dict[str, Tensor]:
-    """Its y by the sparse kernels, in Triton's interpreter: hot neurons, and tokens with few active ones and many."""
+    """y by the sparse kernels in Triton's interpreter: hot neurons, light and heavy tokens."""
     shorten_lists()
     look_through_triton_once()
     ffn.backend = "triton"
@@ -216,7 +216,7 @@ def run_copy(ffn: Any, copied: Any) -> dict[str, Tensor]:
 
 
 def run_frozen(ffn: Any) -> dict[str, Tensor]:
-    """Frozen state is of the process's own weights, follows changes that are seen, and others when told."""
+    """Frozen state covers the process's own weights; it follows visible changes, and others after refresh_."""
     report = twell.freeze_(ffn)
     assert report.layers == 1 and ffn.frozen_bytes() == report.bytes >= 48 * 32 * 4
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
@@ -516,7 +516,7 @@ def test_a_pickle_opens_without_other_processes(tmp_path: Path) -> None:
         ffn(torch.zeros(2, 32))
 
 
-def test_neurons_shared_out_later(mesh: DeviceMesh) -> None:
+def test_neurons_divided_after_planning(mesh: DeviceMesh) -> None:
     """A plan of the whole layer would not fit."""
     torch.manual_seed(0)
     ffn: Any = twell.GatedSparseFFN(32, 96)
@@ -528,8 +528,8 @@ def test_neurons_shared_out_later(mesh: DeviceMesh) -> None:
     ffn.set_plan(Plan(n_neurons=48, hot=torch.arange(2), cap=16))
 
 
-def test_layouts_that_are_not_by_neurons(mesh: DeviceMesh) -> None:
-    """Never silently wrong."""
+def test_layouts_not_divided_by_neurons_are_refused(mesh: DeviceMesh) -> None:
+    """They raise instead of giving wrong results."""
     for name in twell.GatedSparseFFN.projections:
         ffn = shared_out(mesh)
         whole = nn.Linear(32, 96, bias=False) if name != "down_proj" else nn.Linear(96, 32, bias=False)

@@ -1,4 +1,4 @@
-"""What is done to gate_proj, up_proj and down_proj acts as in the dense block: adapters, hooks, subclasses and more."""
+"""Changes of gate_proj, up_proj and down_proj act as in the dense block: adapters, hooks, subclasses and more."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def formula(x: Tensor, w: Weights, activation: str, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, l1_sum, r), nothing clever."""
+    """(y, l1_sum, r), written plainly."""
     r = torch.relu(projected(x, w.gate, w.gate_bias))
     h = r**2 if activation == "relu2" else r
     if w.up is not None:
@@ -177,7 +177,7 @@ sizes = st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(1, 24))
 # -- Statistics ------------------------------------------------------------------------------------------
 
 
-def test_statistics_of_a_written_out_case() -> None:
+def test_statistics_of_a_small_example() -> None:
     r = torch.tensor([[1.0, 0, 2], [0, 0, 3], [float("nan"), 0, 4]])
     h = torch.tensor([[-1.0, 0, 2], [0, 0, -3], [1, 0, 4]])
     l1_sum, counts = ref.statistics(r, h, None)
@@ -189,7 +189,7 @@ def test_statistics_of_a_written_out_case() -> None:
 
 
 def test_counts_take_active_from_r_and_not_from_h() -> None:
-    """A neuron whose up value is 0 was active all the same."""
+    """A neuron whose up value is 0 is active."""
     w = Weights(torch.eye(2), torch.zeros(2, 2), torch.eye(2))
     x = torch.tensor([[1.0, -1.0], [2.0, 3.0]])
     assert ref.forward(x, w).counts.tolist() == [2, 1]
@@ -308,7 +308,7 @@ def kinds(y: Tensor) -> list[list[str]]:
 @each_sparse_ffn
 @each_dtype
 @each_activation_and_kind
-def test_non_finite_tokens_come_out_as_dense_says(sparse_ffn, dtype: torch.dtype, layer: tuple[bool, str, str]) -> None:
+def test_non_finite_tokens_give_the_dense_result(sparse_ffn, dtype: torch.dtype, layer: tuple[bool, str, str]) -> None:
     gated, activation, biases = layer
     clean, w = integer_case(8, (9, 4, 12), gated, biases, dtype)
     x = clean.clone()
@@ -325,7 +325,7 @@ def test_non_finite_tokens_come_out_as_dense_says(sparse_ffn, dtype: torch.dtype
 @each_sparse_ffn
 @each_dtype
 def test_infinite_tokens_of_a_plain_ffn_may_be_finite_or_infinite(sparse_ffn, dtype: torch.dtype) -> None:
-    """Where -inf closes every gate the output is the bias; where inf opens them it has the sign of the weights."""
+    """If -inf closes every gate the output is the bias; if inf opens them it has the sign of the weights."""
     w = Weights(torch.ones(6, 2), None, torch.tensor([[1.0] * 6, [-1.0] * 6]), None, None, torch.tensor([3.0, 4.0]))
     x = torch.tensor([[-float("inf"), 1], [float("inf"), 1], [float("inf"), -float("inf")], [1, 2]])
     y = sparse_ffn(x.to(dtype), w.to(dtype), "relu")
@@ -407,7 +407,7 @@ def test_unknown_activation_and_doubled_hot_neuron_are_refused() -> None:
 # -- FP8 ---------------------------------------------------------------------------------------------------
 
 
-def test_fp8_rows_have_scales_of_their_own() -> None:
+def test_each_fp8_row_has_its_own_scale() -> None:
     rows = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [1e-20, 0.0, 0.0], [3e38, 1.0, -1.0]])
     q, scale = ref.to_fp8(rows)
     assert q.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
@@ -417,7 +417,7 @@ def test_fp8_rows_have_scales_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_fp8_rows_with_inf_or_nan_stay_so(bad: float) -> None:
+def test_fp8_rows_with_inf_or_nan_become_nan(bad: float) -> None:
     rows = torch.ones(3, 16)
     rows[1, 5] = bad
     exact = ref.to_fp8(rows).to(torch.float64)
@@ -425,7 +425,7 @@ def test_fp8_rows_with_inf_or_nan_stay_so(bad: float) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_fp8_forward_rounds_weights_and_x_alone(gated: bool) -> None:
+def test_fp8_forward_rounds_only_weights_and_x(gated: bool) -> None:
     torch.manual_seed(0)
     gate, up, down = torch.randn(32, 16), torch.randn(32, 16), torch.randn(16, 32)
     x = torch.randn(5, 16)

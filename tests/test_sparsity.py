@@ -43,7 +43,7 @@ def l1_stats(active: float, l1_sum: float = 20.0, tokens: int = 10_000) -> list[
 
 
 class Plant:
-    """A model as L1 moves it: active neurons fall by themselves, and by a power of l1 within ``lag`` steps, by a
+    """A simulated model: active neurons fall by themselves, and by a power of l1 within ``lag`` steps, by a
     learning rate that rises and falls."""
 
     def __init__(self, steps: int, lag: float, power: float) -> None:

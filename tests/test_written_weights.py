@@ -78,7 +78,7 @@ def assert_dense(layer: Any, tolerance: float = 1e-5) -> None:
 
 
 def assert_follows(layer: Any, write: Callable[[Any], None]) -> None:
-    """Called, written to, called again."""
+    """Call, write, call again."""
     before = outputs(layer)
     assert_dense(layer)
     write(layer)
@@ -90,7 +90,7 @@ def assert_follows(layer: Any, write: Callable[[Any], None]) -> None:
 
 
 def new_values(layer: nn.Module) -> dict[str, Tensor]:
-    """The weights, of which eight rows are other ones; contiguous."""
+    """Contiguous copies of the weights with eight rows changed."""
     values = {name: p.detach().clone(memory_format=torch.contiguous_format) for name, p in layer.named_parameters()}
     for value in values.values():
         value[PART] += torch.randn_like(value[PART])
@@ -117,7 +117,7 @@ def storage(layer: nn.Module) -> None:
 
 
 def fused_kernel(layer: nn.Module) -> None:
-    """As a fused optimiser that is none of torch.optim's."""
+    """As a fused optimiser outside torch.optim does."""
     parameters, values = zip(*pairs(layer), strict=True)
     steps = [p.detach() - v for p, v in zip(parameters, values, strict=True)]
     torch._fused_sgd_(
@@ -224,13 +224,13 @@ SEEN = {
 
 @each_layout
 @pytest.mark.parametrize("way", UNSEEN | SEEN)
-def test_the_next_call_has_the_new_weights(way: str, strided: bool) -> None:
+def test_the_next_call_uses_the_new_weights(way: str, strided: bool) -> None:
     assert_follows(make_layer(strided), (UNSEEN | SEEN)[way])
 
 
 @each_layout
 @pytest.mark.parametrize("way", ["part of .data", "numpy", "fused AdamW", "in place", "swap_tensors"])
-def test_training_has_the_new_weights(way: str, strided: bool) -> None:
+def test_training_uses_the_new_weights(way: str, strided: bool) -> None:
     layer = make_layer(strided).train()
     x, dy = tokens(300, layer.down_proj.weight), torch.randn(300, D)
     layer(x).backward(dy)
@@ -282,8 +282,8 @@ def test_frozen_and_visibly_changed(way: str, strided: bool) -> None:
     assert layer.frozen is not None
 
 
-def test_frozen_layers_do_read_what_they_own() -> None:
-    """Else the tests above would say nothing."""
+def test_frozen_layers_read_their_own_copies() -> None:
+    """Otherwise the tests above would prove nothing."""
     layer = make_layer(False)
     twell.freeze_(layer)
     assert layer.frozen_bytes() > 0
@@ -297,7 +297,7 @@ def test_frozen_layers_do_read_what_they_own() -> None:
 
 
 @pytest.mark.parametrize("let_go", [twell.thaw_, lambda layer: layer.train()], ids=["thaw_", "train"])
-def test_what_lets_go(let_go: Callable[[nn.Module], Any]) -> None:
+def test_thaw_and_train_drop_frozen_state(let_go: Callable[[nn.Module], Any]) -> None:
     layer = make_layer(False)
     twell.freeze_(layer)
     outputs(layer)
@@ -308,7 +308,7 @@ def test_what_lets_go(let_go: Callable[[nn.Module], Any]) -> None:
 
 
 def test_frozen_and_another_parameter_at_the_same_address() -> None:
-    """Memory of dead weights is soon used again, and a new parameter has the version of the first."""
+    """Freed memory is soon reused, and a new parameter has the version of the old one."""
     layer = make_layer(False)
     memory = layer.down_proj.weight.detach().clone().numpy()
     layer.down_proj.weight = nn.Parameter(torch.from_numpy(memory))
@@ -466,7 +466,7 @@ IDS = torch.arange(1, 41).view(2, 20)
 
 
 def model_of(kind: str) -> Any:
-    """In which few neurons fire."""
+    """A model in which few neurons fire."""
     model = AutoModelForCausalLM.from_config(MODELS[kind]()).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -539,7 +539,7 @@ def test_the_state_dict_is_the_parameters(kind: str) -> None:
 
 
 def bytes_of_tensors() -> int:
-    """In all tensors that are alive."""
+    """Bytes of all live tensors."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -608,7 +608,7 @@ def planned_tokens(M: int, layer: GatedSparseFFN) -> Tensor:
 
 @torch.no_grad()
 def assert_planned(layer: GatedSparseFFN, x: Tensor, got: Tensor) -> None:
-    """Within twice what PyTorch's own dense layer is off in this dtype."""
+    """The error is at most twice that of PyTorch's dense layer in this dtype."""
     exact = dense(copy.deepcopy(layer).double(), x.double())
     assert error(got, exact) <= max(2 * error(dense(layer, x), exact), 1e-5)
 
@@ -651,7 +651,7 @@ def test_planned_layers_in_the_interpreter(M: int, frozen: bool, strided: bool) 
 @pytest.mark.parametrize("frozen", [False, True], ids=["not frozen", "frozen"])
 @pytest.mark.parametrize("M", [1, 40, 300])
 @pytest.mark.parametrize("way", GPU_WAYS)
-def test_planned_layers_have_the_new_weights(way: str, M: int, frozen: bool, strided: bool) -> None:
+def test_planned_layers_use_the_new_weights(way: str, M: int, frozen: bool, strided: bool) -> None:
     assert_planned_follows(planned_layer(strided, "cuda", torch.bfloat16), way, M, frozen)
 
 
@@ -660,7 +660,7 @@ def test_planned_layers_have_the_new_weights(way: str, M: int, frozen: bool, str
 @pytest.mark.parametrize("frozen", [False, True], ids=["not frozen", "frozen"])
 @pytest.mark.parametrize("M", [1, 40, 300])
 @pytest.mark.parametrize("way", IN_PLACE)
-def test_replays_have_the_new_weights(way: str, M: int, frozen: bool, strided: bool) -> None:
+def test_replays_use_the_new_weights(way: str, M: int, frozen: bool, strided: bool) -> None:
     layer = planned_layer(strided, "cuda", torch.bfloat16)
     if frozen:
         twell.freeze_(layer)
@@ -683,7 +683,7 @@ def test_replays_have_the_new_weights(way: str, M: int, frozen: bool, strided: b
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 40, 300])
-def test_a_call_that_sees_a_change_serves_replays(M: int) -> None:
+def test_a_call_that_sees_a_change_updates_replays(M: int) -> None:
     """Frozen state is rewritten where it lies."""
     layer = planned_layer(False, "cuda", torch.bfloat16)
     twell.freeze_(layer)
@@ -701,8 +701,8 @@ def test_a_call_that_sees_a_change_serves_replays(M: int) -> None:
 
 
 @each_layout
-def test_compiled_code_sees_what_a_frozen_layer_sees(strided: bool) -> None:
-    """It is compiled once: whether weights have changed is looked at when it runs."""
+def test_compiled_code_sees_changes_of_frozen_layers(strided: bool) -> None:
+    """It is compiled once, and checks for changed weights when it runs."""
     layer = make_layer(strided)
     layer.freeze()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
@@ -715,7 +715,7 @@ def test_compiled_code_sees_what_a_frozen_layer_sees(strided: bool) -> None:
         assert layer.frozen is not None and layer.frozen.nbytes > 0
 
 
-def test_a_captured_layer_keeps_its_plan_where_another_is_refused() -> None:
+def test_a_captured_layer_keeps_its_plan_if_another_is_refused() -> None:
     layer = make_layer(True)
     layer.freeze()
     before, layer.frozen._make = layer.plan, lambda *_: [torch.zeros(1)]  # type: ignore[union-attr, method-assign, assignment]
