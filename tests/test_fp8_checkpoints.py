@@ -340,10 +340,7 @@ def test_transformers_own_fp8_layers_are_taken_over() -> None:
 
 
 def with_torchao(
-    monkeypatch: pytest.MonkeyPatch,
-    granularity: str = "PerRow",
-    ffns_alone: bool = True,
-    sparse_before: bool = False,
+    monkeypatch: pytest.MonkeyPatch, granularity: str = "PerRow", ffns_alone: bool = True, sparse_before: bool = False
 ) -> Any:
     torchao = pytest.importorskip("torchao.quantization")
     monkeypatch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda granularity: None)

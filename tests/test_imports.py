@@ -115,8 +115,7 @@ def test_imports_within_gpu_go_one_way(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["from twell.ops import gated_ffn", "from twell import nn", "import twell.workbench.cli", "import twell"],
+    "source", ["from twell.ops import gated_ffn", "from twell import nn", "import twell.workbench.cli", "import twell"]
 )
 def test_a_back_edge_is_found(source: str) -> None:
     assert len(back_edges("reference", f"def f():\n    {source}\n")) == 1

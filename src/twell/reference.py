@@ -132,12 +132,7 @@ def fp8_forward(x: Tensor, gate: Fp8, up: Fp8 | None, down: Fp8, activation: str
 
 
 def forward(
-    x: Tensor,
-    w: Weights,
-    activation: str = "relu",
-    token_mask: Tensor | None = None,
-    *,
-    want_stats: bool = True,
+    x: Tensor, w: Weights, activation: str = "relu", token_mask: Tensor | None = None, *, want_stats: bool = True
 ) -> Forward:
     """Dense forward of a gated or plain FFN with its statistics. ``token_mask`` bool [M]: tokens that count."""
     r = torch.relu(nnf.linear(x, w.gate, w.gate_bias))
@@ -269,13 +264,7 @@ class Split(NamedTuple):
 
 
 def split(
-    r: Tensor,
-    hot: Tensor,
-    cap: int,
-    *,
-    tile: int = TILE,
-    slots: int = SLOTS,
-    force_heavy: Tensor | None = None,
+    r: Tensor, hot: Tensor, cap: int, *, tile: int = TILE, slots: int = SLOTS, force_heavy: Tensor | None = None
 ) -> Split:
     """Split r into hot neurons, heavy tokens and the tail.
 
@@ -296,14 +285,7 @@ def split(
 
 
 def split_ffn(
-    x: Tensor,
-    w: Weights,
-    hot: Tensor,
-    cap: int,
-    activation: str = "relu",
-    *,
-    tile: int = TILE,
-    slots: int = SLOTS,
+    x: Tensor, w: Weights, hot: Tensor, cap: int, activation: str = "relu", *, tile: int = TILE, slots: int = SLOTS
 ) -> Tensor:
     """The FFN as the sum of hot neurons, heavy tokens and tail; equal to the dense FFN for every ``hot``, ``cap``,
     ``slots``.

@@ -104,13 +104,7 @@ class TwELL(Format):
 
     @classmethod
     def pack(
-        cls,
-        g: Tensor,
-        *,
-        tile: int = TILE,
-        slots: int = SLOTS,
-        compact: bool = False,
-        overflow: Overflow = "error",
+        cls, g: Tensor, *, tile: int = TILE, slots: int = SLOTS, compact: bool = False, overflow: Overflow = "error"
     ) -> TwELL:
         """Pack a dense [M, F] matrix; with ``compact`` in the word form, ascending columns, zeros behind.
 

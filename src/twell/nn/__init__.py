@@ -7,15 +7,7 @@ of a model."""
 from twell.nn.layers import INLINE, GatedSparseFFN, SparseFFN, SparseFFNBase
 from twell.nn.planned import FIRST_LOOK, LOOK_AT_LEAST, LOOK_TOKENS
 from twell.nn.projections import FP8_WEIGHTS, activation_of, find_activation, neuron_major_, why_called
-from twell.nn.whole_model import (
-    FreezeReport,
-    check_model,
-    freeze_,
-    refresh_,
-    restore_layout_,
-    sparse_ffns,
-    thaw_,
-)
+from twell.nn.whole_model import FreezeReport, check_model, freeze_, refresh_, restore_layout_, sparse_ffns, thaw_
 
 __all__ = [
     "FIRST_LOOK",

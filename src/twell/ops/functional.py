@@ -143,12 +143,7 @@ def check(name: str, x: Tensor, w: Weights, activation: str, token_mask: Tensor 
 
 
 def _check(
-    name: str,
-    x: Tensor,
-    weights: dict[str, Any],
-    activation: str,
-    token_mask: Tensor | None,
-    plan: Plan | None,
+    name: str, x: Tensor, weights: dict[str, Any], activation: str, token_mask: Tensor | None, plan: Plan | None
 ) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

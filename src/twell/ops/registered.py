@@ -130,8 +130,7 @@ _PLAN = "Tensor? order, Tensor? places, Tensor? sizes, Tensor? tokens"
 _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 
 _library.define(
-    f"ffn(Tensor x, {_WEIGHTS}, {_PLAN}, Tensor[] frozen, str activation, str backend) -> Tensor",
-    tags=_TAGS,
+    f"ffn(Tensor x, {_WEIGHTS}, {_PLAN}, Tensor[] frozen, str activation, str backend) -> Tensor", tags=_TAGS
 )
 _library.define(
     f"ffn_train(Tensor x, {_WEIGHTS}, Tensor? token_mask, {_PLAN}, str activation, str backend, bool want_stats, "
@@ -265,10 +264,7 @@ class Train(torch.autograd.Function):
         *weights, call, straight = rest
         if straight:
             y, *others = _train(x.reshape(-1, x.shape[-1]), Weights(*weights), call)
-            output = (
-                y.view(x.shape).data,
-                *others,
-            )  # not a view: Falcon writes to y in place
+            output = y.view(x.shape).data, *others  # not a view: Falcon writes to y in place
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 output = torch.ops.twell.ffn_train.default(x, *weights, *call)

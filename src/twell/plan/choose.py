@@ -76,10 +76,7 @@ _FEW_COSTS_FP8 = {
 # The same for gpu/prefill/union.py: (fixed cost beside the gate, a neuron that fires for any of a tile of tokens).
 TILE_TOKENS = 64
 _UNION_COSTS = {128: (6050.0, 0.85), 256: (5200.0, 1.2), 512: (2750.0, 1.95), 1024: (1950.0, 2.2), 4095: (1200.0, 2.2)}
-FEW_GATE, _FEW_GATE_MANY = (
-    0.95,
-    1.45,
-)  # a row of the gate; of F 14336 (D 4096), where an SM runs two programs
+FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; of F 14336 (D 4096), where an SM runs two programs
 _MANY_NEURONS = 64 * 132  # above which an H200's SMs run two programs
 
 

@@ -27,7 +27,7 @@ class Costs(NamedTuple):
 
 # Fitted to an H200's times of 8 layers of a trained model and of synthetic workloads, 1024 to 131072 tokens.
 _COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.5, token=650.0, hot=440.0, batch=1.2e7),
+    90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.5, token=650.0, hot=440.0, batch=1.2e7)
 }
 
 
@@ -38,12 +38,12 @@ class Fp8Costs(Costs):
 
 # From an H200's times of the split's kernels, 16384 tokens of skew29.
 _FP8_COSTS: dict[int, Costs] = {
-    90: Fp8Costs(gate=0.83, down=1.17, gather=210.0, heavy=2.5, token=1200.0, hot=730.0, batch=1e7),
+    90: Fp8Costs(gate=0.83, down=1.17, gather=210.0, heavy=2.5, token=1200.0, hot=730.0, batch=1e7)
 }
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.
 _TRAINING_COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=4.9, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95),
+    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=4.9, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95)
 }
 _UNKNOWN = Costs(gate=1e9, down=1e9, gather=1e9, heavy=1e9, token=1e9, hot=1e9, batch=1e9, few=1e9)  # all runs densely
 _PROCESSORS, _BANDWIDTH = 132, 4.8  # SMs and TB/s of the H200 that was measured
@@ -69,10 +69,7 @@ def scale_of(device: torch.device) -> Scale:
     facts: Any = torch.cuda.get_device_properties(device)
     if "H200" in facts.name and facts.multi_processor_count == _PROCESSORS:
         return Scale(10 * facts.major + facts.minor)
-    clock, bits = (
-        getattr(facts, "memory_clock_rate", 0),
-        getattr(facts, "memory_bus_width", 0),
-    )  # kHz; twice a clock
+    clock, bits = (getattr(facts, "memory_clock_rate", 0), getattr(facts, "memory_bus_width", 0))  # kHz; twice a clock
     bandwidth = 2e3 * clock * bits / 8 / 1e12 or _LEAST_BANDWIDTH
     relative = facts.multi_processor_count / _PROCESSORS, bandwidth / _BANDWIDTH
     return Scale(10 * facts.major + facts.minor, *relative)
