@@ -782,26 +782,20 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), ERRORS)
-def test_errors_say_what_was_expected_and_given(wrong: dict[str, Any], message: str) -> None:
-    x, w = case(3, gated=False, bias=True)
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        twell.ffn(**{"x": x, **w, **wrong})
-    assert str(raised.value).startswith("ffn: ")
+GATED_ERRORS = [
+    ({"w_gate": tensor(F)}, f"w_gate must be [F, D], got ({F},)"),
+    ({"w_gate": None}, "w_gate must be [F, D], got None"),
+    ({"w_up": None}, "w_up must be a tensor, got None"),
+    ({"w_up": tensor(F + 1, D)}, f"w_up must have shape ({F}, {D}) (D={D} from x, F={F} from w_gate)"),
+    ({"b_gate": tensor(1)}, f"b_gate must have shape ({F},) (D={D} from x, F={F} from w_gate), got (1,)"),
+]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"w_gate": tensor(F)}, f"w_gate must be [F, D], got ({F},)"),
-        ({"w_gate": None}, "w_gate must be [F, D], got None"),
-        ({"w_up": None}, "w_up must be a tensor, got None"),
-        ({"w_up": tensor(F + 1, D)}, f"w_up must have shape ({F}, {D}) (D={D} from x, F={F} from w_gate)"),
-        ({"b_gate": tensor(1)}, f"b_gate must have shape ({F},) (D={D} from x, F={F} from w_gate), got (1,)"),
-    ],
+    ("gated", "wrong", "message"), [(False, *error) for error in ERRORS] + [(True, *error) for error in GATED_ERRORS]
 )
-def test_errors_of_the_gated_form(wrong: dict[str, Any], message: str) -> None:
-    x, w = case(3, bias=True)
+def test_errors_say_what_was_expected_and_given(gated: bool, wrong: dict[str, Any], message: str) -> None:
+    x, w = case(3, gated=gated, bias=True)
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        twell.gated_ffn(**{"x": x, **w, **wrong})
-    assert str(raised.value).startswith("gated_ffn: ")
+        (twell.gated_ffn if gated else twell.ffn)(**{"x": x, **w, **wrong})
+    assert str(raised.value).startswith("gated_ffn: " if gated else "ffn: ")
