@@ -295,19 +295,19 @@ def split_ffn(
     A token whose x is not finite is heavy.
     """
     r = torch.relu(nnf.linear(x, w.gate, w.gate_bias))
-    parts = split(r, hot, cap, tile=tile, slots=slots, force_heavy=~finite_rows(x))
-    light = ~parts.heavy
+    cut = split(r, hot, cap, tile=tile, slots=slots, force_heavy=~finite_rows(x))
+    light = ~cut.heavy
     acc = sum_dtype(x.dtype)
     xs, wide = x[light].to(acc), w.to(acc)
 
     # 1. hot neurons: a small dense FFN of width H
-    h_hot = activate(parts.hot_gate[light].to(acc), activation)
+    h_hot = activate(cut.hot_gate[light].to(acc), activation)
     if wide.up is not None:
         h_hot = h_hot * nnf.linear(xs, wide.up[hot], None if wide.up_bias is None else wide.up_bias[hot])
     y_hot = nnf.linear(h_hot, wide.down[:, hot], wide.down_bias)
 
     # 2. the tail: a handful of entries a token
-    row, col, value = parts.tail.entries()
+    row, col, value = cut.tail.entries()
     h_tail = activate(value.to(acc), activation)
     if wide.up is not None:
         h_tail = h_tail * nnf.linear(x.to(acc), wide.up, wide.up_bias)[row, col]
@@ -318,5 +318,5 @@ def split_ffn(
     # 3. heavy tokens: whole rows, densely
     y = x.new_empty(x.shape[0], w.down.shape[0])
     y[light] = (y_hot + y_tail).to(x.dtype)
-    y[parts.heavy] = forward(x[parts.heavy], w, activation).y
+    y[cut.heavy] = forward(x[cut.heavy], w, activation).y
     return y

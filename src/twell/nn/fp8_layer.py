@@ -27,6 +27,8 @@ def _with_weight(linear: Any, weight: Tensor, scale: Tensor, x: Tensor) -> Any:
 
 
 class Fp8Layer(Planned):
+    """A planned layer that can also run with FP8 weights."""
+
     def in_fp8(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """y of a layer whose projections are all ``Fp8Linear``, for compiled code.
 

@@ -135,7 +135,7 @@ class SparseFFNBase(Fp8Layer):
         if is_compiling and index is not None and token_mask is None and not (return_stats or torch.is_grad_enabled()):
             few, _, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # symbols, so other numbers do not recompile
             if few < x.numel() // x.shape[-1] < least:
-                # Dense is best left to the compiler: with tiles of tokens it ran at 0.75x of this, for host time.
+                # Compilers run dense layers best. Tiles of tokens would run at 0.75x of that, because of host time.
                 return self._call_projections(x, None, False) if own is None else _dense(x, own, self.activation)
             is_plain = x.dtype == torch.bfloat16 and not torch.is_autocast_enabled(x.device.type)
             # Not for exported programs, which may run elsewhere. (In dynamo of torch 2.11 is_exporting is always true.)

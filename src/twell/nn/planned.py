@@ -25,6 +25,8 @@ FIRST_LOOK = MAX_FEW_TOKENS  # tokens it sees before it plans for few tokens
 
 
 class Planned(Projections):
+    """Projections with running counts, a plan and frozen state."""
+
     tokens_seen: Tensor
     plan: Plan | None
     frozen: FrozenState | None
