@@ -21,11 +21,10 @@ from transformers import (
 )
 
 from interpreted import shorten_lists
-from twell import plan
+from twell import nn, plan
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
-from twell.nn import layers as nn
 from twell.ops import backends
 from twell.workbench import cli, doctor
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import cpu
-from twell.nn import layers as nn
+from twell import cpu, nn
 
 
 @pytest.fixture(autouse=True)
