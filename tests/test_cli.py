@@ -195,9 +195,9 @@ def test_doctor_reports_and_passes_here(twell: Twell) -> None:
 
 
 def test_doctor_finds_a_broken_fast_path(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cpu._sampled_dots
-    monkeypatch.setattr(cpu, "_MIN_WORK", 20e6)  # as users have it: the self-test must still reach the fast path
-    monkeypatch.setattr(cpu, "_sampled_dots", lambda *args: right(*args) * 1.01)
+    right = cpu.rows.sampled_dots
+    monkeypatch.setattr(cpu.block, "MIN_WORK", 20e6)  # as users have it: the self-test must still reach the fast path
+    monkeypatch.setattr(cpu.rows, "sampled_dots", lambda *args: right(*args) * 1.01)
     result = twell("doctor", "--json")
     assert result.returncode == 1
     assert "sparse y is wrong" in json.loads(result.stdout)["self-test"]

@@ -21,11 +21,10 @@ from transformers import (
 )
 
 from interpreted import shorten_lists
-from twell import plan
+from twell import nn, plan
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
-from twell.nn import layers as nn
 from twell.ops import backends
 from twell.workbench import cli, doctor
 
@@ -321,14 +320,14 @@ def test_a_broken_backward_on_the_cpu_is_found(monkeypatch: pytest.MonkeyPatch) 
     from twell import cpu
 
     assert doctor._self_test() is None
-    right = cpu._tail_backward
+    right = cpu.training.tail_backward
 
     def wrong(*args: Any) -> Any:
         gradients = right(*args)
         gradients.weights.gate.mul_(1.001)
         return gradients
 
-    monkeypatch.setattr(cpu, "_tail_backward", wrong)
+    monkeypatch.setattr(cpu.training, "tail_backward", wrong)
     problem = doctor._self_test()
     assert problem is not None and "dw_gate is wrong" in problem
 
