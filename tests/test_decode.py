@@ -16,8 +16,7 @@ pytest.importorskip("triton")
 from test_kernels import assert_right, make_weights, timed_once
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu.decode import few as decode
-from twell.gpu.decode import screen
-from twell.gpu.decode import tiles as few_tiles
+from twell.gpu.decode import few_tiles, screen
 from twell.gpu.prefill import split
 from twell.nn import neuron_major_
 from twell.ops import functional as ops

@@ -17,9 +17,9 @@ from twell import GatedSparseFFN, gpu, reference
 from twell.gpu import dense_fp8
 from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
-from twell.gpu.prefill.split import Split
+from twell.gpu.prefill.split import SplitSizes
 from twell.gpu.prefill.split_fp8 import Fp8Weights
-from twell.gpu.shared import fp8
+from twell.gpu.shared import round_fp8
 from twell.nn.quantize import quantize_
 from twell.plan import Plan, dense_plan, tokens_of
 from twell.reference import Fp8, to_fp8
@@ -50,7 +50,7 @@ def run(x: Tensor, w: list[Fp8 | None], n_hot: int, cap: int, activation: str = 
     layout = split_fp8.lay_out(rows, plan, n_hot, x.dtype)
     tiles = split_fp8.tiles_for(0)
     assert tiles is not None
-    split = Split.of(plan)
+    split = SplitSizes.of(plan)
     return split_fp8.forward(x, rows, layout, plan.order, plan.places, split, activation, tiles, 2)
 
 
@@ -66,8 +66,8 @@ def test_rows_are_rounded_as_the_reference_does() -> None:
     x[3], x[4] = 0, 1e-4
     x[5, 7], x[6, 1] = float("nan"), float("inf")
     x[7] *= 60000 / x[7].abs().max()
-    q, scale = out = fp8.room_for(37, 48, x.new_empty)
-    fp8.round_rows(x, out)
+    q, scale = out = round_fp8.room_for(37, 48, x.new_empty)
+    round_fp8.round_rows(x, out)
     want = to_fp8(x)
     fine = [i for i in range(37) if i not in (5, 6)]
     assert torch.equal(q.float()[fine], want.q.float()[fine]) and torch.equal(scale[fine], want.scale[fine])
@@ -79,8 +79,8 @@ def test_rows_are_rounded_as_the_reference_does() -> None:
 def test_h_is_rounded_as_a_dense_ffn_has_it(gated: bool, activation: str) -> None:
     z, u = torch.randn(5, 176).to(f16), torch.randn(5, 176).to(f16)
     h = reference.activate(torch.relu(z).float(), activation) * (u.float() if gated else 1)
-    q, scale = out = fp8.room_for(5, 176, z.new_empty)
-    fp8.round_hidden(z, u if gated else None, activation == "relu2", out)
+    q, scale = out = round_fp8.room_for(5, 176, z.new_empty)
+    round_fp8.round_hidden(z, u if gated else None, activation == "relu2", out)
     want = to_fp8(h.to(f16))
     assert torch.equal(q.float(), want.q.float()) and torch.equal(scale, want.scale)
 

@@ -1,15 +1,8 @@
-"""The backward of heavy tokens against the reference, in Triton's interpreter; what it needs elsewhere; on a GPU."""
+"""The backward of heavy tokens against the reference, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +15,7 @@ import triton.language as tl
 
 from twell import reference
 from twell.gpu.prefill import lists
-from twell.gpu.training import heavy_backward
+from twell.gpu.training import heavy_backward, heavy_backward_steps
 from twell.gpu.training.heavy_backward import HeavyTiles, add_heavy_gradients_
 from twell.gpu.training.weight_gradients import NeuronGradients
 from twell.reference import Weights
@@ -248,7 +241,7 @@ def test_all_tokens_heavy() -> None:
 
 @triton.jit
 def sort_kernel(i_heavy, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: tl.constexpr):
-    heavy_backward._sort_heavy(i_heavy, o_flags, o_tokens, n_first, n_heavy, M, BLOCK)
+    heavy_backward_steps.sort_heavy(i_heavy, o_flags, o_tokens, n_first, n_heavy, M, BLOCK)
 
 
 @interpreted
@@ -369,80 +362,6 @@ def test_rows_of_x_may_lie_apart() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What it needs on architectures that are not here
-# ---------------------------------------------------------------------------------------------------------
-
-SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
-ARCHITECTURES = [(90, "bfloat16")]
-MORE = [
-    (80, "bfloat16"),
-    (86, "bfloat16"),
-    (100, "bfloat16"),
-    (120, "bfloat16"),
-    (90, "float16"),
-    (90, "float32"),
-    (80, "float32"),
-]
-A_FEW_BYTES = 192  # numbers that all of the kernel uses, spilled outside of its innermost loops
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [*ARCHITECTURES, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)]
-)
-def test_compiles(capability: int, dtype: str, tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(capability), dtype],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "serialized" not in done.stdout + done.stderr  # ptxas says so where wgmma has too few registers
-    row = json.loads(done.stdout.splitlines()[-1])
-    assert row["shared"] <= SHARED_KIB[capability] * 1024, row
-    assert row["spilled"] <= A_FEW_BYTES, row
-
-
-def compile_kernel(capability: int, dtype: torch.dtype, *, gated: bool = True) -> dict[str, Any]:
-    """Must run without TRITON_INTERPRET."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from twell.gpu.shared.launch import MULTIPLE
-
-    kind = (gated, not gated, True, gated, True)
-    wants = (True, True, gated, True, True, gated)
-    tiles = heavy_backward.heavy_tiles(capability, dtype)
-    kernel = heavy_backward._kernel(dtype, f32, True, True, kind, wants, tiles)
-    names = {torch.bfloat16: "*bf16", f16: "*fp16", f32: "*fp32", torch.int32: "*i32", torch.bool: "*i1"}
-    declared = list(zip(kernel.function.arg_names, kernel.arguments, strict=False))
-    signature = {name: "i32" if isinstance(d, int) else names[d] for name, d in declared}
-    signature |= dict.fromkeys(kernel.constants, "constexpr")
-    aligned = [n for n, (_, d) in enumerate(declared) if not isinstance(d, int) or d == MULTIPLE]
-    source = ASTSource(
-        fn=kernel.function,
-        signature=signature,
-        constexprs=kernel.constants,
-        attrs={(n,): [["tt.divisibility", 16]] for n in aligned},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.options)
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    newer = folder / "ptxas-blackwell"
-    ptxas = newer if capability >= 100 and newer.exists() else folder / "ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
-        f.write(compiled.asm["ptx"])
-        f.flush()
-        architecture = f"sm_{capability}{'a' if capability >= 90 else ''}"
-        command = [str(ptxas), "-v", f"--gpu-name={architecture}", f.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    found = [re.search(pattern, said) for pattern in (r"(\d+) bytes spill stores", r"Used (\d+) registers")]
-    spilled, registers = (int(m[1]) for m in found if m)
-    return {"shared": compiled.metadata.shared, "spilled": spilled, "registers": registers}
-
-
-# ---------------------------------------------------------------------------------------------------------
 # On a GPU
 # ---------------------------------------------------------------------------------------------------------
 
@@ -512,7 +431,3 @@ def test_in_a_cuda_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert_same(got, expected)
-
-
-if __name__ == "__main__":
-    print(json.dumps(compile_kernel(int(sys.argv[1]), getattr(torch, sys.argv[2]))))

@@ -18,7 +18,7 @@ import interpreted
 from interpreted import shorten_lists
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.formats import Hybrid, TwELL
-from twell.gpu.prefill import gate, heavy, lists, split, up_down
+from twell.gpu.prefill import gate, heavy, lists, split, tail
 from twell.gpu.shared import rows, tiles
 from twell.ops import backends
 from twell.ops import functional as ops
@@ -381,7 +381,7 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
     assert [t.kernel for t in tuning.tune(*arguments, only=["tail"])] == ["tail", "tail"]
     with pytest.raises(ValueError, match="unknown kernel 'up'"):
         next(tuning.tune(*arguments, only=["up"]))
-    right = up_down.write_tail
+    right = tail.write_tail
 
     def wrong(y: Tensor, *args: object, tile: tiles.RowTile, **kwargs: object) -> object:
         result = right(y, *args, tile=tile, **kwargs)
@@ -389,7 +389,7 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
             y += 1
         return result
 
-    monkeypatch.setattr(up_down, "write_tail", wrong)
+    monkeypatch.setattr(tail, "write_tail", wrong)
     with pytest.raises(RuntimeError, match="the tail kernel gives another result"):
         list(tuning.tune(*arguments, only=["tail"]))
 

@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("triton")
 
-from interpreted import gather_in_torch, look_through_triton_once, shorten_lists
+from interpreted import gather_in_torch, shorten_lists, speed_up_triton
 from twell import GatedSparseFFN
-from twell.gpu.training import hybrid
+from twell.gpu.training import split_training
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM, SparseCausalLMOutput, models
 from twell.plan import Plan
 
@@ -43,13 +43,13 @@ class Runs:
 
 
 def count_runs(set_attribute: Callable[[Any, str, Any], None] = setattr) -> Runs:
-    runs, right = Runs(), hybrid.forward
+    runs, right = Runs(), split_training.forward
 
     def counted(*args: Any, **options: Any) -> Any:
         runs.n += 1
         return right(*args, **options)
 
-    set_attribute(hybrid, "forward", counted)
+    set_attribute(split_training, "forward", counted)
     return runs
 
 
@@ -272,7 +272,7 @@ KINDS = {"ddp": DistributedDataParallel, "fsdp": sharded}
 
 def main(rank: int, folder: Path) -> None:
     shorten_lists()
-    look_through_triton_once()
+    speed_up_triton()
     gather_in_torch()
     runs = count_runs()
     torch.set_num_threads(1)

@@ -280,7 +280,7 @@ def test_an_address_of_nothing_known_is_not_kept(
         function("key", (torch.zeros(5),))
     assert len(runs) == 2
     monkeypatch.setattr(replay, "CHECKED", True)
-    with pytest.raises(AssertionError, match="an address of no tensor"):
+    with pytest.raises(AssertionError, match="an address outside all tensors"):
         function("key", (torch.zeros(5),))
 
 
@@ -292,7 +292,7 @@ def test_a_key_that_tells_too_little_is_found(
     for _ in range(4):  # recorded, repeated, compared, repeated
         function("key", (torch.zeros(8), torch.zeros(8)), 1)
     assert len(launches()) == 4
-    with pytest.raises(AssertionError, match="something else for the same key"):
+    with pytest.raises(AssertionError, match="other kernels for the same key"):
         function("key", (torch.zeros(8), torch.zeros(8)), 2)
 
 

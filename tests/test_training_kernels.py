@@ -20,7 +20,7 @@ from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu import dense
 from twell.gpu.prefill import lists, split
 from twell.gpu.shared import rows
-from twell.gpu.training import hot, hybrid, tail_backward, transpose
+from twell.gpu.training import hot, split_training, tail_backward, transpose
 from twell.ops import functional as ops
 from twell.plan import Costs, Plan
 from twell.reference import Weights
@@ -324,8 +324,8 @@ def losses_and_gradients(tensors: list[Tensor], *, gated: bool = True, **options
 def used_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """Whether anything ran in parts since it was asked last."""
     calls: list[int] = []
-    forward = hybrid.forward
-    monkeypatch.setattr(hybrid, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    forward = split_training.forward
+    monkeypatch.setattr(split_training, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
 
     def ask() -> bool:
         used = bool(calls)
