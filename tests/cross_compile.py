@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 
 from twell.formats import n_tiles
 from twell.gpu import dense, dense_fp8
@@ -77,11 +78,10 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
         yield heavy._kernel(
             dtype, tiles.heavy, tiles.heavy_tma, heavy.CHUNK, heavy.LONG, **flags, **biases, **statistics_too
         )
-        yield heavy_backward._kernel(
-            dtype, torch.float32, yes, (yes, yes, gated, yes, yes, gated),
-            heavy_backward.heavy_tiles(capability, dtype), **flags, HAS_GATE_BIAS=yes, HAS_UP_BIAS=gated,
-            HAS_ORDER=yes, HAS_MASK=yes,
-        )  # fmt: skip
+    yield heavy_backward._kernel(
+        dtype, torch.float32, yes, (yes,) * 6, heavy_backward.heavy_tiles(capability, dtype), GATED=yes, SQUARED=no,
+        HAS_GATE_BIAS=yes, HAS_UP_BIAS=yes, HAS_ORDER=yes, HAS_MASK=yes,
+    )  # fmt: skip
     yield transpose._kernel(yes, yes, overlaps)
     yield from transpose._adders(overlaps)
     yield transpose._pairs(narrow, overlaps)
@@ -191,7 +191,13 @@ def row_of(kernel: Kernel, capability: int) -> dict[str, Any]:
     }
 
 
+def stop_at_ptx() -> None:
+    """Skip Triton's own run of ptxas: ``spills`` runs it with -v."""
+    CUDABackend.make_cubin = lambda *_: b""
+
+
 def main() -> None:
+    stop_at_ptx()
     capability, dtype, D, F = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     triton.runtime.driver.set_active(Elsewhere(capability))
     shape = capability, dtype, D, F

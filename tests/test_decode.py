@@ -66,6 +66,7 @@ def test_few_tokens(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, gate
         assert_right(run(x, w, activation, **way), x, w, activation)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     M=st.integers(1, 64),

@@ -181,6 +181,7 @@ def test_few_tokens(M: int) -> None:
     check(Case(M=M, F=48))
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     M=st.integers(1, 40),

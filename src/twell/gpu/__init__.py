@@ -37,7 +37,8 @@ GEMMs. [brackets]: not launched for a frozen layer.
     ---------------------------------------------------------------------------------------------------------------
     M >= least, H < F, forward             split_training.py     _gather_kernel, _transpose_kernel (unless Wd is
                                                                  neuron-major), _gate_kernel (cold), _list_kernel,
-                                                                 the four of transpose.py, _gate_kernel (hot),
+                                                                 _count_kernel, _total_kernel, _add_up_kernel and
+                                                                 _pair_kernel (transpose.py), _gate_kernel (hot),
                                                                  _forward_kernel (activation.py; for statistics),
                                                                  _heavy_kernel, _tail_kernel, _add_kernel (hot.py; from
                                                                  8192 tokens on cuBLAS), _statistics_kernel
