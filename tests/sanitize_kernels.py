@@ -39,7 +39,7 @@ def train(x: Tensor, w: Weights, plan: Plan | None) -> None:
 
 
 def fp8_layer(M: int, D: int, F: int) -> None:
-    """With FP8 weights: three parts with long and heavy tokens, and densely."""
+    """FP8 weights: the split with long and heavy tokens, and dense batches."""
     if torch.cuda.get_device_capability() < (8, 9):
         return
     x = torch.randn(M, D, device="cuda").bfloat16()

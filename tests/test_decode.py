@@ -47,7 +47,7 @@ def ways(M: int) -> list[dict[str, bool]]:
 
 
 def spread(D: int, F: int, dtype: torch.dtype, share: float, *, gated: bool = True) -> Weights:
-    """Weights of which about ``share`` of the neurons fire, by their bias."""
+    """Weights with which about ``share`` of the neurons fire, by their bias."""
     w = make_weights(D, F, dtype, gated=gated, bias=True)
     sigma = D**0.5 / 4
     bias = torch.full((F,), sigma * torch.special.ndtri(torch.tensor(share, dtype=torch.float64)).item())
@@ -172,7 +172,7 @@ def test_more_neurons_than_one_program_a_processor_takes_run_two_at_once(M: int)
     BM = 32 if M <= 32 else 64
     assert 2 * neurons.stages * (neurons.BN + BM) * neurons.BK * 2 <= 227 * 1024
     assert sums == (few_tiles.HopperSumTile(6, 8) if M <= 32 else few_tiles.SumTile(32, 4, 4, BS=2))
-    narrower, sums = few_tiles.tiles_for(M, 4096, 8448)  # one program a processor
+    narrower, sums = few_tiles.tiles_for(M, 4096, 8448)  # one program per SM
     assert isinstance(narrower, few_tiles.NeuronTile) and narrower.stages == 6 and narrower.programs == 132
     assert sums == few_tiles.tiles_for(M, 2048, 5632)[1]
     for how in ({"element_size": 4}, {"capability": 120}):
@@ -199,7 +199,7 @@ def test_hopper_has_its_own_kernel_where_the_gate_fits() -> None:
 
 
 @given(F=st.integers(1, 30000), most=st.sampled_from([16, 64]), processors=st.integers(1, 200))
-def test_neurons_are_divided_among_all_processors(F: int, most: int, processors: int) -> None:
+def test_neurons_are_divided_among_all_sms(F: int, most: int, processors: int) -> None:
     TN, programs = few_tiles._divided(F, most, processors)
     assert 1 <= TN <= most and TN * programs >= F
     assert programs % processors == 0 and (programs - processors) * most < F  # not a round more than needed
@@ -321,7 +321,7 @@ def test_only_one_token_is_screened() -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """Of every call: whether the gate was screened, and whether it may be read early."""
+    """For every call: whether the gate was screened, and whether it may be read early."""
     calls: list[tuple[bool, bool]] = []
     forward = decode.forward
 
@@ -372,7 +372,7 @@ def test_a_frozen_screen_is_never_of_an_older_gate(value: float) -> None:
 
 
 def test_a_gate_is_read_early_only_where_it_is_frozen_and_lies_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the kernel before may be what writes it."""
+    """Otherwise the preceding kernel may be the one that writes it."""
     kernels_of, settled = decode.kernels_of, []
     monkeypatch.setattr(decode, "kernels_of", lambda *a: settled.append(a[5]) or kernels_of(*a))
     w, x, plan = make_weights(32, 64, f32), torch.randn(2, 32), dense_plan(64, few_tokens=4)
@@ -384,7 +384,7 @@ def test_a_gate_is_read_early_only_where_it_is_frozen_and_lies_as_it_should(monk
     assert settled == [False, True, False, False]
 
 
-# -- who calls them ---------------------------------------------------------------------------------------
+# -- callers --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -505,7 +505,7 @@ def test_one_operation_for_the_compiler_whatever_the_plan(kind: type, calls: lis
 
 
 def test_under_autocast(calls: list[int]) -> None:
-    """Weights are cast, and what is frozen is not of those."""
+    """Autocast casts weights; frozen tensors are not made of the cast ones."""
     layer, x = of_few_tokens(GatedSparseFFN), torch.randn(2, 32)
     expected = layer(x)
     for _ in range(2):

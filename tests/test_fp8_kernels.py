@@ -234,7 +234,7 @@ def test_few_tokens_of_inf_nan_zeros_and_other_shapes() -> None:
 
 
 def test_a_layer_runs_few_tokens_sparsely() -> None:
-    """Also where large batches are dense: Wd lies neuron by neuron then, too."""
+    """Also where large batches are dense: Wd is kept neuron-major then, too."""
     x, w = make(20, 80, 176)
     plan = dense_plan(176, few_tokens=16).on(x.device)
     kept = gpu.fp8.keep(*w, plan, f16)  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def test_nan_is_active_and_tiny_values_that_round_to_zero_are_not() -> None:
     assert not r[0].any() and r[1].isnan().all() and got.counts.tolist() == [[0], [16]]
 
 
-# -- the three parts together -----------------------------------------------------------------------------
+# -- the split ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
@@ -237,14 +237,14 @@ def test_inputs_that_are_not_contiguous() -> None:
         assert_right(run(x, w, plan), x, w)
     aligned = split.aligned(torch.randn(9, 64)[:, 3:35])  # rows 256 B apart, but none at a multiple of 16 B
     assert aligned.data_ptr() % 16 == 0 and aligned.is_contiguous()
-    turned = Weights(w.gate.T.contiguous().T, w.up.T.contiguous().T, w.down.T.contiguous().T)
+    odd = Weights(w.gate.T.contiguous().T, w.up.T.contiguous().T, w.down.T.contiguous().T)
     x = torch.randn(9, 32)
-    assert_right(run(x, turned, plan), x, turned)
+    assert_right(run(x, odd, plan), x, odd)
 
 
 def test_rows_are_copied_only_where_kernels_could_not_read_them() -> None:
     w = make_weights(32, 48, f32, bias=True)
-    w = w._replace(down=w.down.T.contiguous().T)  # neuron by neuron
+    w = w._replace(down=w.down.T.contiguous().T)  # neuron-major
     rows = split.by_rows(w)
     assert [r.data_ptr() for r in rows if r is not None] == [t.data_ptr() for t in w if t is not None]
     off = torch.randn(48 * 32 + 1)[1:].view(48, 32)  # 4 bytes beyond a multiple of 16
@@ -267,7 +267,7 @@ def test_frozen_state_changes_no_bit(gated: bool) -> None:
             kept = gpu.freeze(w, plan)
             assert (kept.down.numel() > 0) == down.is_contiguous()
             assert (kept.cold.shape == (64, 16)) == (n_hot == 32)
-            for M in (2, 4, 6):  # few, dense, in parts
+            for M in (2, 4, 6):  # few, dense, split
                 y = run(x[:M], w, plan, frozen=kept)
                 assert_right(y, x[:M], w)
                 if M > 2 or not down.is_contiguous():  # few tokens of a contiguous Wd run densely unless frozen
@@ -401,7 +401,7 @@ def test_layers_plan_by_their_first_batches(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         layer.set_plan(None)
         assert torch.allclose(layer(x), planned, atol=1e-4)
-        assert layer.plan is None  # who was told not to plan does not
+        assert layer.plan is None  # plan=None stays None
 
 
 def test_training_and_other_backends_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:

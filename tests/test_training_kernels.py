@@ -51,7 +51,7 @@ class Case:
     activation: str = "relu"
     masked: bool = False
     l1: bool = True
-    turned: bool = False  # Wd neuron by neuron
+    neuron_major: bool = False  # Wd's layout
     seed: int = 0
 
 
@@ -71,7 +71,7 @@ class Inputs:
             normal(F) if case.bias and case.gated else None,
             normal(D) if case.bias else None,
         )
-        if case.turned:
+        if case.neuron_major:
             self.w = self.w._replace(down=self.w.down.t().contiguous().t())
         self.x, self.dy = normal(M, D) * 4, normal(M, D)
         if M:
@@ -138,8 +138,8 @@ def check(case: Case, needs: tuple[bool, ...] = ALL) -> None:
         Case(bias=True, activation="relu2", F=80, n_hot=32, masked=True),
         Case(l1=False, n_hot=112),
         Case(M=70, F=48, cap=16, n_hot=16),  # more than one chunk of tokens
-        Case(turned=True, cap=8, bias=True),
-        Case(turned=True, gated=False, n_hot=0, cap=8),
+        Case(neuron_major=True, cap=8, bias=True),
+        Case(neuron_major=True, gated=False, n_hot=0, cap=8),
     ],
     ids=str,
 )
@@ -243,7 +243,7 @@ def test_room_for_shares_does_not_grow_without_end(M: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (64, 64), (80, 144), (0, 16)])
-def test_turned(shape: tuple[int, int]) -> None:
+def test_matrices_are_transposed(shape: tuple[int, int]) -> None:
     t = torch.randn(shape)
     assert torch.equal(rows.transposed(t), t.t())
     assert rows.transposed(t).is_contiguous()
@@ -322,8 +322,8 @@ def losses_and_gradients(tensors: list[Tensor], *, gated: bool = True, **options
 
 
 @pytest.fixture
-def used_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Whether anything ran in parts since it was asked last."""
+def ran_split(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Whether any forward was split since the last question."""
     calls: list[int] = []
     forward = split_training.forward
     monkeypatch.setattr(split_training, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
@@ -337,17 +337,17 @@ def used_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_operations_train_by_the_plan(gated: bool, used_parts: Callable[[], bool]) -> None:
+def test_operations_train_by_the_plan(gated: bool, ran_split: Callable[[], bool]) -> None:
     case = Case(gated=gated, bias=True)
     inputs, tensors = leaves(case)
     ours = losses_and_gradients(tensors, gated=gated, backend="triton", plan=inputs.plan)
-    assert used_parts()
+    assert ran_split()
     theirs = losses_and_gradients(tensors, gated=gated, backend="reference")
     assert torch.allclose(ours[0], theirs[0], rtol=1e-5)
     for a, b in zip(ours[1], theirs[1], strict=True):
         assert relative_error(a, b.double()) < 1e-5
     (ops.gated_ffn if gated else ops.ffn)(*tensors, backend="triton")
-    assert not used_parts()
+    assert not ran_split()
 
 
 @pytest.mark.parametrize(
@@ -402,12 +402,12 @@ def test_single_gradients_of_the_dense_path(needed: int) -> None:
         assert gradient is not None and (gradient.numel() > 0) == (i == needed)
 
 
-def test_few_tokens_and_dense_plans_train_densely(used_parts: Callable[[], bool]) -> None:
+def test_few_tokens_and_dense_plans_train_densely(ran_split: Callable[[], bool]) -> None:
     inputs, tensors = leaves(Case())
     everything = Plan(n_neurons=128, hot=torch.arange(128), cap=0, min_tokens=0)
     for plan in (dataclasses.replace(inputs.plan, min_tokens=21), everything):
         ops.gated_ffn(*tensors, backend="triton", plan=plan)
-        assert not used_parts()
+        assert not ran_split()
     assert runs_in_parts(1 << 20, 128, 16, 1024, 0)
     assert not runs_in_parts(1 << 21, 128, 16, 1024, 0)  # as many pairs as 32 bits do not count
 
@@ -467,13 +467,13 @@ def test_gradient_accumulation_and_checkpointing() -> None:
         assert t.grad is not None and relative_error(t.grad, g.double()) < 1e-5
 
 
-def test_autocast_of_wide_weights(used_parts: Callable[[], bool]) -> None:
+def test_autocast_of_wide_weights(ran_split: Callable[[], bool]) -> None:
     inputs, tensors = leaves(Case(M=33, D=32))
     grads = []
     for options in ({"backend": "triton", "plan": inputs.plan}, {"backend": "reference"}):
         with torch.autocast("cpu", dtype=torch.float16):
             y, stats = ops.gated_ffn(*tensors, return_stats=True, **options)
-            assert y.dtype == f16 and used_parts() == ("plan" in options)
+            assert y.dtype == f16 and ran_split() == ("plan" in options)
             grads.append(torch.autograd.grad(y.float().pow(2).sum() + 0.1 * stats.l1_sum, tensors))
     _, truths = losses_and_gradients(tensors, backend="reference")
     for ours, theirs, truth in zip(*grads, truths, strict=True):

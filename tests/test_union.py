@@ -92,14 +92,14 @@ def test_tokens_that_turn_every_neuron_off_by_minus_infinity() -> None:
 
 
 def test_plans_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above few tokens and below those that run in parts; not in 32 bits, nor where Wd would have to be turned."""
+    """Above few tokens and below the split; not in 32 bits, nor where Wd would have to be transposed."""
     calls: list[int] = []
     forward = union.forward
     monkeypatch.setattr(union, "forward", lambda x, *rest: calls.append(len(x)) or forward(x, *rest))
     plan = Plan(n_neurons=64, hot=torch.arange(16), cap=8, few_tokens=2, union_tokens=20, min_tokens=18)
-    for dtype, turned in ((f16, True), (f32, True), (f16, False)):
+    for dtype, is_neuron_major in ((f16, True), (f32, True), (f16, False)):
         x, w = problem(24, 32, 64, dtype, gated=True, bias=False, share=0.1)
-        w = w if turned else w._replace(down=w.down.contiguous())
+        w = w if is_neuron_major else w._replace(down=w.down.contiguous())
         for M in (2, 3, 17, 18, 21):
             assert_right(gpu.forward(x[:M], w, "relu", plan.on(x.device)), x[:M], w, "relu")
     assert calls == [3, 17]

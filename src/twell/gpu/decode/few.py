@@ -18,9 +18,10 @@ neurons kernel has as many programs as there are SMs, or a multiple, even if som
 A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as in a dense
 FFN, where u is inf or NaN.
 
-Legend: M tokens, D model width, F neurons, U neurons that fire for any token. Weights: Wg, Wu [F, D] as the model has
-them, Wd neuron-major [F, D]. Bytes, D 2048, F 5632, bf16: Wg 23 MB, then 8 KB for each of U neurons (29 at M 1, 0.2 MB;
-about 1000 at M 64 of skew29, 8 MB); dense reads 69 MB.
+Legend: M tokens, D model width, F neurons, U neurons that fire for any token.
+Weights: Wg, Wu [F, D] as the model has them, Wd neuron-major [F, D].
+Bytes, D 2048, F 5632, bf16: Wg 23 MB, then 8 KB for each of U neurons (29 at M 1, 0.2 MB; about 1000 at M 64 of skew29,
+8 MB); dense reads 69 MB.
 """
 
 from __future__ import annotations

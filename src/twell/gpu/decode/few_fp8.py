@@ -2,8 +2,8 @@
 hopper_fp8_one.py.
 
 x is rounded row by row, as in a dense FP8 FFN. On Hopper the neurons kernel itself rounds up to 16 tokens; more tokens
-are rounded by a launch of their own and multiplied as e4m3. h has x's dtype, sums are fp32. Bytes, D 2048, F 5632: Wg
-11.5 MB, then 4 KB for each neuron that fires; a dense FP8 FFN reads 35 MB.
+are rounded by a launch of their own and multiplied as e4m3. h has x's dtype, sums are fp32.
+Bytes, D 2048, F 5632: Wg 11.5 MB, then 4 KB for each neuron that fires; a dense FP8 FFN reads 35 MB.
 """
 
 from __future__ import annotations

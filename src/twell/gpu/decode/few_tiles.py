@@ -22,8 +22,9 @@ WORDS = 128  # mask words that a sums kernel processes at once
 class NeuronTile(NamedTuple):
     """Neurons (16, 32 or 64) and depth of a tile, warps, stages.
 
-    slots: how many neurons that fire compute u at once (16, not in fp32); 0: all of the tile's. TN: neurons of a
-    program, if fewer than BN; 0: BN. programs: the minimum."""
+    slots: how many neurons that fire compute u at once (16, not in fp32); 0: all of the tile's
+    TN: neurons of a program, if fewer than BN; 0: BN
+    programs: the minimum"""
 
     BN: int
     BK: int

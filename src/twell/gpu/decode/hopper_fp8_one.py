@@ -12,8 +12,8 @@ the programs' order.
 Two layers' programs fit an SM's shared memory and registers, so that the next layer's gate rows arrive while this layer
 runs: 8 warps, REGISTERS, and one tile of the gate converted to fp16 before x is there.
 
-Legend: D model width, F neurons (TN in a program, SUBS tiles of 16). Bytes, D 2048, F 5632: Wg 11.5 MB, then 4 KB for
-each neuron that fires, and 1 MB of shares, which L2 holds.
+Legend: D model width, F neurons (TN in a program, SUBS tiles of 16).
+Bytes, D 2048, F 5632: Wg 11.5 MB, then 4 KB for each neuron that fires, and 1 MB of shares, which L2 holds.
 """
 
 # mypy: disable-error-code="assignment, misc, var-annotated"

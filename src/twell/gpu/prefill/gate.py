@@ -12,8 +12,9 @@ tile's epilogue with the next tile's loads. A last wave of tiles that would leav
 busy at M 16384, C 5632) runs as half tiles on twice as many SMs: 10 us less.
 
 Legend: M tokens, D model width, H hot and C cold neurons, T = C / 128 tiles of TwELL, N rows of a launch (2 H or C);
-BM, BN, BK block sizes. Bytes, M 16384, D 2048, C 5632, bf16: x 67 MB, rows 23 MB, words up to 15 MB (one 32-byte sector
-per entry; 35 MB are allocated), counts 1 MB, for 378 GFLOP: limited by the tensor cores (0.48 ms at 790 TFLOP/s).
+BM, BN, BK block sizes.
+Bytes, M 16384, D 2048, C 5632, bf16: x 67 MB, rows 23 MB, words up to 15 MB (one 32-byte sector per entry; 35 MB are
+allocated), counts 1 MB, for 378 GFLOP: limited by the tensor cores (0.48 ms at 790 TFLOP/s).
 """
 
 from __future__ import annotations

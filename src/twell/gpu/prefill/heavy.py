@@ -16,8 +16,8 @@ Up to FEW tokens, pairs of 64 x 64 tiles read x by pointers: 88 pairs for 5632 n
 half a wave, narrow tiles share the depth (up to SHARES shares), whose sums are added in order.
 
 F 5632, D 2048, bf16: the weights are 69 MB, 16 us; FLOPs of 16384 tokens 1.13e12, 1.5 ms at 750 TFLOP/s. Measured on an
-H200 with chunks of 4096: 64 tokens 41 us, 512 124, 2048 282, 16384 2056 (551 TFLOP/s). Workspace: h [CHUNK, F], 23 MB,
-and x [CHUNK, D] or shares of sums, 9 MB.
+H200 with chunks of 4096: 64 tokens 41 us, 512 124, 2048 282, 16384 2056 (551 TFLOP/s).
+Workspace: h [CHUNK, F], 23 MB, and x [CHUNK, D] or shares of sums, 9 MB.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     h = a(relu(x Wg^T)) * (x Wu^T), 0 for hot neurons, e4m3 times e4m3        then        y = h Wd, bf16 times e4m3
 
 h is not rounded to e4m3, so rows need no scale, and y is closer to the truth than a dense FP8 FFN's. One cooperative
-launch, chunk by chunk, as in heavy.py: no capacity, no host synchronisation. Workspace: h [CHUNK, F], 23 MB in bf16 at
-F 5632.
+launch, chunk by chunk, as in heavy.py: no capacity, no host synchronisation.
+Workspace: h [CHUNK, F], 23 MB in bf16 at F 5632.
 """
 
 from __future__ import annotations

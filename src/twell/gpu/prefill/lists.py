@@ -10,8 +10,8 @@ By its number n of active cold neurons a token is
 The class changes time, never a result: every token is in exactly one of them.
 
 A tile's entries start at the sum of the counts before it. All tiles of a program's tokens write their first two entries
-at once (nearly always all of them), then the next two. Bytes, M 16384, C 5632: the counts (44 per token), a 32-byte
-sector for each tile with entries, 4 written per entry.
+at once (nearly always all of them), then the next two.
+Bytes, M 16384, C 5632: the counts (44 per token), a 32-byte sector for each tile with entries, 4 written per entry.
 
 In training the kernel also sets one bit per entry in a table by neurons (``transpose.py``). These atomics are on
 integers, so the result does not depend on their order.

@@ -58,8 +58,8 @@ class Fp8Weights(NamedTuple):
     def of(cls, gate: Fp8, up: Fp8 | None, down: Fp8, *, by_neurons: bool = False) -> Fp8Weights:
         """``down`` [D, F]; ``by_neurons``: add its transpose."""
         of_up, up_scale = (None, None) if up is None else up
-        turned = down.q.t().contiguous() if by_neurons else None
-        return cls(gate.q, gate.scale, of_up, up_scale, turned, down.scale, down.q)
+        rows_of_down = down.q.t().contiguous() if by_neurons else None
+        return cls(gate.q, gate.scale, of_up, up_scale, rows_of_down, down.scale, down.q)
 
 
 class Fp8Layout(NamedTuple):

@@ -8,9 +8,9 @@ A dense FFN multiplies u with the 0 of every inactive neuron, which gives NaN fo
 token without any active or hot neuron the tail adds that NaN: y += 0 * sum(x).
 
 Weights: Wu [F, D] as the model has it, Wd neuron-major [F, D]. FP8: x and both weights are e4m3, with scales of x [M],
-of up's rows [F] and of y's columns [D]; sums are fp32, and h is not rounded. Bytes: two rows of D for each (token,
-neuron) pair; at 10 cold neurons per token, M 16384, D 2048, bf16: 1.3 GB, mostly from L2 (about 9 TB/s seen on an H200:
-0.15 ms), x once in and y once out (0.13 GB).
+of up's rows [F] and of y's columns [D]; sums are fp32, and h is not rounded.
+Bytes: two rows of D for each (token, neuron) pair; at 10 cold neurons per token, M 16384, D 2048, bf16: 1.3 GB, mostly
+from L2 (about 9 TB/s seen on an H200: 0.15 ms), x once in and y once out (0.13 GB).
 """
 
 from __future__ import annotations

@@ -11,10 +11,11 @@ matter here, there is no capacity to overflow, and the weights are read as the m
 A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as in a dense
 FFN, where u is inf or NaN.
 
-Legend: M tokens, D model width, F neurons, TM tokens of a tile, U neurons that fire for any of them. Weights: Wg, Wu
-[F, D] as the model has them, Wd neuron-major [F, D]. Bytes, M 1024, D 2048, U 950, bf16: gathered rows 125 MB, x and h
-for every tile of neurons or columns 120 MB, all from L2: 33 us at 7 TB/s, as long as the gate takes. Memory: z, r and h
-(it replaces z), 2 M F elements, as in a dense FFN.
+Legend: M tokens, D model width, F neurons, TM tokens of a tile, U neurons that fire for any of them.
+Weights: Wg, Wu [F, D] as the model has them, Wd neuron-major [F, D].
+Bytes, M 1024, D 2048, U 950, bf16: gathered rows 125 MB, x and h for every tile of neurons or columns 120 MB, all from
+L2: 33 us at 7 TB/s, as long as the gate takes.
+Memory: z, r and h (it replaces z), 2 M F elements, as in a dense FFN.
 """
 
 from __future__ import annotations

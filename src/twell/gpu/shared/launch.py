@@ -133,7 +133,7 @@ class Kernel:
                 in_range = 0 <= got < (1 << 31 if declared in (ANY, MULTIPLE) else 1 << 63)
                 fits = type(got) is int and in_range and (declared in (ANY, LONG) or (got % 16 == 0 and got > 0))
             elif isinstance(got, Tensor):
-                both_integers = not (got.is_floating_point() or declared.is_floating_point)  # words of bits
+                both_integers = not (got.is_floating_point() or declared.is_floating_point)  # masks
                 fits = (got.dtype == declared or both_integers) and got.data_ptr() % 16 == 0
             else:
                 fits = type(got) is int and got % 16 == 0

@@ -17,7 +17,8 @@ More than one chunk is summed chunk by chunk, and a 16-bit gradient is rounded a
 once. So there are at most four chunks, or each chunk's rounding errors are kept for the next one ("rests").
 
 Bytes, bf16, C 5632, D 2048, few tokens: the weights once and Wg and Wu once more (115 MB), their gradients read and
-written (138 MB). Workspace: 3 C values per token of a chunk, 69 MB up to M 8192, and at most 3 C D for rests: 138 MB.
+written (138 MB).
+Workspace: 3 C values per token of a chunk, 69 MB up to M 8192, and at most 3 C D for rests: 138 MB.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _TINY = HeavyTiles(32, 32, 64, 32, 16, 16, 16, 16, 32, 4, 1)  # for Triton's int
 
 
 def heavy_tiles(capability: int, dtype: torch.dtype) -> HeavyTiles:
-    """Chosen by registers and shared memory (tests/test_heavy_backward.py), not by measurement."""
+    """Chosen by registers and shared memory (tests/test_cross_compile.py), not by measurement."""
     tiles = _BY_CAPABILITY[max(c for c in _BY_CAPABILITY if c <= capability)]
     if dtype == torch.float32:
         tiles = tiles._replace(BM=64, BN=64, BD=64, BK=32, FEW_BK=32, stages=3)

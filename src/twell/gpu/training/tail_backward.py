@@ -3,8 +3,8 @@
     dh = dy . Wd_n + l1 sign(h)     dz = dh u a'(r)     du = dh a     dx = sum over n of dz Wg_n + du Wu_n
 
 (plain FFN: no u; dz = dh a'(r)). It has the tail's programs, gathers three rows per (token, neuron) pair and stores dz,
-du and h in lists by neurons, for ``weight_gradients.py``. Sums are fp32, in the order of a token's neurons. Bytes, M
-16384, D 2048, 10 pairs per token, bf16: 2.0 GB, mostly from L2.
+du and h in lists by neurons, for ``weight_gradients.py``. Sums are fp32, in the order of a token's neurons.
+Bytes, M 16384, D 2048, 10 pairs per token, bf16: 2.0 GB, mostly from L2.
 """
 
 from __future__ import annotations

@@ -2,16 +2,18 @@
 
 All steps are deterministic: the place of an entry in the lists by neurons, its *pair*, follows from counts alone.
 
-1. ``lists.py`` has set one bit per entry in a table by neurons, a word for 32 tokens of one neuron: int32 [ceil(M /
-32), K], bit t of row b is token 32 b + t. The first kernel counts how often each neuron fired in every chunk of CHUNK
-tokens (and again for the statistics, without masked tokens). 2. Two kernels sum these counts neuron by neuron and chunk
-by chunk: they become offsets. 3. The pair of an entry (token, neuron) is its chunk's offset plus the number of bits
-below the token in at most CHUNK / 32 words. That is a chain of four loads. It has a launch of its own, in which all
-entries wait at once; inside the tail's backward each token would wait once per entry.
+ 1. ``lists.py`` has set one bit per entry in a table by neurons, a word for 32 tokens of one neuron: int32
+    [ceil(M / 32), K], bit t of row b is token 32 b + t. The first kernel counts how often each neuron fired in every
+    chunk of CHUNK tokens (and again for the statistics, without masked tokens).
+ 2. Two kernels sum these counts neuron by neuron and chunk by chunk: they become offsets.
+ 3. The pair of an entry (token, neuron) is its chunk's offset plus the number of bits below the token in at most
+    CHUNK / 32 words. That is a chain of four loads. It has a launch of its own, in which all entries wait at once;
+    inside the tail's backward each token would wait once per entry.
 
 Heavy tokens have no lists. Tokens over cap set their bits before it was known that they are too many for lists of their
-own: the first kernel clears these bits. Bytes, M 16384, C 5632: the bits, 12 MB, not needed after this; 4 per entry,
-and an offset per chunk and neuron (1.4 MB).
+own: the first kernel clears these bits.
+Bytes, M 16384, C 5632: the bits, 12 MB, not needed after this; 4 per entry, and an offset per chunk and neuron (1.4
+MB).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ divided where the list of all pairs reaches a multiple of SPLIT: a first launch 
 second sums the pairs before the neuron's first share, and adds the shares. ``tail_backward.py`` stores which neuron has
 the pair at each multiple of SPLIT, so nothing has to be counted or sorted.
 
-Sums are fp32, and their order follows from the counts: no atomics, the same bits every time. Bytes, M 16384, D 2048, 10
-pairs per token, bf16: 1.3 GB, mostly from L2, and 69 MB of gradients.
+Sums are fp32, and their order follows from the counts: no atomics, the same bits every time.
+Bytes, M 16384, D 2048, 10 pairs per token, bf16: 1.3 GB, mostly from L2, and 69 MB of gradients.
 """
 
 from __future__ import annotations
