@@ -14,10 +14,11 @@ from interpreted import shorten_lists
 pytest.importorskip("triton")
 
 from twell import gpu
+from twell.gpu.decode import few, few_tiles
 from twell.gpu.prefill import tail
 from twell.gpu.shared import tiles
 from twell.plan import costs_for
-from twell.workbench.bench import cases, timing, traced
+from twell.workbench.bench import cases, timing, traced, tune_few
 from twell.workbench.bench import ffn as ffn_bench
 from twell.workbench.bench import model as model_bench
 from twell.workbench.bench import tune as tuning
@@ -164,3 +165,32 @@ def test_a_model_that_computes_something_else_is_not_timed(monkeypatch: pytest.M
     monkeypatch.setattr(gpu, "forward", lambda *args: 1.5 * right(*args))
     with pytest.raises(ffn_bench.WrongResult, match="logits differ"):
         bench_of("skew10")
+
+
+@pytest.mark.usefixtures("timed_once")
+def test_tune_of_few_tokens_tries_tiles_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    neurons, sums = few_tiles.NeuronTile(32, 16, 4, 2), few_tiles.SumTile(16, 4, 2, BW=4)
+    impossible = few_tiles.NeuronTile(24, 16, 4, 2)
+    monkeypatch.setattr(tune_few, "neuron_candidates", lambda *_, **__: [neurons, impossible])
+    monkeypatch.setattr(tune_few, "sum_candidates", lambda **_: [sums])
+    arguments = ("skew10", 4, 32, 96, f32, torch.device("cpu"))
+    seen: list[tuple[int, int]] = []
+    trials = list(tuning.tune(*arguments, progress=lambda tried, total: seen.append((tried, total))))
+    usual = few_tiles.tiles_of(torch.empty(1, 16), 16)
+    assert [(t.kernel, t.tile) for t in trials] == [
+        ("neurons", usual[0]),
+        ("neurons", neurons),
+        ("sums", usual[1]),
+        ("sums", sums),
+    ]
+    assert all(t.ms > 0 for t in trials) and seen[-1] == (3, 3)
+    with pytest.raises(ValueError, match="unknown kernel 'tail': 4 tokens have neurons, sums"):
+        next(tuning.tune(*arguments, only=["tail"]))
+    forward = few.forward
+
+    def wrong(*a: object, settled: bool) -> Tensor:
+        return forward(*a, settled=settled) + (a[3][1] == sums)
+
+    monkeypatch.setattr(few, "forward", wrong)
+    with pytest.raises(RuntimeError, match="another result with"):
+        list(tuning.tune(*arguments, only=["sums"]))

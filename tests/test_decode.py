@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels import assert_right, make_weights, timed_once
+from test_kernels import assert_right, make_weights
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import few_tiles, screen
@@ -22,11 +22,10 @@ from twell.nn import neuron_major_
 from twell.ops import functional as ops
 from twell.plan import dense_plan
 from twell.reference import Weights
-from twell.workbench.bench import cases, tune, tune_few
+from twell.workbench.bench import cases, tune_few
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
-__all__ = ["timed_once"]  # a fixture
 f16, f32 = torch.float16, torch.float32
 WAYS = [{}, {"slots": 16, "BS": 2}, {"BN": 64, "TN": 20, "programs": 9, "BS": 2, "BW": 4}]
 ONE_TOKEN_WAYS = [*WAYS, {"screened": True}]
@@ -203,35 +202,6 @@ def test_neurons_are_divided_among_all_sms(F: int, most: int, processors: int) -
     TN, programs = few_tiles._divided(F, most, processors)
     assert 1 <= TN <= most and TN * programs >= F
     assert programs % processors == 0 and (programs - processors) * most < F  # not a round more than needed
-
-
-@pytest.mark.usefixtures("timed_once")
-def test_tune_tries_tiles_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    neurons, sums = few_tiles.NeuronTile(32, 16, 4, 2), few_tiles.SumTile(16, 4, 2, BW=4)
-    impossible = few_tiles.NeuronTile(24, 16, 4, 2)
-    monkeypatch.setattr(tune_few, "neuron_candidates", lambda *_, **__: [neurons, impossible])
-    monkeypatch.setattr(tune_few, "sum_candidates", lambda **_: [sums])
-    arguments = ("skew10", 4, 32, 96, f32, torch.device("cpu"))
-    seen: list[tuple[int, int]] = []
-    trials = list(tune.tune(*arguments, progress=lambda tried, total: seen.append((tried, total))))
-    usual = few_tiles.tiles_of(torch.empty(1, 16), 16)
-    assert [(t.kernel, t.tile) for t in trials] == [
-        ("neurons", usual[0]),
-        ("neurons", neurons),
-        ("sums", usual[1]),
-        ("sums", sums),
-    ]
-    assert all(t.ms > 0 for t in trials) and seen[-1] == (3, 3)
-    with pytest.raises(ValueError, match="unknown kernel 'tail': 4 tokens have neurons, sums"):
-        next(tune.tune(*arguments, only=["tail"]))
-    forward = decode.forward
-
-    def wrong(*a: object, settled: bool) -> Tensor:
-        return forward(*a, settled=settled) + (a[3][1] == sums)
-
-    monkeypatch.setattr(decode, "forward", wrong)
-    with pytest.raises(RuntimeError, match="another result with"):
-        list(tune.tune(*arguments, only=["sums"]))
 
 
 def test_tune_has_candidates_for_every_gpu() -> None:
