@@ -2,7 +2,7 @@
 
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize_kernels.py
 
-(and --tool racecheck; what it would report of the API is the question for a kernel's parameter after the last one)
+(and --tool racecheck. Its API errors would be the query for a kernel's parameter after the last one.)
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def few_tokens_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter is slow, and its times say nothing."""
+    """The interpreter is slow, and its times mean nothing."""
     compare, once = timing.compare, {"seconds": 0, "min_repeats": 1, "warmups": 0}
     monkeypatch.setattr(timing, "compare", lambda runs, **options: compare(runs, **options | once))
     monkeypatch.setattr(timing, "ROUNDS", 1)

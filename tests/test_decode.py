@@ -41,7 +41,7 @@ def run(x: Tensor, w: Weights, activation: str = "relu", *, screened: bool = Fal
 
 
 def ways(M: int) -> list[dict[str, bool]]:
-    """How M tokens may be computed."""
+    """Tiles by which M tokens may be computed."""
     return ONE_TOKEN_WAYS if M == 1 else WAYS
 
 
@@ -90,7 +90,7 @@ def test_any_shape_and_any_share(
 
 
 @pytest.mark.parametrize("M", [1, 3])
-def test_infinite_and_missing_numbers_are_as_in_a_dense_layer(M: int) -> None:
+def test_inf_and_nan_are_as_in_a_dense_layer(M: int) -> None:
     for value, way in itertools.product((float("inf"), float("-inf"), float("nan")), ways(M)):
         for gated in (True, False):
             w, x = make_weights(32, 64, f32, gated=gated), torch.randn(M, 32)
@@ -128,7 +128,7 @@ def test_one_dense_token_among_sparse_ones() -> None:
         assert_right(run(x, w, **way), x, w)
 
 
-def test_the_same_bits_every_time_and_whatever_else_is_in_the_batch() -> None:
+def test_the_same_bits_every_time_and_in_any_batch() -> None:
     w, x = make_weights(64, 160, f32), torch.randn(7, 64)
     y = run(x, w)
     assert torch.equal(run(x, w), y)
@@ -165,7 +165,7 @@ def test_tiles_fit_every_count() -> None:
 
 
 @pytest.mark.parametrize("M", [17, 32, 33, 64])
-def test_more_neurons_than_one_program_a_processor_takes_run_two_at_once(M: int) -> None:
+def test_an_sm_with_many_neurons_runs_two_programs(M: int) -> None:
     neurons, sums = few_tiles.tiles_for(M, 4096, 14336)
     assert isinstance(neurons, few_tiles.NeuronTile) and 132 < neurons.programs <= 2 * 132
     BM = 32 if M <= 32 else 64
@@ -224,8 +224,8 @@ def test_tune_has_candidates_for_every_gpu() -> None:
     dtype=st.sampled_from([torch.bfloat16, f16, f32]),
     seed=st.integers(0, 9999),
 )
-def test_what_is_ruled_out_cannot_fire(D: int, scale: float, kind: str, dtype: torch.dtype, seed: int) -> None:
-    """Against z in fp64, for weights and tokens that make the most of the rounding."""
+def test_neurons_that_are_ruled_out_cannot_fire(D: int, scale: float, kind: str, dtype: torch.dtype, seed: int) -> None:
+    """Against z in fp64, for weights and tokens that maximise the rounding."""
     torch.manual_seed(seed)
     gate, x = torch.randn(64, D), torch.randn(32, D)
     if kind == "steps":  # halfway between two values of q, the error against the token's sign
@@ -247,8 +247,8 @@ def test_what_is_ruled_out_cannot_fire(D: int, scale: float, kind: str, dtype: t
     assert (screen.bounds(copy, x, None)[z > 0] > 0).all()
 
 
-def test_the_bound_is_no_wider_than_it_need_be() -> None:
-    """As many candidates as the docs say: about 2.4 for each of the neurons of skew29 that fire."""
+def test_the_bound_is_tight() -> None:
+    """As many candidates as the docs say: about 2.4 for each neuron of skew29 that fires."""
     inputs = cases.make("skew29", 256, 512, 1408, dtype=torch.bfloat16, device="cpu")
     copy = screen.screen_of(inputs.w_gate)
     assert copy is not None
@@ -273,7 +273,7 @@ def test_tokens_of_zeros_and_of_tiny_numbers() -> None:
         assert_right(run(x, w, screened=True), x, w)
 
 
-def test_no_copy_of_weights_that_are_not_finite_or_out_of_range() -> None:
+def test_no_screen_of_weights_that_are_not_finite_or_out_of_range() -> None:
     for value in (float("nan"), float("inf"), 1e20):
         gate = torch.randn(16, 32)
         gate[3, 4] = value
@@ -309,7 +309,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
 def test_one_token_is_screened_where_few_neurons_fire(
     share: float | None, dtype: torch.dtype, helps: bool, seen: list[tuple[bool, bool]]
 ) -> None:
-    """Only of frozen layers; elsewhere the copy would be of another gate."""
+    """Only in frozen layers; otherwise the copy might be of another gate."""
     w, x = spread(32, 160, dtype, 0.01), torch.randn(2, 32).to(dtype)
     plan = dense_plan(160, few_tokens=4, mean_active=None if share is None else share * 160)
     kept = gpu.freeze(w, plan)
@@ -321,7 +321,7 @@ def test_one_token_is_screened_where_few_neurons_fire(
 
 @pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
 def test_a_frozen_screen_is_never_of_an_older_gate(value: float) -> None:
-    """Also where the new gate has no screen."""
+    """Even if the new gate has no screen."""
     layer = GatedSparseFFN(64, 160, backend="triton", dtype=f16).eval().requires_grad_(False)
     layer.set_plan(dense_plan(160, few_tokens=4, mean_active=1.0))
     layer.freeze()
@@ -341,7 +341,7 @@ def test_a_frozen_screen_is_never_of_an_older_gate(value: float) -> None:
             assert [t.data_ptr() for t in layer.frozen._tensors] == before  # where a graph reads them
 
 
-def test_a_gate_is_read_early_only_where_it_is_frozen_and_lies_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_frozen_aligned_gate_is_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the preceding kernel may be the one that writes it."""
     kernels_of, settled = decode.kernels_of, []
     monkeypatch.setattr(decode, "kernels_of", lambda *a: settled.append(a[5]) or kernels_of(*a))
@@ -359,7 +359,7 @@ def test_a_gate_is_read_early_only_where_it_is_frozen_and_lies_as_it_should(monk
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Token counts that came to the kernels."""
+    """Numbers of tokens with which the kernels were called."""
     seen: list[int] = []
     forward = decode.forward
 
@@ -371,7 +371,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_the_plan_says_up_to_how_many_tokens(calls: list[int]) -> None:
+def test_the_plan_limits_the_tokens(calls: list[int]) -> None:
     w, plan = make_weights(32, 64, f32), dense_plan(64, few_tokens=4).on(torch.device("cpu"))
     w = w._replace(down=w.down.t().contiguous().t())
     for M in (0, 1, 4, 5):
@@ -382,7 +382,7 @@ def test_the_plan_says_up_to_how_many_tokens(calls: list[int]) -> None:
     assert calls == [1, 4]
 
 
-def test_where_all_of_down_would_be_turned_they_run_densely(calls: list[int]) -> None:
+def test_without_a_neuron_major_down_they_run_densely(calls: list[int]) -> None:
     w, x, plan = make_weights(32, 64, f32), torch.randn(2, 32), dense_plan(64, few_tokens=4)
     assert_right(gpu.forward(x, w, "relu", plan.on(x.device)), x, w)
     assert not calls
@@ -435,7 +435,7 @@ def test_layers_plan_for_few_tokens_by_the_first_ones(
 
 @pytest.mark.parametrize("which", range(4))
 def test_nothing_need_be_aligned(which: int, calls: list[int]) -> None:
-    """The launcher checks: see TWELL_CHECK_LAUNCHES."""
+    """With TWELL_CHECK_LAUNCHES the launcher checks alignment."""
     w, plan = make_weights(32, 64, f32), dense_plan(64, few_tokens=8).on(torch.device("cpu"))
     w = w._replace(down=w.down.T.contiguous().T)
     given = [torch.randn(3, 32), w.gate, w.up, w.down]

@@ -76,7 +76,7 @@ def test_rows_are_rounded_as_the_reference_does() -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize("gated", [True, False])
-def test_h_is_rounded_as_a_dense_ffn_has_it(gated: bool, activation: str) -> None:
+def test_h_is_rounded_as_in_a_dense_ffn(gated: bool, activation: str) -> None:
     z, u = torch.randn(5, 176).to(f16), torch.randn(5, 176).to(f16)
     h = reference.activate(torch.relu(z).float(), activation) * (u.float() if gated else 1)
     q, scale = out = round_fp8.room_for(5, 176, z.new_empty)
@@ -94,7 +94,7 @@ def test_any_plan_gives_the_same(n_hot: int, cap: int, gated: bool, activation: 
 
 
 def test_all_kinds_of_tokens_side_by_side() -> None:
-    """One that fires all neurons, one that fires none, NaN, inf and zeros; more heavy ones than a chunk holds."""
+    """All neurons fire, none fires, NaN, inf and zeros; more heavy tokens than a chunk holds."""
     x, w = make(45, 48, 272)
     x[0, 0], x[1, 0] = -20.0, 20.0
     x[2, 3], x[3, 3], x[4] = float("nan"), float("inf"), 0
@@ -102,7 +102,7 @@ def test_all_kinds_of_tokens_side_by_side() -> None:
         assert_right(run(x, w, n_hot, cap), x, w)
 
 
-def test_what_a_layer_keeps() -> None:
+def test_tensors_that_a_layer_keeps() -> None:
     x, w = make(20, 48, 272)
     plan = Plan(n_neurons=272, hot=torch.arange(128), cap=48, first=16, min_tokens=0)
     tensors = plan.on(x.device)
@@ -119,7 +119,7 @@ def test_what_a_layer_keeps() -> None:
     assert torch.equal(kept.w.down.float(), other[2].q.t().float())  # type: ignore[union-attr]
 
 
-def test_what_is_kept_follows_weights_and_plans() -> None:
+def test_kept_tensors_follow_weights_and_plans() -> None:
     torch.manual_seed(0)
     layer = GatedSparseFFN(48, 272).eval()
     quantize_(layer)
@@ -174,7 +174,7 @@ def test_shapes_of_x() -> None:
 
 
 def hidden_of(x: Tensor, w: list[Fp8 | None], activation: str = "relu") -> Fp8:
-    """h of a dense FFN whose GEMMs give fp16, rounded."""
+    """h of a dense FFN with fp16 GEMMs, rounded to e4m3."""
     gate, up, _ = w
     assert gate is not None and up is not None
     z, u = (to_fp8(x).to(f64) @ of.to(f64).T for of in (gate, up))
@@ -200,7 +200,7 @@ def test_small_dense_batches(M: int, activation: str) -> None:
 
 
 def test_depths_are_shared_among_any_number_of_programs() -> None:
-    """F has 6 steps: with 8 shares two have nothing to add. Counters of hundreds of tiles become 0."""
+    """F has 6 steps: 2 of 8 shares have nothing to add. Hundreds of tiles' counters are set to 0."""
     x, w = make(40, 80, 176)
     kept = gpu.fp8.keep(*w, None).w  # type: ignore[arg-type]
     tiles = dense_fp8.tiles_for(40, 80, 176, x.device)

@@ -82,7 +82,7 @@ class Inputs:
         self.cold = order[case.n_hot :].sort().values  # int64 [C]
 
     def turns(self) -> Turns:
-        """As the lists' kernel leaves them."""
+        """As the list kernel leaves them."""
         case = self.case
         counters = torch.tensor([len(case.first), len(case.over), 3, 0], dtype=torch.int32)
         entries, heavy = (torch.randint(-300, 300, (case.M,), dtype=torch.int32) for _ in range(2))
@@ -198,7 +198,7 @@ def test_gradients(dtype: torch.dtype, changes: dict[str, Any]) -> None:
 
 
 @interpreted
-def test_rows_that_have_no_part_keep_their_bits() -> None:
+def test_other_rows_keep_their_bits() -> None:
     inputs = Inputs(Case(dtype=f16, bias=True))
     dx, *out = run(inputs)
     assert dx is not None
@@ -213,7 +213,7 @@ def test_rows_that_have_no_part_keep_their_bits() -> None:
 @interpreted
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("wanted", range(7))
-def test_what_is_wanted_alone_has_the_same_bits(wanted: int, gated: bool) -> None:
+def test_single_gradients_have_the_same_bits(wanted: int, gated: bool) -> None:
     inputs = Inputs(Case(bias=True, gated=gated))
     everything = run(inputs)
     wants = (False, *(True,) * 5) if wanted == 6 else tuple(n == wanted for n in range(6))
@@ -224,7 +224,7 @@ def test_what_is_wanted_alone_has_the_same_bits(wanted: int, gated: bool) -> Non
 @interpreted
 @pytest.mark.parametrize(("first", "over"), [((), ()), ((), (9, 20)), ((), (9, 20, 8)), ((11,), (9, 20))])
 def test_which_tokens_are_heavy(first: tuple[int, ...], over: tuple[int, ...]) -> None:
-    """None; too few of the second kind; enough of them; the first kind alone."""
+    """None; too few of the second kind; enough of them; only the first kind."""
     inputs = Inputs(Case(first=first, over=over))
     got = run(inputs)
     assert_right(got, inputs)
@@ -247,7 +247,7 @@ def sort_kernel(i_heavy, o_flags, o_tokens, n_first, n_heavy, M, BLOCK: tl.const
 @interpreted
 @pytest.mark.parametrize("programs", [1, 3, 7, 64])
 def test_programs_sort_their_shares(programs: int) -> None:
-    """With blocks smaller than a share and than the list; with more programs than tokens."""
+    """Blocks are smaller than a share and than the list; there may be more programs than tokens."""
     tokens = torch.randperm(40).tolist()
     inputs = Inputs(Case(first=tuple(tokens[:20]), over=tuple(tokens[20:29])))
     flags, got = torch.full((40,), 9, dtype=torch.int32), torch.full((40,), -1, dtype=torch.int32)
@@ -272,7 +272,7 @@ def test_the_lists_order_changes_no_bit(chunk: int | None) -> None:
 @interpreted
 @pytest.mark.parametrize("dtype", [f32, f16])
 def test_more_tokens_than_a_chunk(dtype: torch.dtype) -> None:
-    """Chunk by chunk, 16-bit gradients are rounded as often as there are chunks, and must not show it."""
+    """16-bit gradients are rounded once per chunk, which must not show."""
     inputs = Inputs(Case(M=50, D=16, F=40, dtype=dtype, bias=True, first=tuple(range(50)), over=()))
     got = run(inputs, chunk=6)
     assert_right(got, inputs)
@@ -296,7 +296,7 @@ def test_an_infinite_sum_stays_infinite_over_chunks() -> None:
 
 
 @interpreted
-def test_a_token_that_is_not_a_number() -> None:
+def test_a_token_with_nan() -> None:
     inputs = Inputs(Case(bias=True))
     clean, other = run(inputs), inputs.case.first[1]
     inputs.x[other, 5] = float("nan")
@@ -337,7 +337,7 @@ def test_one_token() -> None:
 
 
 def test_chunks() -> None:
-    """At most four roundings without rests; with them, no more room than needed."""
+    """At most four roundings without rests; with rests, no more memory than needed."""
     bf16 = torch.bfloat16
     assert [heavy_backward._chunks(M, 2048, bf16) for M in (1, 2048, 8192)] == [
         (1, False),
@@ -352,7 +352,7 @@ def test_chunks() -> None:
 
 
 @interpreted
-def test_rows_of_x_may_lie_apart() -> None:
+def test_x_may_have_a_row_stride() -> None:
     inputs = Inputs(Case())
     expected = run(inputs)
     apart = torch.full((inputs.case.M, 64), float("nan"))
@@ -380,7 +380,7 @@ def on_gpu(n_heavy: int, **changes: Any) -> Case:
 @pytest.mark.parametrize("n_heavy", [0, 1, 63, 300, 2048, 2049, 4096])
 @pytest.mark.parametrize("changes", [{}, {"gated": False, "squared": True, "n_hot": 0}, {"dtype": f32}, {"dtype": f16}])
 def test_many_programs(n_heavy: int, changes: dict[str, Any]) -> None:
-    """As right as the dense formulas in the same dtype, the same bits each time, and the counter is 0 again."""
+    """As exact as the dense formulas in the same dtype, the same bits each time, and the counter is 0 again."""
     inputs = Inputs(on_gpu(n_heavy, **changes))
     turns = inputs.turns()
     before = [t.clone() for t in turns]
@@ -409,7 +409,7 @@ def test_number_of_programs_changes_no_bit() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("n_heavy", [2000, 2048])
 def test_many_chunks(n_heavy: int) -> None:
-    """Eight roundings show no more than one."""
+    """Eight roundings are as exact as one."""
     inputs = Inputs(on_gpu(n_heavy))
     got, once = run(inputs, chunk=256, programs=processors()), run(inputs, chunk=2048, programs=processors())
     for _ in range(5):

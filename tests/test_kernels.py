@@ -41,7 +41,7 @@ def few_tokens_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_weights(D: int, F: int, dtype: torch.dtype, *, gated: bool = True, bias: bool = False) -> Weights:
-    """About an eighth of the neurons fire with a bias, half without."""
+    """With a bias about an eighth of the neurons fire, without one half."""
 
     def normal(*shape: int) -> Tensor:
         return (torch.randn(*shape) / 4).to(dtype)
@@ -82,7 +82,7 @@ def assert_right(y: Tensor, x: Tensor, w: Weights, activation: str = "relu") -> 
 
 
 def assert_is_gate(got: TwELL, x: Tensor, w: Weights) -> None:
-    """Every count, and every value of tokens that fit: exact where the products are."""
+    """All counts are right, and all values of tokens that fit; exact where the products are."""
     assert got.words is not None
     checked = TwELL.from_words(got.words, got.counts, shape=got.shape, dtype=got.dtype)
     expected = torch.relu(x.double() @ w.gate.double().T + (0 if w.gate_bias is None else w.gate_bias.double()))
@@ -108,7 +108,7 @@ def test_gate_in_twell(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, u
 @pytest.mark.parametrize("programs", [1, 2, 5, 64])
 @pytest.mark.parametrize(("F", "use_tma"), [(768, False), (400, False), (768, True)])
 def test_a_last_wave_of_half_tiles(F: int, use_tma: bool, programs: int) -> None:
-    """Three or two tiles, the last ones in halves where at most half of the programs would have one."""
+    """Two or three tiles; the last wave is halved if at most half of the programs would have a tile."""
     tile = tiles.GateTile(16, 256, 16, 4, 2)
     w, x = make_weights(32, F, f32, bias=True), torch.randn(16, 32)
     assert_is_gate(gate.gate_in_twell(x, w.gate, w.gate_bias, tile=tile, programs=programs, use_tma=use_tma), x, w)
@@ -150,8 +150,8 @@ def test_any_plan_gives_the_dense_result(n_hot: int, cap: int, bias: bool, gated
     assert_right(run(x, w, make_plan(384, n_hot, cap), activation), x, w, activation)
 
 
-def test_with_lists_and_rows_as_they_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests have shorter ones, and gather rows without a kernel."""
+def test_with_real_list_sizes_and_the_gather_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real list sizes and gather kernel, which other tests replace."""
     monkeypatch.undo()
     w, x = make_weights(16, 304, f32, bias=True), torch.randn(6, 16)
     x[:2] *= 20
@@ -190,8 +190,8 @@ def test_odd_token_counts(M: int, n_hot: int) -> None:
         assert_right(y, x, w)
 
 
-def test_light_heavy_empty_and_poisoned_tokens_side_by_side() -> None:
-    """Token 0 fires for all neurons, 1 for none, 2 and 3 hold NaN and inf, 4 turns every gate off with -inf."""
+def test_light_heavy_empty_and_non_finite_tokens() -> None:
+    """Token 0 fires all neurons, 1 none, 2 and 3 hold NaN and inf, 4 turns every gate off with -inf."""
     D, F = 16, 256
     w, x = make_weights(D, F, f32), torch.randn(8, D) / 8
     gate_row = w.gate.clone()
@@ -207,7 +207,7 @@ def test_light_heavy_empty_and_poisoned_tokens_side_by_side() -> None:
 
 
 def test_weights_that_are_not_finite() -> None:
-    """They reach every token that wakes their neuron. Others may get NaN of GEMMs: heavy tokens, hot neurons."""
+    """Every token that fires the neuron gets NaN or inf; so may others in GEMMs: heavy tokens, hot neurons."""
     w, x = make_weights(16, 64, f32, bias=True), torch.randn(4, 16)
     w.gate[5], x[:, 0] = torch.eye(16)[0], torch.tensor([1.0, -1.0, 1.0, -1.0])
     w.gate_bias[:] = -2  # type: ignore[index]
@@ -420,12 +420,12 @@ def test_training_and_other_backends_do_not_look(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long means 6 to 12 active neurons, and two tokens may be."""
+    """Long tokens have 6 to 12 active neurons, and there may be two."""
     shorten_lists(monkeypatch.setattr, long=12)
 
 
 def with_counts(counts: list[int], C: int) -> Tensor:
-    """bool [tokens, C] with as many active neurons a row."""
+    """bool [tokens, C] with the given number of active neurons in each row."""
     return torch.stack([torch.randperm(C) < n for n in counts])
 
 
@@ -478,8 +478,8 @@ def test_every_token_is_in_one_class(counts: list[int], long: set[int], heavy: s
     assert (parts.y.double() - expected).norm() <= 1e-6 * expected.norm()
 
 
-def test_lists_hold_what_hybrid_does() -> None:
-    """The lists of tokens that have cap places are those of ``Hybrid``, which marks the others."""
+def test_lists_equal_those_of_hybrid() -> None:
+    """Lists of tokens within cap equal those of ``Hybrid``, which marks the other tokens."""
     w, x = make_weights(32, 304, f32), torch.randn(60, 32)
     parts = Parts(x, w, make_plan(304, 48, 24))
     r = parts.replace_gate(with_counts([int(n) for n in torch.randint(0, 40, (60,))], 256))
@@ -520,7 +520,7 @@ def test_any_counts_caps_and_firsts(data: st.DataObject) -> None:
 @pytest.mark.parametrize("n_heavy", [0, 5, 16, 20, 67])
 @pytest.mark.parametrize("gated", [True, False])
 def test_heavy_tokens_alone(n_heavy: int, gated: bool, use_tma: bool, programs: int) -> None:
-    """Few tokens, shares of sums or not, three chunks; of hot neurons, here and there, gate and up are not read."""
+    """Few tokens, with and without shared sums, three chunks; rows of hot neurons, scattered, are not read."""
     torch.manual_seed(n_heavy)
     M, D, F = 70, 48, 304  # no whole tiles
     w, x = make_weights(D, F, f16, gated=gated, bias=True), torch.randn(M, D, dtype=f16)
@@ -553,7 +553,7 @@ def test_heavy_tokens_alone(n_heavy: int, gated: bool, use_tma: bool, programs: 
 
 
 @pytest.mark.usefixtures("little_room")
-def test_a_call_counts_pairs_and_heavy_tokens_where_it_is_asked_to() -> None:
+def test_a_watched_call_counts_pairs_and_heavy_tokens() -> None:
     w, x = make_weights(16, 144, f32, bias=True), torch.randn(40, 16)
     n = (torch.relu(x @ w.gate.T + w.gate_bias) != 0).sum(1)
     cap = int(n.median())

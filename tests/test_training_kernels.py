@@ -99,7 +99,7 @@ def relative_error(t: Tensor, truth: Tensor) -> float:
 
 
 def check(case: Case, needs: tuple[bool, ...] = ALL) -> None:
-    """Error against float64 at most twice that of the dense formulas in the same dtype."""
+    """The error against float64 is at most twice that of the dense formulas in the same dtype."""
     inputs = Inputs(case)
     (y, l1_sum, counts), got = inputs.run(case.activation, needs)
     out, want = inputs.truth(torch.float64, case.activation, needs)
@@ -150,7 +150,7 @@ def test_gradients(case: Case) -> None:
 @pytest.mark.parametrize("cap", [0, 1, 8, 60])
 @pytest.mark.parametrize("n_hot", [0, 16])
 def test_capacities_change_no_gradient(cap: int, n_hot: int) -> None:
-    """Tokens wake about 20 cold neurons: all of them heavy, or all in lists."""
+    """Tokens fire about 20 cold neurons: all tokens are heavy, or all have lists."""
     check(Case(cap=cap, n_hot=n_hot, F=64, bias=True, masked=True))
 
 
@@ -209,7 +209,7 @@ def test_the_same_bits_every_time() -> None:
 # -- pieces ------------------------------------------------------------------------------------------------
 
 
-def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
+def test_pairs_are_ordered_by_neuron_then_token() -> None:
     inputs = Inputs(Case(M=70, F=48, n_hot=0, cap=32))
     plan, rows = inputs.plan.on(inputs.x.device), split.by_rows(inputs.w)
     *_, kept = gpu.train(inputs.x, inputs.w, "relu", plan, None, want_stats=True, save=True)
@@ -234,7 +234,7 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("M", [1, 2048, 16384, 34816, 131072, 1 << 20])
-def test_room_for_shares_does_not_grow_without_end(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_shares_is_bounded(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the lists' real sizes
     size = lists.list_size(M, 64)
     split = tail_backward.split_at(size)
@@ -251,7 +251,7 @@ def test_matrices_are_transposed(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("wanted", ["gate up down", "gate", "up", "down", "up down"])
-def test_rows_of_hot_neurons_are_put_among_others(wanted: str, gated: bool) -> None:
+def test_rows_of_hot_neurons_are_scattered(wanted: str, gated: bool) -> None:
     D, hot = 1104, [7, 0, 8]
     names = [name for name in ("gate", "up", "down") if gated or name != "up"]
     part = {name: torch.randn(3, D) for name in names}
@@ -481,8 +481,8 @@ def test_autocast_of_wide_weights(ran_split: Callable[[], bool]) -> None:
         assert relative_error(ours, truth.double()) <= 2 * relative_error(theirs, truth.double()) + 1e-3
 
 
-def test_what_is_kept_may_be_copied_elsewhere() -> None:
-    """As torch.autograd.graph.save_on_cpu does, from a GPU."""
+def test_the_kept_tensor_may_be_copied() -> None:
+    """As torch.autograd.graph.save_on_cpu copies it from a GPU."""
     inputs, tensors = leaves(Case(F=48))
     _, expected = losses_and_gradients(tensors, backend="triton", plan=inputs.plan)
     with torch.autograd.graph.saved_tensors_hooks(
@@ -492,7 +492,7 @@ def test_what_is_kept_may_be_copied_elsewhere() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-def test_little_is_kept_for_the_backward() -> None:
+def test_the_kept_tensor_is_small() -> None:
     inputs, tensors = leaves(Case(M=256, D=16, F=512, n_hot=0, cap=16))
     with torch.no_grad():
         tensors[1].mul_(0).add_(torch.randn(512, 1) / 50 - 0.02)  # few neurons fire
@@ -538,7 +538,7 @@ def test_modules_train_after_an_optimiser_step() -> None:
         assert torch.allclose(*losses, rtol=1e-4)
 
 
-def test_costs_of_training_are_a_plan_s_own() -> None:
+def test_training_has_costs_of_its_own() -> None:
     from twell.plan import choose_plan, costs_for
 
     training = costs_for(torch.device("cpu"), training=True)

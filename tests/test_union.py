@@ -68,7 +68,7 @@ def test_it_is_the_dense_result(seed: int) -> None:
 
 
 def test_empty_full_and_poisoned_tokens() -> None:
-    """Tiles of 16 tokens: none fires in the first, all neurons do in the second, the third has inf, -inf and NaN."""
+    """Tiles of 16 tokens: in the first none fires, in the second all neurons do, the third has inf, -inf and NaN."""
     x, w = problem(48, 32, 64, f32, gated=True, bias=False, share=0.5)
     w.gate.abs_()
     x[:16], x[16:32] = -x[:16].abs(), x[16:32].abs()
