@@ -144,7 +144,6 @@ def _kernels_of_one(
         screen.screened_neurons_kernel,
         (dtype, torch.uint8, torch.float32, torch.float32, *[dtype] * 6, _BITS[screen.BN], MULTIPLE, MULTIPLE),
         {
-            "OVERLAPS": overlaps,
             "BN": screen.BN,
             "BK": min(screen.BK, power_of_2(D)),
             "SLOTS": screen.SLOTS,
@@ -253,30 +252,10 @@ def _first_kernel(
     """``tokens``: a power of 2; ``n_tokens``: the declaration of their number."""
     f32, bits, sizes = torch.float32, _BITS[tile.BN], (n_tokens, MULTIPLE, MULTIPLE, MULTIPLE)
     constants: dict[str, Any]
-    if isinstance(tile, HopperTile) and factors != dtype:
-        from twell.gpu.decode import hopper_fp8
-
-        constants = {
-            "OVERLAPS": overlaps,
-            "EARLY": settled,
-            "HM": max(16, tokens),
-            "BM": max(8, tokens),
-            "TOKENS": tokens,
-            "TN": tile.TN,
-            "SUBS": ceil_div(tile.TN, 16),
-            "CHAINS": tile.chains,
-            "DEPTH": tile.depth,
-            "PREFETCHES": overlaps,
-            "GATED": flags[0],
-            "SQUARED": flags[1],
-        }
-        arguments: tuple[Any, ...] = (dtype, factors, f32, factors, f32, factors, dtype, bits, *sizes)
-        return Kernel(hopper_fp8.hopper_fp8_neurons_kernel, arguments, constants, warps=tile.chains)
     if isinstance(tile, HopperTile):
-        from twell.gpu.decode import hopper  # needs Gluon, which the interpreter lacks
+        from twell.gpu.decode import hopper, hopper_fp8  # need Gluon, which the interpreter lacks
 
         constants = {
-            "OVERLAPS": overlaps,
             "EARLY": settled,
             "HM": max(16, tokens),
             "BM": max(8, tokens),
@@ -286,11 +265,14 @@ def _first_kernel(
             "DEPTH": tile.depth,
             **_constants(flags, overlaps),
         }
-        return Kernel(hopper.hopper_neurons_kernel, (*[dtype] * 7, bits, *sizes), constants, warps=tile.chains)
+        if factors == dtype:
+            return Kernel(hopper.hopper_neurons_kernel, (*[dtype] * 7, bits, *sizes), constants, warps=tile.chains)
+        without_biases = {name: c for name, c in constants.items() if "BIAS" not in name} | {"TOKENS": tokens}
+        arguments: tuple[Any, ...] = (dtype, factors, f32, factors, f32, factors, dtype, bits, *sizes)
+        return Kernel(hopper_fp8.hopper_fp8_neurons_kernel, arguments, without_biases, warps=tile.chains)
     constants = {
         "SCALED": factors != dtype,
         "PRECISION": _precision(dtype),
-        "OVERLAPS": overlaps,
         "BM": max(16, tokens),
         "TN": tile.TN or tile.BN,
         "BN": tile.BN,
@@ -357,6 +339,7 @@ def _precision(dtype: torch.dtype) -> str:
 def _constants(flags: tuple[bool, ...], overlaps: bool) -> dict[str, bool]:
     gated, squared, has_gate_bias, has_up_bias = flags
     return {
+        "OVERLAPS": overlaps,
         "PREFETCHES": overlaps,
         "GATED": gated,
         "SQUARED": squared,
