@@ -116,7 +116,7 @@ def test_a_relu_model_becomes_the_sparse_type_and_computes_the_same(tmp_path: Pa
     dense = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")).to(torch.bfloat16).eval()
     name = saved(dense, tmp_path / "relu", tokenizer)
     result = twell("convert", name, "--out", tmp_path / "out")
-    assert result.exit_code == 0 and "it computes what it did" in result.stdout
+    assert result.exit_code == 0 and "it computes the same as before" in result.stdout
     sparse = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert sparse.config.model_type == "llama_sparse_relu" and sparse.dtype == torch.bfloat16
     ids = torch.arange(20)[None]

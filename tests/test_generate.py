@@ -25,7 +25,7 @@ from twell.nn.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import load_tokenizer, train_bpe
 from twell.workbench import generate
-from twell.workbench.cli import generating
+from twell.workbench.cli import generate as generate_command
 from twell.workbench.generate import Parting, Settings
 
 TEXT = next(iter(read_texts(SAMPLE)))[:3000]
@@ -185,7 +185,7 @@ def test_ctrl_c_keeps_what_was_generated(
         if len(pieces) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(generating, "_print_piece", print_some)
+    monkeypatch.setattr(generate_command, "_print_piece", print_some)
     result = twell(*command)
     assert result.returncode == 130
     assert result.stdout == "".join(pieces) + "\n" and whole.startswith("".join(pieces))

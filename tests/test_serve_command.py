@@ -178,7 +178,7 @@ def pretend(command: Twell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         with monkeypatch.context() as patch:
             patch.setattr("twell.vllm.installed_version", lambda: version)
             patch.setattr(torch.cuda, "is_available", lambda: gpu)
-            patch.setattr("twell.workbench.cli.serving.load_model", lambda *_: ran.append("built in") or sys.exit(0))
+            patch.setattr("twell.workbench.cli.serve.load_model", lambda *_: ran.append("built in") or sys.exit(0))
             patch.setattr(os, "execve", lambda *given: ran.append(given) or sys.exit(0))
             result = command(*args)
         return result, ran[0] if ran else None

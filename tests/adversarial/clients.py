@@ -45,7 +45,7 @@ class Asked(NamedTuple):
 def serve(args: list[str]) -> None:
     """``twell serve``, of which a step of the model fails after each SIGUSR1."""
     from twell.workbench import cli
-    from twell.workbench.cli import serving
+    from twell.workbench.cli import serve as serve_command
 
     wanted = threading.Event()
 
@@ -61,8 +61,8 @@ def serve(args: list[str]) -> None:
         model.register_forward_pre_hook(fail, with_kwargs=True)
         return model, tokenizer
 
-    load = serving.load_model
-    serving.load_model = load_and_watch
+    load = serve_command.load_model
+    serve_command.load_model = load_and_watch
     signal.signal(signal.SIGUSR1, lambda *_: wanted.set())
     sys.argv = ["twell", "serve", *args]
     cli.main()

@@ -1,10 +1,9 @@
-"""``twell convert``: from a checkpoint with SiLU or GELU to a sparse one; ``twell quantize``: FP8 weights."""
+"""``twell convert``: from a checkpoint with SiLU or GELU to a sparse one."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import counted_bar
+from twell.workbench.cli.common import counted_bar, printer
 
 
 @app.command()
@@ -50,12 +49,10 @@ def convert(
     Without --train the model is saved untrained. Interrupted, the same command goes on, as does twell train --resume.
     A model that is ReLU already trains further by twell train --from.
     """
-    try:
-        from twell.train import convert as converting
-        from twell.train.recipes import Recipe, override
-        from twell.train.run import quiet_libraries, read_summary
-    except ImportError as error:
-        raise RuntimeError(f"converting needs more packages ({error}): pip install 'twell[train]'") from None
+    from twell.train import convert as converting
+    from twell.train.recipes import Recipe, override
+    from twell.train.run import quiet_libraries, read_summary
+
     quiet_libraries()
     changes = overrides or []
     if check and (train or out is not None):
@@ -72,10 +69,7 @@ def convert(
                 raise ValueError(f"{option} is for --train")
         if other := [change for change in changes if not change.startswith("l1=")]:
             raise ValueError(f"{' '.join(other)} is for --train")
-
-    def say(line: str) -> None:
-        print(line, flush=True, file=sys.stderr if as_json else sys.stdout)
-
+    say = printer(as_json)
     if train and out is not None:
         try:
             converting.convert_and_train(
@@ -107,53 +101,6 @@ def convert(
     else:
         print(report)
     if out is not None:
-        then = (
-            "no longer computes what it did: train it, by twell convert --train" if relufy else "computes what it did"
-        )
-        say(f"the model is in {out}; it {then}")
-
-
-@app.command()
-def quantize(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")],
-    out: Annotated[Path, typer.Option(help="Folder of the new model.")],
-    as_json: Annotated[bool, typer.Option("--json", help="The layers as JSON.")] = False,
-) -> None:
-    """Round the feed-forward weights of a model to FP8, for inference, and save it as compressed-tensors would.
-
-    Example: [bold]twell quantize my-run/model --out my-run/model-fp8[/bold]
-
-    Attention, embeddings and head stay as they are. No GPU is needed for it, but one to run the new model.
-    """
-    try:
-        from twell.hf.convert import NONE_FOUND, sparsify_
-        from twell.hf.counts import COUNTS_FILE
-        from twell.hf.loading import load_causal_lm
-        from twell.train.files import writing
-        from twell.train.run import quiet_libraries
-        from twell.train.tokenizer import load_tokenizer
-    except ImportError as error:
-        raise RuntimeError(f"quantizing needs more packages ({error}): pip install 'twell[train]'") from None
-    from twell.nn import sparse_ffns
-    from twell.nn.quantize import quantize_
-
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is not empty: choose another folder")
-    quiet_libraries()
-    tokenizer, language_model = load_tokenizer(model), load_causal_lm(model).eval()
-    found = sparsify_(language_model)
-    if next(sparse_ffns(language_model), None) is None:
-        why = found.rows[0].why if found.rows else NONE_FOUND
-        raise ValueError(f"{model} has no feed-forward layers to quantize: {why}")
-    report = quantize_(language_model)
-    if not report.layers:
-        raise ValueError(f"no feed-forward layer of {model} can be FP8: {report.left_alone[0][1]}")
-    with writing(out):
-        language_model.save_pretrained(out)
-        tokenizer.save_pretrained(out)
-        if (counts := Path(model) / COUNTS_FILE).is_file():  # which plans follow
-            shutil.copy(counts, out)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(report)))
-    else:
-        print(f"{report}; the model is in {out}")
+        same = "computes the same as before"
+        changed = "no longer computes the same: train it with twell convert --train"
+        say(f"the model is in {out}; it {changed if relufy else same}")

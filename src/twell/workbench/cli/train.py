@@ -1,4 +1,4 @@
-"""``twell train | sweep``."""
+"""``twell train``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import Seconds, counted_bar
+from twell.workbench.cli.common import counted_bar, printer
 
 
 @app.command()
@@ -84,19 +84,17 @@ def train(
 
     [bold]twell train --from my-run/model --data more/ --out my-second-run steps=500[/bold]
     """
-    try:
-        from twell.train import recipes
-        from twell.train.data import SAMPLE
-        from twell.train.run import how_to_go_on, quiet_libraries, read_summary, run
-        from twell.train.saved import Saved
-        from twell.train.trainer import FSDP2
-    except ImportError as error:
-        raise RuntimeError(f"training needs more packages ({error}): pip install 'twell[train]'") from None
+    from twell.train import recipes
+    from twell.train.data import SAMPLE
+    from twell.train.run import how_to_go_on, quiet_libraries, read_summary, run
+    from twell.train.saved import Saved
+    from twell.train.trainer import FSDP2
+
     quiet_libraries()
     how: dict[str, Any] = {
         "validation": validation or [],
         "tokenizer": tokenizer,
-        "say": lambda line: print(line, flush=True, file=sys.stderr if as_json else sys.stdout),
+        "say": printer(as_json),
         "live": sys.stdout.isatty() and not as_json,
         "torch_compile": compiled,
         "save_memory": save_memory,
@@ -143,75 +141,3 @@ def train(
         raise
     if as_json:
         print(json.dumps(read_summary(out)))
-
-
-@app.command()
-def sweep(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the preset, for all runs.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the sweep; one that exists goes on.")] = Path("sweep"),
-    target: Annotated[
-        list[float] | None, typer.Option(help="A share or number of active neurons, as target_active; repeatable.")
-    ] = None,
-    l1: Annotated[
-        list[float] | None,
-        typer.Option(help="A constant coefficient; repeatable. Default, with no --target: the paper's eight."),
-    ] = None,
-    ablation: Annotated[
-        list[str] | None, typer.Option(help="silu, plain or restart, at the preset's target_active; repeatable.")
-    ] = None,
-    preset: Annotated[str, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "small",
-    data: Annotated[list[str] | None, typer.Option(help="As for twell train. Default: the bundled text.")] = None,
-    validation: Annotated[list[Path] | None, typer.Option(help="Files to validate and to time on.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder, file or hub name. Default: one is trained.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the training.")] = False,
-    seconds: Seconds = 3.0,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output, all else on error.")] = False,
-) -> None:
-    """Train a model for each target or l1, evaluate and time it: a table and a figure of what sparsity costs and gives.
-
-    Example: [bold]twell sweep --preset tiny --l1 0 --target 0.03 --target 0.01 --ablation silu --out my-sweep[/bold]
-
-    Interrupted, the same command goes on where it was.
-    """
-    from twell.train import recipes
-    from twell.train.data import SAMPLE
-    from twell.train.run import quiet_libraries
-    from twell.workbench import sweep as sweeping
-    from twell.workbench.bench import swept
-
-    quiet_libraries()
-    recipe = recipes.override(recipes.preset(preset), overrides or [])
-    usual = [] if ablation or target else list(sweeping.PAPER_L1)
-    todo = sweeping.variants(recipe, usual if l1 is None else l1, ablation or [], target or [])
-
-    def say(line: str) -> None:
-        print(line, flush=True, file=sys.stderr if as_json else sys.stdout)
-
-    measured = sweeping.sweep(
-        recipe,
-        todo,
-        data or [str(SAMPLE)],
-        out,
-        validation=validation or [],
-        tokenizer=tokenizer,
-        seconds=seconds,
-        say=say,
-        torch_compile=compiled,
-    )
-    rows: list[dict[str, Any]] = []
-    try:
-        for row in measured:
-            rows.append(row)
-            say(f"{len(rows)} of {len(todo)} runs are done")
-            if as_json:
-                print(json.dumps(row), flush=True)
-    except KeyboardInterrupt:
-        print(
-            f"twell: interrupted: {len(rows)} of {len(todo)} runs are done; the same command goes on", file=sys.stderr
-        )
-        raise
-    if not as_json:
-        print("\n".join(swept.table(rows)))
-    say(f"the sweep is in {out}: {sweeping.ROWS_FILE}, {sweeping.TABLE_FILE}, {sweeping.FIGURE_FILE}")
