@@ -22,8 +22,8 @@ from serving import CONTEXT, PROMPTS, Server, generated, served, wait_until
 from twell import cpu
 from twell.hf.text import TextStream
 from twell.train.tokenizer import train_bpe
+from twell.workbench.serve.answers import UntilStop
 from twell.workbench.serve.jobs import Sampler
-from twell.workbench.serve.text import UntilStop
 
 
 @pytest.fixture(scope="module")

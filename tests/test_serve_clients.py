@@ -19,7 +19,8 @@ pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 
 from serving import CONTEXT, PROMPTS, VOCABULARY, Server, get, post, served, wait_until
 from twell.workbench import serve
-from twell.workbench.serve import app, engine, guard, running
+from twell.workbench.serve import engine, guard, running
+from twell.workbench.serve import server as serve_server
 from twell.workbench.serve.guard import is_safe_host
 
 # ---------------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ def test_no_more_requests_are_taken_than_can_wait(server: Server, monkeypatch: p
 
 def test_connections_that_send_nothing_are_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "HEADER_SECONDS", 0.1)
-    monkeypatch.setattr(app, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(serve_server, "READ_SECONDS", 0.1)
     with served(folder, batched=False) as one:
         host, _, port = one.url.removeprefix("http://").partition(":")
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
