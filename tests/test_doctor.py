@@ -77,7 +77,7 @@ def test_plans_are_those_that_sparsify_chooses(relu_model: Path) -> None:
         assert without_prediction == f"Plan({shown.plan})"
     assert plans[0].plan.startswith(f"0 of {F} neurons hot, tokens heavy above ")
     assert plans[1].plan.startswith(f"256 of {F} neurons hot, ")
-    assert plans[2] == doctor.LayerPlan("model.layers.2.mlp", "sparse", f"dense, {F} neurons", 1.0, 0)
+    assert plans[2] == doctor.LayerForecast("model.layers.2.mlp", "sparse", f"dense, {F} neurons", 1.0, 0)
     assert {p.runs for p in plans} == {"sparse"}
     assert plans[0].predicted is not None and plans[1].predicted is not None
     assert plans[0].predicted > plans[1].predicted > 1.05
@@ -402,7 +402,7 @@ def test_command_with_a_model(
     assert found["healthy"] is True and found["self-test"].startswith("sparse equals dense")
     assert found["plans"] == [p._asdict() for p in expected]
     assert set(found["plans"][0]) == {"layer", "runs", "plan", "predicted", "frozen_bytes"}
-    assert "on a GPU a call runs densely" in found["without a plan"]
+    assert "on a GPU a layer runs densely" in found["without a plan"]
 
     monkeypatch.setattr(doctor, "_extras", lambda: "eval lacks lm-eval: pip install 'twell[eval]'")
     assert run(monkeypatch, str(relu_model)) == 0
