@@ -299,7 +299,7 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
         ([mute, "--relufy", "--out", out], "has no tokenizer that can be loaded: give --tokenizer"),
         ([narrow, "--relufy", "--out", out], "has 300 tokens, the model's vocabulary 280"),
         ([llama, "--relufy", "--out", full], "is not empty"),
-        ([relu, "--train", "--out", out, "--data", text], "trains further by twell train --from"),
+        ([relu, "--train", "--out", out, "--data", text], "trains further with twell train --from"),
         ([llama, "--relufy", "--out", out, "--data", text], "--data is for --train"),
         ([llama, "--relufy", "--out", out, "steps=3"], "steps=3 is for --train"),
         ([llama, "--relufy", "--train", "--out", out], "give --data"),

@@ -20,17 +20,19 @@ def convert(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="With --train: change the recipe, as of twell train. Else l1 only."
+            metavar="[KEY=VALUE]...", help="With --train: change the recipe, as for twell train. Else only l1."
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the new model, or with --train of the run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the new model; with --train, of the run.")] = None,
     relufy: Annotated[
-        bool, typer.Option("--relufy", help="SiLU or GELU gate -> ReLU: changes what the model computes.")
+        bool, typer.Option("--relufy", help="Replace SiLU or GELU by ReLU: changes what the model computes.")
     ] = False,
-    train: Annotated[bool, typer.Option("--train", help="With --relufy: train it further on --data, with L1.")] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="With --relufy: train the model further on --data, with L1.")
+    ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Only tell, layer by layer, what sparsify_ (with --relufy: relufy_) would do."),
+        typer.Option("--check", help="Only print what sparsify_ (with --relufy: relufy_) would do with each layer."),
     ] = False,
     data: Annotated[list[str] | None, typer.Option(help="With --train: text, as for twell train; repeatable.")] = None,
     validation: Annotated[
@@ -42,12 +44,12 @@ def convert(
     report_to: Annotated[str, typer.Option(help="With --train: also log to tensorboard, wandb or trackio.")] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="The layers, or the run's summary, as JSON.")] = False,
 ) -> None:
-    """Make a sparse model of an existing one: ReLU for SiLU or GELU, then training that recovers what that cost.
+    """Make a sparse model from an existing one: ReLU for SiLU or GELU, then training to recover the model's quality.
 
     Example: [bold]twell convert my-model --relufy --train --data text/ --out sparse-run steps=300[/bold]
 
-    Without --train the model is saved untrained. Interrupted, the same command goes on, as does twell train --resume.
-    A model that is ReLU already trains further by twell train --from.
+    Without --train the model is saved untrained. After an interruption the same command continues, or twell train
+    --resume. A model that already has ReLU trains further with twell train --from.
     """
     from twell.train import convert as converting
     from twell.train.recipes import Recipe, override
@@ -58,11 +60,13 @@ def convert(
     if check and (train or out is not None):
         raise ValueError("--check writes nothing: leave out --train and --out")
     if not check and out is None:
-        raise ValueError("where to? give --out, or --check to only look")
+        raise ValueError("give --out, or --check to only look")
     if check and tokenizer is not None:
         raise ValueError("--check writes nothing: leave out --tokenizer")
     if train and not relufy:
-        raise ValueError("--train is for --relufy; a model that is ReLU already trains further by twell train --from")
+        raise ValueError(
+            "--train is for --relufy; a model that already has ReLU trains further with twell train --from"
+        )
     if not train:
         for option, given in (("--data", data), ("--validation", validation), ("--compile", compiled)):
             if given:
@@ -86,7 +90,7 @@ def convert(
                 report_to=report_to,
             )
         except KeyboardInterrupt:
-            print("twell: the same command goes on where this one was", file=sys.stderr)
+            print("twell: the same command goes on where this one stopped", file=sys.stderr)
             raise
         if as_json:
             print(json.dumps(read_summary(out)))

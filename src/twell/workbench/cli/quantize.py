@@ -23,7 +23,7 @@ def quantize(
 
     Example: [bold]twell quantize my-run/model --out my-run/model-fp8[/bold]
 
-    Attention, embeddings and head stay as they are. No GPU is needed for it, but one to run the new model.
+    Attention, embeddings and head stay as they are. Quantizing needs no GPU; running the new model does.
     """
     from twell.hf.convert import NONE_FOUND, sparsify_
     from twell.hf.counts import COUNTS_FILE

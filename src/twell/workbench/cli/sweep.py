@@ -18,7 +18,7 @@ def sweep(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the preset, for all runs.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the sweep; one that exists goes on.")] = Path("sweep"),
+    out: Annotated[Path, typer.Option(help="Folder of the sweep; an existing one is continued.")] = Path("sweep"),
     target: Annotated[
         list[float] | None, typer.Option(help="A share or number of active neurons, as target_active; repeatable.")
     ] = None,
@@ -35,13 +35,15 @@ def sweep(
     tokenizer: Annotated[str | None, typer.Option(help="Folder, file or hub name. Default: one is trained.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the training.")] = False,
     seconds: Seconds = 3.0,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output, all else on error.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON lines on standard output, all else on standard error.")
+    ] = False,
 ) -> None:
-    """Train a model for each target or l1, evaluate and time it: a table and a figure of what sparsity costs and gives.
+    """Train, evaluate and time a model for each target or l1: a table and a figure of what sparsity costs and gains.
 
     Example: [bold]twell sweep --preset tiny --l1 0 --target 0.03 --target 0.01 --ablation silu --out my-sweep[/bold]
 
-    Interrupted, the same command goes on where it was.
+    After an interruption the same command continues.
     """
     from twell.train import recipes
     from twell.train.data import SAMPLE

@@ -39,11 +39,11 @@ def train(
     ] = None,
     lora: Annotated[
         int | None,
-        typer.Option(help="With --from: train adapters of this rank alone, and no L1 unless you ask for it."),
+        typer.Option(help="With --from: train only adapters of this rank, without L1 unless you ask for it."),
     ] = None,
     lora_modules: Annotated[
         list[str] | None,
-        typer.Option(help="With --lora: layers that get one; repeatable. Default: those of attention."),
+        typer.Option(help="With --lora: layers that get an adapter; repeatable. Default: those of attention."),
     ] = None,
     tokenizer: Annotated[
         str | None,
@@ -52,16 +52,16 @@ def train(
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run's newest checkpoint; steps=N: for longer.")
+        bool, typer.Option("--resume", help="Resume from the run's newest checkpoint; steps=N trains longer.")
     ] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="torch.compile the model: a minute's start for a faster run on a GPU.")
+        bool, typer.Option("--compile", help="torch.compile the model: starts a minute later, runs faster on a GPU.")
     ] = False,
     save_memory: Annotated[
         bool,
         typer.Option(
             "--save-memory",
-            help="Compute attention again in the backward, and the loss in chunks: larger batches, slower.",
+            help="Recompute attention in the backward, and compute the loss in chunks: larger batches, slower.",
         ),
     ] = False,
     report_to: Annotated[
@@ -71,14 +71,14 @@ def train(
         bool, typer.Option("--fsdp", help="Under torchrun: shard weights and optimiser over the processes (FSDP2).")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="What the run reached, as one JSON object on standard output.")
+        bool, typer.Option("--json", help="The run's summary as one JSON object on standard output.")
     ] = False,
 ) -> None:
     """Train a sparse language model: ReLU and L1, on the Hugging Face Trainer.
 
-    L1 is steered until a token fires 1 % of the neurons. target_active=0.02 asks
-    for another share, 30 for a number of neurons; l1=1e-3 is a fixed coefficient.
-    On a terminal the run is shown as one screen, elsewhere line by line.
+    L1 is steered until a token fires 1 % of the neurons. target_active=0.02 sets
+    another share, target_active=30 a number of neurons; l1=1e-3 is a fixed coefficient.
+    A terminal shows the run as one screen; elsewhere it prints lines.
 
     Example: [bold]twell train --preset tiny --out my-run target_active=0.02 steps=200[/bold]
 
@@ -110,7 +110,7 @@ def train(
         for option, given in (("--preset", preset), ("--resume", resume)):
             if given:
                 raise ValueError(
-                    f"{option} is not for --from: a model has its own shape, and a run that began resumes alone"
+                    f"{option} is not for --from: the model has its own shape, and an interrupted run resumes by itself"
                 )
         if lora is not None and fsdp:
             raise ValueError("--lora runs on one GPU, or several without --fsdp")
@@ -126,9 +126,11 @@ def train(
             if resume:
                 was = Saved.read(out)
                 recipe = recipes.override(recipe if preset else was.recipe, changes)
-                if not any(change.startswith("steps=") for change in changes):  # a preset's are no wish for more
+                if not any(
+                    change.startswith("steps=") for change in changes
+                ):  # the steps of a preset do not extend a run
                     recipe = dataclasses.replace(recipe, steps=was.recipe.steps)
-                if was.conversion:  # where there is no checkpoint yet, its model is made anew
+                if was.conversion:  # without a checkpoint the model is converted again
                     from twell.train.convert import beginning
 
                     facts = was.conversion["facts"]
