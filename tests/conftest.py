@@ -122,18 +122,19 @@ def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Servers of a tiny model, for tests of ``twell serve``. Their module needs what a server needs.
+# Servers of a tiny model, for tests of ``twell serve``: one for each engine, shared by all tests of a process.
+# Imported inside the fixtures, since serving.py needs the packages of a server.
 # ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from serving import make_model
 
     return make_model(tmp_path_factory.mktemp("my-run") / "model")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(folder: Path) -> Iterator[Any]:
     from serving import served
 
@@ -141,7 +142,7 @@ def server(folder: Path) -> Iterator[Any]:
         yield one
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sequential(folder: Path) -> Iterator[Any]:
     from serving import served
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -238,98 +241,93 @@ def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(
 
 # -- options ----------------------------------------------------------------------------------------------
 
-FFN = ["bench", "ffn", "-w", "skew2", "-m", "2", "--width", "16", "--hidden", "32", "--seconds", "0"]
-TRAIN = ["bench", "train", *FFN[2:], "--device", "cpu"]
-OPTIONS: dict[tuple[str, ...], list[str]] = {
-    (*FFN,): [
-        *("--seconds -1", "--seconds nan", "--seconds inf", "--seconds x", "--dtype float8", "--dtype="),
-        *("--device cuda:99x", "--device=", "--device tpu", "--backend=", "--backend magic", "-w skew-1", "-w iid0"),
-        *("-w skew", "-w skew1e9", "-m -1", "-m x", "--width 0", "--hidden -5", "--out OUT", "--out /dev/full"),
-        *("--trace TEXT", "--graph", "--nonsense", "extra"),
-    ],
-    (*TRAIN,): [
-        *("--seconds -1", "--seconds nan", "--dtype=", "--device=", "-m 0", "--variant x", "--variant dense"),
-        *("--largest", "--model --tokens 2", "--trace TEXT", "--batch 0", "--length 0"),
-    ],
-    ("bench", "decode", "--preset", "tiny", "--device", "cpu", "--context", "2"): [
-        *("--seconds -1", "--seconds nan", "--preset x", "-w x", "--batch 0", "--context 0", "--device x", "--device="),
-    ],
-    ("bench", "model", "MODEL", "--device", "cpu"): [
-        *("--seconds -1", "--seconds nan", "--shape 0x1", "--shape x", "--shape 1x100000", "--length 65", "--batch -1"),
-        *(
-            "--preset tiny",
-            "--depth 1",
-            "--trace TEXT",
-            "--paper --batch 1",
-            "--text /none",
-            "--text MODEL",
-            "--device x",
-        ),
-        *("--shape 1x8 --batch 1", "--length 8 --generate --text OUT/empty.txt"),
-    ],
-    ("bench", "model", "--device", "cpu"): [
-        *("--preset tiny --depth 0", "--preset x", "--text TEXT", "--layers", "--preset tiny --trace /none.npz"),
-        *("--preset tiny --trace TEXT", "--preset tiny --trace TEXT --generate", "--preset tiny -w x"),
-    ],
-    ("bench", "plot"): ["", "/none --out OUT/x.png", "ROWS", "ROWS --out OUT/x.gif", "TEXT --out OUT/x.png"],
-    ("bench", "curves"): ["/none --out OUT/x.png", "MODEL --out OUT/x.png", "ROWS --out OUT/x.png", "TEXT --out OUT/x"],
-    ("trace", "MODEL", "--text", "TEXT", "--out", "OUT/trace.npz"): [
-        *("--tokens 0", "--tokens -5", "--tokens x", "--length 0", "--length -1", "--length 1000000", "--length 65"),
-        *("--out OUT", "--text /none", "--text OUT"),
-    ],
-    ("analyze", "MODEL", "--text", "TEXT"): [
-        *("--tokens 0", "--tokens 1", "--length 0", "--length 65", "--out OUT", "--report x.txt", "--metrics TEXT"),
-        *("--speed TEXT", "--report OUT/x.html --speed TEXT", "--report OUT/x.html --speed /none"),
-        *("--report OUT/x.html --metrics /none", "--figures OUT/f --suffix .gif", "--figures TEXT"),
-    ],
-    ("calibrate", "MODEL", "--text", "TEXT"): ["--tokens 0", "--tokens -5", "--text /none", "--text MODEL"],
-    ("eval", "MODEL", "--text", "TEXT"): [
-        *(
-            "--limit 0",
-            "--batch-size 0",
-            "--tasks x",
-            "--scorer x",
-            "--device x",
-            "--device=",
-            "--dtype x",
-            "--out OUT",
-        ),
-        *("--data /none --scorer own", "--data MODEL --scorer own", "--last-words /none", "--last-words TEXT"),
-        *("--text /none", "--text OUT", "--text MODEL/model.safetensors", "--text BAD.jsonl", "--text BAD.u16"),
-        *("--text BAD.parquet", "--text BAD.txt", "--last-words BAD.jsonl"),
-    ],
-    ("sweep", "--preset", "tiny", "--out", "OUT/sweep"): ["--seconds -1", "--seconds nan", "--l1 nan", "steps=0"],
-    ("generate", "MODEL", "-p", "hello", "--max-new-tokens", "2"): [
-        *("--temperature -1", "--temperature nan", "--temperature inf", "--top-p 0", "--top-p 2", "--top-p nan"),
-        *("--top-k 0", "--seed -1", f"--seed {2**80}", "--max-new-tokens 0", "--max-new-tokens 100000", "--chat"),
-        *("--repeats 0 --compare", "--dtype x", "--dtype int8", "--device x", "--stream --json", "--stream --compare"),
-        *("--temperature 1 --compare", "--prompt=", "--prompt-file /none", "--prompt-file MODEL/model.safetensors"),
-    ],
-    ("compare",): [
-        *("", "/none /none", "TEXT", "TEXT TEXT", "ROWS", "ROWS ROWS --floor -1", "ROWS ROWS --floor nan"),
-        *("ROWS ROWS --threshold -1", "ROWS ROWS --threshold nan", "ROWS ROWS --check x", "ROWS --by x", "OUT OUT"),
-        *("ROWS ROWS --first x",),
-    ],
-    ("results",): ["/none.md", "TEXT --rows /none", "TEXT --rows OUT", "OUT --rows OUT"],
-    ("convert", "MODEL"): [
-        *("", "--check --out OUT/c", "--check --train", "--check --tokenizer x", "--out OUT/c --data TEXT"),
-        "--out OUT/c lr=1",
-    ],
-    ("tune",): ["--tiles -m 0", "--tiles --dtype x", "--tiles --kernel x", "-m 8", "--dtype float16"],
-    ("train", "--out", "OUT/run"): ["--preset x", "nonsense=1", "steps=x", "l1=", "--data /none", "--resume l1=1"],
-    (): ["nonsense", "--nonsense", "bench nonsense"],
+FFN = "-w skew2 -m 2 --width 16 --hidden 32 --seconds 0"
+OPTIONS = {  # of each command, by line or semicolon; after -> what the error says
+    f"bench ffn {FFN}": """
+        --seconds -1; --seconds nan; --seconds inf; --seconds x; --dtype float8; --dtype=; --device cuda:99x; --device=
+        --backend=; -w skew-1; -w iid0; -w skew; -w skew1e9; -m -1; -m x; --width 0; --hidden -5; --out OUT
+        --out /dev/full; --trace TEXT; --nonsense; extra; -m 0 -> must be at least 1; --graph -> --graph needs a GPU
+        -w nonsense -> unknown workload 'nonsense'; --dtype int8 -> unknown dtype 'int8'
+        --backend magic -> unknown backend 'magic'; --backend triton -> backend 'triton' is not available
+        --device tpu -> unknown device 'tpu'; -w skew300 -> mean_nnz 300 does not fit 32 neurons
+        --trace none.npz -> --trace times gated FFNs as they were recorded""",
+    "bench ffn --trace none.npz": "-> backend 'triton' is not available",
+    f"bench train {FFN} --device cpu": """
+        --seconds -1; --seconds nan; --dtype=; --device=; -m 0; --variant x; --variant dense; --largest
+        --model --tokens 2; --trace TEXT; --batch 0; --length 0""",
+    "bench decode --preset tiny --device cpu --context 2": """
+        --seconds -1; --seconds nan; --preset x; -w x; --batch 0; --context 0; --device x; --device=""",
+    "bench model MODEL --device cpu": """
+        --seconds -1; --seconds nan; --shape 0x1; --shape x; --shape 1x100000; --length 65; --batch -1; --preset tiny
+        --depth 1; --trace TEXT; --paper --batch 1; --text /none; --text MODEL; --device x; --shape 1x8 --batch 1
+        --length 8 --generate --text OUT/empty.txt""",
+    "bench model --device cpu": """
+        --preset tiny --depth 0; --text TEXT; --layers; --preset tiny --trace /none.npz; --preset tiny --trace TEXT
+        --preset tiny --trace TEXT --generate; --preset tiny -w x; --preset huge -> unknown preset 'huge'
+        -w none -> unknown workload 'none'; --batch 0 -> --batch, --length and --depth must be at least 1
+        --preset tiny -> backend 'triton' is not available""",
+    "bench plot": "--out OUT/x.png; /none --out OUT/x.png; ROWS; ROWS --out OUT/x.gif; TEXT --out OUT/x.png",
+    "bench curves": "/none --out OUT/x.png; MODEL --out OUT/x.png; ROWS --out OUT/x.png; TEXT --out OUT/x",
+    "trace MODEL --text TEXT --out OUT/trace.npz": """
+        --tokens 0; --tokens -5; --tokens x; --length 0; --length -1; --length 1000000; --length 65; --out OUT
+        --text /none; --text OUT""",
+    "analyze MODEL --text TEXT": """
+        --tokens 0; --tokens 1; --length 0; --length 65; --out OUT; --metrics TEXT; --speed TEXT
+        --report OUT/x.html --speed TEXT; --report OUT/x.html --speed /none; --report OUT/x.html --metrics /none
+        --figures OUT/f --suffix .gif; --figures TEXT; --report page.txt -> ends in .html
+        --speed rows.jsonl -> are for --report or --figures""",
+    "calibrate MODEL --text TEXT": "--tokens 0; --tokens -5; --text /none; --text MODEL",
+    "eval MODEL": "--device cpu -> nothing to evaluate on",
+    "eval MODEL --text TEXT": """
+        --limit 0; --batch-size 0; --tasks x; --scorer x; --device x; --device=; --dtype x; --out OUT
+        --data /none --scorer own; --data MODEL --scorer own; --last-words /none; --last-words TEXT; --text OUT
+        --text MODEL/model.safetensors; --text BAD.jsonl; --text BAD.u16; --text BAD.parquet; --text BAD.txt
+        --last-words BAD.jsonl; --text missing.txt -> missing.txt""",
+    "sweep --preset tiny --out OUT/sweep": "--seconds -1; --seconds nan; --l1 nan; steps=0",
+    "generate MODEL": "-> the prompt is empty; -p '' -> the prompt is empty; -p a -p '' -> prompt 2 is empty",
+    "generate MODEL -p hello": """
+        --temperature inf; --top-p 0; --top-p nan; --seed -1; --seed 1208925819614629174706176; --dtype x; --device x
+        --prompt-file /none; --prompt-file MODEL/model.safetensors; --prompt-file missing.txt -> missing.txt
+        --prompt ' ' -> prompt 2 is empty; --prompt-file TEXT -> leaves no room for new ones
+        --max-new-tokens 64 -> new ones fit; --max-new-tokens 0 -> max-new-tokens must be at least 1, got 0
+        --temperature -1 -> temperature must be 0 (greedy) or at least 0.0001, got -1
+        --temperature nan -> temperature must be 0 (greedy) or at least 0.0001, got nan
+        --top-p 1.5 -> top-p must be above 0 and at most 1, got 1.5; --top-k 0 -> top-k must be at least 1, got 0
+        --top-k 3 --seed -3 -> seed must be at least 0; --seed 3 -> seed has no effect on greedy generation
+        --temperature 0 --top-p 0.5 -> top-p has no effect on greedy generation
+        --stream --json -> --stream does not go with --json; --stream --compare -> --stream does not go with --compare
+        --top-k 3 --compare -> --compare is greedy; --compare --repeats 0 -> --repeats must be at least 1, got 0
+        --chat -> the model has no chat template; --device abacus -> unknown device 'abacus'
+        --dtype int8 -> unknown dtype 'int8'""",
+    "compare": """
+        --json; /none /none; TEXT; TEXT TEXT; ROWS; ROWS ROWS --floor -1; ROWS ROWS --floor nan
+        ROWS ROWS --threshold -1; ROWS ROWS --threshold nan; ROWS ROWS --check x; ROWS ROWS --first x; ROWS --by x
+        OUT OUT""",
+    "results": "/none.md; TEXT --rows /none; TEXT --rows OUT; OUT --rows OUT",
+    "convert MODEL": """
+        --relufy; --check --out OUT/c; --check --train; --check --tokenizer x; --out OUT/c --data TEXT
+        --out OUT/c lr=1""",
+    "tune": "--tiles -m 0; --tiles --dtype x; --tiles --kernel x; -m 8; --dtype float16",
+    "train --out OUT/run": """
+        steps=x; l1=; --data /none; --resume l1=1 -> run holds no run to resume; --preset huge -> unknown preset 'huge'
+        nonsense=1 -> expected key=value""",
+    "": "nonsense; --nonsense; bench nonsense",
 }
 
 
 @pytest.mark.parametrize(
-    ("command", "options"), [(command, options) for command, several in OPTIONS.items() for options in several]
+    ("command", "options"),
+    [(command, each) for command, several in OPTIONS.items() for each in re.split(r"\s*[;\n]\s*", several.strip())],
 )
 def test_bad_options_are_refused(
-    twell: Twell, place: Path, tmp_path: Path, command: tuple[str, ...], options: str, monkeypatch: pytest.MonkeyPatch
+    twell: Twell, place: Path, tmp_path: Path, command: str, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    result = twell(*filled([*command, *options.split()], place, place / "model", tmp_path))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    given, _, message = options.partition("->")
+    result = twell(*filled(shlex.split(f"{command} {given}"), place, place / "model", tmp_path))
     assert_refused(result)
+    assert message.strip() in result.stderr
     assert "BAD" not in options or str(place / "odd") in result.stderr
 
 

@@ -253,48 +253,6 @@ def test_the_default_length_is_what_fits(twell: Twell, folders: dict[str, str]) 
     assert f"at most {row['new_tokens']} new tokens: the model's context holds {CONTEXT}" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--prompt", " \n"], "the prompt is empty"),
-        (["--prompt", "a", "--prompt", ""], "prompt 2 is empty"),
-        ([], "the prompt is empty"),
-        (["--prompt", TEXT], "leaves no room for new ones"),
-        (["--prompt", "a", "--max-new-tokens", "64"], "at most 63 new ones fit"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "max-new-tokens must be at least 1, got 0"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 (greedy) or at least 0.0001, got -1"),
-        (["--prompt", "a", "--temperature", "nan"], "temperature must be 0 (greedy) or at least 0.0001, got nan"),
-        (["--prompt", "a", "--top-p", "1.5"], "top-p must be above 0 and at most 1, got 1.5"),
-        (["--prompt", "a", "--top-k", "0"], "top-k must be at least 1, got 0"),
-        (["--prompt", "a", "--top-k", "3", "--seed", "-3"], "seed must be at least 0"),
-        (["--prompt", "a", "--seed", "3"], "seed has no effect on greedy generation"),
-        (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "top-p has no effect on greedy generation"),
-        (["--prompt", "a", "--stream", "--json"], "--stream does not go with --json"),
-        (["--prompt", "a", "--stream", "--compare"], "--stream does not go with --compare"),
-        (["--prompt", "a", "--top-k", "3", "--compare"], "--compare is greedy"),
-        (["--prompt", "a", "--compare", "--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["--prompt", "a", "--chat"], "the model has no chat template"),
-        (["--prompt", "a", "--device", "abacus"], "unknown device 'abacus'"),
-        (["--prompt", "a", "--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--prompt-file", "missing.txt"], "missing.txt"),
-    ],
-)
-def test_bad_input_is_one_clear_line(
-    twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    result = twell(folders["sparse"], *args)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
-
-
-def test_no_such_model(twell: Twell, folders: dict[str, str]) -> None:
-    assert "nowhere is no folder of a model" in twell("nowhere", "--prompt", "a").stderr
-    run = str(Path(folders["sparse"]).parent)
-    assert f"it has no config.json; {run}/model has" in twell(run, "--prompt", "a").stderr
-
-
 # -- dense against sparse -----------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,6 @@ from twell.hf.text import TextStream
 from twell.train.tokenizer import train_bpe
 from twell.workbench.serve.answers import UntilStop
 from twell.workbench.serve.jobs import Sampler
-
-
-@pytest.fixture(scope="module")
-def chat_server(folder: Path) -> Iterator[Server]:
-    with served(folder, batched=True, chat=True) as one:
-        yield one
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Right answers
@@ -115,10 +107,7 @@ def test_sixteen_clients_at_once(either: Server) -> None:
 
     def ask(i: int) -> str:
         barrier.wait()
-        how = {"max_tokens": 10 + i}
-        if i % 2:
-            return str(either.complete(PROMPTS[i], **how).choices[0].text)
-        return "".join(part.choices[0].text for part in either.complete(PROMPTS[i], stream=True, **how))
+        return either.complete_text(PROMPTS[i], max_tokens=10 + i, stream=i % 2 == 0)
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert list(pool.map(ask, range(len(PROMPTS)))) == expected
@@ -146,7 +135,7 @@ def test_every_request_is_sampled_in_its_own_way(server: Server) -> None:
     """A greedy client is not touched by hot ones beside it, and a seed gives the same alone and in company."""
 
     def seeded(seed: int) -> str:
-        return str(server.complete("Once", temperature=1.5, seed=seed, max_tokens=30).choices[0].text)
+        return str(server.complete_text("Once", temperature=1.5, seed=seed, max_tokens=30))
 
     alone = [seeded(seed) for seed in (1, 2)]
     assert alone[0] != alone[1]
@@ -163,15 +152,15 @@ def test_both_engines_draw_the_same(server: Server, sequential: Server) -> None:
 
 
 def test_without_a_temperature_it_samples_as_openai_does(server: Server) -> None:
-    texts = {server.complete("Once", temperature=None, max_tokens=30).choices[0].text for _ in range(4)}
+    texts = {server.complete_text("Once", temperature=None, max_tokens=30) for _ in range(4)}
     assert len(texts) > 1
-    assert server.complete("Once", temperature=1e-40).choices[0].text == server.expected("Once")
-    assert server.complete("Once", temperature=2, extra_body={"top_k": 1}).choices[0].text == server.expected("Once")
+    assert server.complete_text("Once", temperature=1e-40) == server.expected("Once")
+    assert server.complete_text("Once", temperature=2, extra_body={"top_k": 1}) == server.expected("Once")
 
 
 def test_the_models_own_temperature_counts(folder: Path) -> None:
     with served(folder, batched=False, do_sample=True, temperature=1e-9) as one:
-        assert one.complete("Once", temperature=None).choices[0].text == one.expected("Once")
+        assert one.complete_text("Once", temperature=None) == one.expected("Once")
 
 
 def test_a_sampler_draws_by_the_probabilities() -> None:
@@ -195,21 +184,21 @@ def test_a_sampler_draws_by_the_probabilities() -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_chat_follows_the_template(chat_server: Server) -> None:
+def test_chat_follows_the_template(server: Server) -> None:
     messages: list[Any] = [
         {"role": "user", "content": "Who?"},
         {"role": "assistant", "content": "I."},
         {"role": "user", "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "?"}]},
     ]
-    expected = chat_server.expected("<user>Who?\n<assistant>I.\n<user>Why?\n<assistant>", 20, special=False)
+    expected = server.expected("<user>Who?\n<assistant>I.\n<user>Why?\n<assistant>", 20, special=False)
     how = {"model": "tiny", "messages": messages, "temperature": 0}
-    whole = chat_server.client.chat.completions.create(**how, max_completion_tokens=20)
+    whole = server.client.chat.completions.create(**how, max_completion_tokens=20)
     assert (whole.choices[0].message.role, whole.choices[0].message.content) == ("assistant", expected)
-    *parts, last = chat_server.client.chat.completions.create(**how, max_tokens=20, stream=True)
+    *parts, last = server.client.chat.completions.create(**how, max_tokens=20, stream=True)
     assert "".join(part.choices[0].delta.content for part in parts) == expected
     assert [part.choices[0].delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
     assert last.choices[0].finish_reason == "length"
-    to_the_end = chat_server.client.chat.completions.create(**how)
+    to_the_end = server.client.chat.completions.create(**how)
     assert to_the_end.usage.total_tokens == CONTEXT
 
 
@@ -229,12 +218,13 @@ def test_chat_follows_the_template(chat_server: Server) -> None:
         ({"messages": [{"role": "user", "content": ""}] * 300}, "the prompt has more: 300 messages"),
     ],
 )
-def test_bad_chats(chat_server: Server, body: dict[str, Any], message: str) -> None:
-    status, answer = chat_server.post("/v1/chat/completions", body)
+def test_bad_chats(server: Server, body: dict[str, Any], message: str) -> None:
+    status, answer = server.post("/v1/chat/completions", body)
     assert status == 400 and message in answer["error"]["message"], answer
 
 
-def test_a_model_without_a_chat_template_says_what_to_use(server: Server) -> None:
+def test_a_model_without_a_chat_template_says_what_to_use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.app.tokenizer, "chat_template", None)
     with pytest.raises(openai.BadRequestError, match=r"no chat template.*use /v1/completions"):
         server.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}])
 

@@ -28,7 +28,7 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.websockets import WebSocket
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from serving import SHAPE, post
+from serving import SHAPE, request
 from twell import workbench
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.workbench import serve
@@ -65,7 +65,8 @@ def test_the_command_from_start_to_ctrl_c(folder: Path, tmp_path: Path) -> None:
         assert url is not None
         words = shlex.split(said[said.index("curl ") : said.index("Ctrl-C")].replace("\\\n", ""))
         assert words[1].startswith(url[1])
-        status, answer = post(url[1], words[1].removeprefix(url[1]), words[words.index("-d") + 1].encode())
+        path, data = words[1].removeprefix(url[1]), words[words.index("-d") + 1]
+        status, answer = request(url[1], "POST", path, data.encode(), {"Content-Type": "application/json"})
         assert status == 200 and 1 <= answer["usage"]["completion_tokens"] <= 32
         client = openai.OpenAI(base_url=f"{url[1]}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["my-run"]  # a run's model is called by the run
