@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from command_line import Twell
 from test_public_surface import LISTED
-from twell import __version__, cpu
+from twell import __version__
 from twell.__main__ import main
 from twell.hf.convert import sparsify_
 from twell.train.data import SAMPLE, read_texts
-from twell.workbench import doctor
 from twell.workbench.analyze import Analysis
 from twell.workbench.bench import timing
 from twell.workbench.trace import Trace
@@ -135,39 +134,6 @@ def test_compare_says_noise_and_worse(twell: Twell, tmp_path: Path) -> None:
     assert twell("compare", old, slow, "--threshold", "0.5").returncode == 0
     alone = twell("compare", old)
     assert alone.returncode == 2 and len(alone.stderr.splitlines()) == 1
-
-
-def test_doctor_reports_and_passes_here(twell: Twell) -> None:
-    result = twell("doctor", "--json")
-    assert result.returncode == 0, result.stdout
-    facts = json.loads(result.stdout)
-    assert facts["healthy"] is True
-    assert facts["backend on cpu"].startswith("cpu")
-    assert facts["self-test"] == "sparse equals dense, forward and backward"
-
-
-def test_doctor_finds_a_broken_fast_path(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cpu._sampled_dots
-    monkeypatch.setattr(cpu, "_MIN_WORK", 20e6)  # as users have it: the self-test must still reach the fast path
-    monkeypatch.setattr(cpu, "_sampled_dots", lambda *args: right(*args) * 1.01)
-    result = twell("doctor", "--json")
-    assert result.returncode == 1
-    assert "sparse y is wrong" in json.loads(result.stdout)["self-test"]
-
-
-def test_unusable_amx_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(doctor, "_advertises_amx", lambda: True)
-    monkeypatch.setattr(doctor, "_BF16_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    problem = doctor.bf16_problem()
-    assert problem is not None
-    assert "AMX" in problem
-    assert doctor.AMX_REMEDY in problem
-    monkeypatch.setattr(doctor, "_BF16_PROBE", "pass")
-    assert doctor.bf16_problem() is None
-    monkeypatch.setattr(doctor, "_advertises_amx", lambda: False)
-    monkeypatch.setattr(doctor, "_BF16_PROBE", "raise SystemExit(1)")
-    assert doctor.bf16_problem() is None
 
 
 # -- train, trace, eval -----------------------------------------------------------------------------------

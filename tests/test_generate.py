@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import math
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from command_line import Twell
 from twell import cpu
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
-from twell.hf.text import TextStream, decoder
 from twell.nn import SparseFFNBase, sparse_ffns
 from twell.nn.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts
@@ -158,18 +156,6 @@ def test_streamed_text_is_the_text(twell: Twell, folders: dict[str, str]) -> Non
     whole, streamed = twell(*command), twell(*command, "--stream")
     assert whole.stdout == streamed.stdout != "\n"
     assert "40 new in" in streamed.stderr and "tokens/s" in streamed.stderr
-
-
-def test_pieces_of_any_tokens_make_up_their_text(folders: dict[str, str]) -> None:
-    tokenizer = load_tokenizer(folders["sparse"])
-    draw = random.Random(0)
-    prompt = tokenizer("naïve “café”")["input_ids"]
-    for _ in range(50):
-        ids = tokenizer("日本 “ü”\n  x 🚢!")["input_ids"] + draw.choices(range(len(tokenizer)), k=20)
-        draw.shuffle(ids)
-        stream = TextStream(decoder(tokenizer), prompt)
-        pieces = [stream.add([token]) for token in ids] + [stream.add([], last=True)]
-        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def test_ctrl_c_keeps_what_was_generated(

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from serving import CONTEXT, PROMPTS, Server, generated, served, wait_until
 from twell import cpu
-from twell.hf.text import TextStream
+from twell.hf.text import TextStream, decoder
 from twell.train.tokenizer import train_bpe
 from twell.workbench.serve.answers import UntilStop
 from twell.workbench.serve.jobs import Sampler
@@ -239,17 +239,15 @@ def byte_bpe() -> Any:
     return train_bpe(["ab é 🦊 " * 50], 300)
 
 
-@given(st.lists(st.lists(st.integers(0, 290), max_size=4), max_size=12), st.text(max_size=12))
-def test_pieces_of_any_tokens_are_the_whole(byte_bpe: Any, parts: list[list[int]], text: str) -> None:
-    """Random bytes, too: halves of characters, and bytes that are none."""
+@given(st.lists(st.lists(st.integers(0, 290), max_size=4), max_size=12), st.text(max_size=12), st.text(max_size=4))
+def test_pieces_of_any_tokens_are_the_whole(byte_bpe: Any, parts: list[list[int]], text: str, prompt: str) -> None:
+    """Random bytes, too: halves of characters, and bytes that are none; after a prompt, or nothing."""
     parts = [*parts, *([token] for token in byte_bpe(text).input_ids)]
-
-    def decode(ids: list[int]) -> str:
-        return str(byte_bpe.decode(ids, skip_special_tokens=True))
-
-    stream = TextStream(decode)
+    before = byte_bpe(prompt).input_ids
+    decode = decoder(byte_bpe)
+    stream = TextStream(decode, before)
     pieces = [stream.add(part) for part in parts] + [stream.add([], last=True)]
-    assert "".join(pieces) == decode([token for part in parts for token in part])
+    assert decode(before) + "".join(pieces) == decode(before + [token for part in parts for token in part])
 
 
 def test_a_space_that_only_shows_inside() -> None:
