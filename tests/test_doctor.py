@@ -194,14 +194,8 @@ def test_kernels_that_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     assert doctor._kernels(None) == "none: torch sees no GPU; plans: measured costs of sm_90"
     for capability, said in (
-        (
-            (8, 0),
-            "Triton, tiles of sm_80 on an sm_80 GPU; a few tokens not in Gluon (for sm_90); plans: none, so layers",
-        ),
-        (
-            (8, 7),
-            "Triton, tiles of sm_86 on an sm_87 GPU; a few tokens not in Gluon (for sm_90); plans: none, so layers",
-        ),
+        ((8, 0), "Triton, tiles of sm_80 on an sm_80 GPU; a few tokens not in Gluon (for sm_90); plans: none"),
+        ((8, 7), "Triton, tiles of sm_86 on an sm_87 GPU; a few tokens not in Gluon (for sm_90); plans: none"),
         ((9, 0), "Triton, tiles of sm_90 on an sm_90 GPU; a few tokens in Gluon; plans: measured costs of sm_90"),
         ((7, 5), "none: it needs compute capability 8.0"),
     ):

@@ -162,11 +162,11 @@ WAYS = {
     "sparse_fp8": "sparse FP8",
     "sparse_compiled": "compiled sparse",
 }
-_FIELDS = {"frozen": "_frozen", "sparse_compiled": "_compiled"}  # suffixes of "speedup" in a row
+_FIELDS = {"frozen": "_frozen", "sparse_compiled": "_compiled"}  # of a way's speedup, behind "speedup"
 
 
 def print_speed_table(rows: list[dict[str, Any]]) -> None:
-    """A line for each way to compute every row: the device's time, and the time of calls beside it."""
+    """A line for each way of every row: the device's time, and beside it that of calls."""
     from rich import box
     from rich.table import Table
 
@@ -219,7 +219,7 @@ def print_speed_table(rows: list[dict[str, Any]]) -> None:
 def trace_rows(
     measure: Callable[..., dict[str, Any]], path: Path, sizes: list[int], width: int, hidden: int, **how: Any
 ) -> tuple[int, Iterator[dict[str, Any]]]:
-    """The number of rows that a trace gives, and the rows: ``measure`` of each layer at each size."""
+    """How many rows a trace gives, and the rows: ``measure`` of each of its layers."""
     from twell.workbench.bench import traced
     from twell.workbench.trace import Trace
 
