@@ -211,16 +211,17 @@ def plans(model: str) -> list[LayerForecast]:
 
     Without a GPU: the plan for a GPU with measured costs.
     """
-    if not Path(model).is_dir():
-        raise ValueError(f"no such model folder: {model}")
     from transformers import AutoModelForCausalLM
 
     from twell.fp8.compressed import is_rowwise_fp8, place_fp8_
     from twell.hf.classify import SPARSE
     from twell.hf.convert import sparsify_empty_
     from twell.hf.counts import find_counts
-    from twell.hf.loading import check_name, load_config, reading
+    from twell.hf.loading import check_name, load_config, model_path, reading
 
+    model = model_path(model)
+    if not Path(model).is_dir():
+        raise ValueError(f"no such model folder: {model}")
     check_name(model)
     config = load_config(model)
     with reading(model), torch.device("meta"):

@@ -55,6 +55,7 @@ def serve(
     is installed and there is a GPU, vLLM serves the model. Example:
     [bold]twell serve my-run/model --port 8000[/bold]
     """
+    from twell.hf.loading import model_path
     from twell.workbench import serve as serving
 
     if engine not in ("auto", "vllm", "twell"):
@@ -64,6 +65,7 @@ def serve(
     sock = serving.bind(host, port)
     if not serving.is_local(sock) and api_key is None and not open_:
         raise ValueError(f"other machines can reach {host}: give --api-key, or --open to ask nobody for a key")
+    model = model_path(model)
     called, hosts = name or _name_of(model), (host, socket.gethostname(), *(allow_host or []))
     address = f"http://{_in_url(host)}:{sock.getsockname()[1]}"
     warning = ["warning:  other machines can reach this address, and no key is asked for (--open)"]
