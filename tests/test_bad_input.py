@@ -233,7 +233,7 @@ def test_the_sound_model_is_taken(twell: Twell, place: Path, tmp_path: Path, com
 @pytest.mark.parametrize(
     "name", ["/nonexistent", "nonexistent", "./x/y", "../x", "~/x", "a/b/c", "x/", "", "no such/name"]
 )
-def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(
+def test_names_that_are_neither_folders_nor_hub_names_are_refused(
     twell: Twell, place: Path, tmp_path: Path, command: str, name: str
 ) -> None:
     assert_refused(twell(*filled([part.replace("MODEL", name) for part in ON_MODEL[command]], place, place, tmp_path)))
@@ -331,7 +331,7 @@ def test_bad_options_are_refused(
     assert "BAD" not in options or str(place / "odd") in result.stderr
 
 
-def test_tune_recommends_nothing_that_it_does_not_have(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_does_not_recommend_an_option_it_lacks(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = twell("tune")
     assert_refused(result)
@@ -458,7 +458,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def test_without_extras_the_one_that_is_needed_is_named(place: Path, tmp_path: Path) -> None:
+def test_a_missing_extra_is_named(place: Path, tmp_path: Path) -> None:
     commands = [
         "sweep --preset tiny --out OUT/sweep",
         "eval MODEL --text TEXT",
@@ -489,7 +489,7 @@ def test_a_warning_is_one_line() -> None:
     assert errors.one_line(UserWarning("odd"), UserWarning, "file.py", 3) == "twell: warning: odd\n"
 
 
-def test_a_device_that_is_not_named_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_gpu, expected in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         assert common.device_of(None).type == expected

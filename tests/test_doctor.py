@@ -70,7 +70,7 @@ THREE_LAYERS = fired_by(0), fired_by(200), fired_by(F)
 # -- plans ------------------------------------------------------------------------------------------------
 
 
-def test_plans_are_those_that_sparsify_chooses(relu_model: Path) -> None:
+def test_plans_are_those_of_sparsify(relu_model: Path) -> None:
     keep_counts(relu_model, *THREE_LAYERS)
     plans = doctor.plans(str(relu_model))
     rows = sparsify_(AutoModelForCausalLM.from_pretrained(relu_model)).rows
@@ -332,7 +332,7 @@ def test_unusable_amx_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
     assert doctor.bf16_problem() is None
 
 
-def test_extras_that_are_not_whole_come_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_extras_are_shown_with_their_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     required = ["torch>=2", "numpy>=1; extra == 'train'", 'no-such-thing>=2; extra == "eval"', "numpy; extra == 'eval'"]
     required += ["twell[train]; extra == 'dev'", "never-there; python_version > '3' and extra == 'dev'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
@@ -348,7 +348,7 @@ def test_extras_that_are_not_whole_come_with_their_command(monkeypatch: pytest.M
     assert doctor._extras().startswith("unknown: twell is not installed")
 
 
-def test_what_triton_needs_to_build_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_compiler_and_python_h_are_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name == "gcc" else None)
@@ -359,9 +359,7 @@ def test_what_triton_needs_to_build_is_looked_for(monkeypatch: pytest.MonkeyPatc
     assert "a C compiler" in said and "Python.h (Debian" in said
 
 
-def test_kernels_that_cannot_be_built_are_a_finding(
-    interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_kernels_is_a_finding(interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise LookupError("no C compiler\nand much more")
 

@@ -107,7 +107,7 @@ def test_tokens_are_those_of_generate(twell: Twell, folders: dict[str, str], nam
         assert all(0 < mean < 64 for mean in row["active_neurons"].values())
 
 
-def test_several_prompts_at_once_are_as_each_alone(twell: Twell, folders: dict[str, str]) -> None:
+def test_prompts_together_get_the_tokens_they_get_alone(twell: Twell, folders: dict[str, str]) -> None:
     many = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
     result = twell(folders["sparse"], *many, "--max-new-tokens", "16", "--json")
     rows = [json.loads(line) for line in result.stdout.splitlines()]
@@ -121,7 +121,7 @@ def test_several_prompts_at_once_are_as_each_alone(twell: Twell, folders: dict[s
 
 
 @pytest.mark.parametrize("changed", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}])
-def test_padding_is_not_read_by_penalties(
+def test_penalties_do_not_count_padding(
     folders: dict[str, str], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = load(folders["sparse"])
@@ -197,7 +197,7 @@ def test_sampling_repeats_by_its_seed(twell: Twell, folders: dict[str, str]) -> 
     assert one != greedy
 
 
-def test_all_tokens_may_be_sampled_unless_the_model_says_otherwise(folders: dict[str, str]) -> None:
+def test_sampling_defaults_are_those_of_the_model(folders: dict[str, str]) -> None:
     model, _ = load(folders["sparse"])
     config = generate._config(model, Settings(temperature=0.7))
     assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (True, 0.7, 1.0, 0)
@@ -220,7 +220,7 @@ def test_prompts_from_files_and_standard_input(
         assert twell(*command, *args).stdout == expected
 
 
-def test_a_message_by_the_chat_template(twell: Twell, folders: dict[str, str], tmp_path: Path) -> None:
+def test_chat_template(twell: Twell, folders: dict[str, str], tmp_path: Path) -> None:
     model, tokenizer = load(folders["sparse"])
     model.save_pretrained(tmp_path)
     tokenizer.chat_template = CHAT
@@ -267,7 +267,7 @@ def test_dense_and_sparse_agree(twell: Twell, folders: dict[str, str], name: str
         assert "greedy tokens agree, all 24" in shown and "decode, tokens/s" in shown and "static cache" in shown
 
 
-def test_one_token_has_no_decoding(twell: Twell, folders: dict[str, str]) -> None:
+def test_comparing_a_single_token(twell: Twell, folders: dict[str, str]) -> None:
     command = [folders["relu"], "--prompt", "a", "--max-new-tokens", "1", "--compare", "--repeats", "1"]
     row = json.loads(twell(*command, "--json").stdout)
     assert row["decode_ms"] == {"dense": None, "sparse": None} and row["speedup"]["decode"] is None
@@ -336,7 +336,7 @@ def test_the_dense_twin_shares_all_weights(folders: dict[str, str]) -> None:
     assert all(own[key] is shared[key] for key in own) and {f.backend for _, f in sparse_ffns(dense)} == {"reference"}
 
 
-def test_generating_is_by_frozen_layers_and_the_dense_twin_leaves_the_layout(
+def test_layers_are_frozen_and_keep_their_layout_beside_a_dense_twin(
     twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: set[tuple[bool, bool]] = set()

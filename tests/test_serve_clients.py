@@ -37,7 +37,7 @@ def leave(server: Server, *, stream: bool, after_a_piece: bool = False) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_client_that_left_asked_for_is_not_computed(either: Server, stream: bool) -> None:
+def test_computing_stops_when_the_client_disconnects(either: Server, stream: bool) -> None:
     tokens: list[int] = []
     slowly = either.app.model.register_forward_hook(lambda *_: (tokens.append(1), time.sleep(0.02))[0])
     try:
@@ -204,7 +204,7 @@ def test_a_storm(either: Server) -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_too_long_is_refused_before_it_is_tokenized(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_far_too_long_are_refused_before_tokenizing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     class Counting:
@@ -243,7 +243,7 @@ def test_a_long_text_does_not_block_short_ones(server: Server, monkeypatch: pyte
         assert long.result()[0] == 400
 
 
-def test_no_more_requests_are_taken_than_can_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_waiting_requests_is_limited(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "MAX_JOBS", 2)
     with pytest.raises(openai.InternalServerError, match=r"too many requests are waiting \(at most 2\)"):
         server.complete(["x", "y", "z"])
@@ -283,7 +283,7 @@ def test_a_client_that_does_not_read_is_dropped(sequential: Server, monkeypatch:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_page_of_the_web_cannot_reach_it_by_a_name_of_its_own(server: Server) -> None:
+def test_dns_rebinding_is_refused(server: Server) -> None:
     """DNS rebinding: the page's name is pointed at this machine, and the browser sends it as Host."""
     for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
         status, answer = server.get("/v1/models", Host=host)
@@ -293,7 +293,7 @@ def test_a_page_of_the_web_cannot_reach_it_by_a_name_of_its_own(server: Server) 
     assert is_safe_host("Box.lan:80", {"box.lan"}) and not is_safe_host("other.lan", {"box.lan"})
 
 
-def test_a_key(folder: Path) -> None:
+def test_requests_need_the_key(folder: Path) -> None:
     with served(folder, batched=False, api_key="sésame") as one:
         for header in ({}, {"Authorization": "Bearer no"}, {"Authorization": "sesame"}):
             for path in ("/v1/models", "/metrics", "/nowhere"):
@@ -305,7 +305,7 @@ def test_a_key(folder: Path) -> None:
         assert one.get("/v1/models", **right, Host="llm.example")[0] == 200  # with the key any Host will do
 
 
-def test_what_goes_wrong_inside_is_not_told(server: Server) -> None:
+def test_errors_inside_the_server_stay_in_its_log(server: Server) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("cannot read /home/me/secret")
 

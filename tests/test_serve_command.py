@@ -92,11 +92,6 @@ def command(twell: Twell) -> Twell:
     return functools.partial(twell, "serve")
 
 
-def test_help(command: Twell) -> None:
-    result = command("--help")
-    assert result.returncode == 0 and "Usage" in result.stdout and "Example" in result.stdout
-
-
 def test_bad_input_ends_in_one_line(command: Twell, folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -129,7 +124,9 @@ def test_a_missing_package_is_named(command: Twell, monkeypatch: pytest.MonkeyPa
     assert result.stderr.count("\n") == 1
 
 
-def test_options_are_told(command: Twell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_and_models_of_other_types(
+    command: Twell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--dense, --no-batching, --host, --name, --cache-tokens, --dtype, and models of transformers' own."""
     seen = []
     monkeypatch.setattr(serve, "run", lambda server, sock, drain: seen.append((server, sock)) or True)
@@ -187,7 +184,7 @@ def pretend(command: Twell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     return run
 
 
-def test_vllm_is_handed_everything(pretend: Any, folder: Path, tmp_path: Path) -> None:
+def test_vllm_gets_every_option(pretend: Any, folder: Path, tmp_path: Path) -> None:
     path = str(shutil.copytree(folder, tmp_path / "my-run" / "model"))
     said, (program, words, environment) = pretend(path, "--port", "0")
     assert said.stdout.startswith("engine:   vLLM 0.32.1 (--engine twell for the built-in server)\n")
@@ -225,7 +222,7 @@ def test_vllm_is_handed_everything(pretend: Any, folder: Path, tmp_path: Path) -
     assert ran is None and "other machines can reach 0.0.0.0" in said.stderr
 
 
-def test_what_vllm_cannot_do_is_said(pretend: Any, folder: Path, tmp_path: Path) -> None:
+def test_reasons_against_vllm(pretend: Any, folder: Path, tmp_path: Path) -> None:
     """--engine auto takes the built-in server then, and --engine vllm is an error."""
     config = json.loads((folder / "config.json").read_text())
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -272,7 +269,7 @@ def test_what_vllm_cannot_do_is_said(pretend: Any, folder: Path, tmp_path: Path)
     assert ran is None and "unknown engine 'tgi': expected auto, vllm or twell" in said.stderr
 
 
-def test_the_guard_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_in_front_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made without arguments, and asks web sockets, too: vLLM has a path of them."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

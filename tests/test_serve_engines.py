@@ -158,7 +158,7 @@ def failing(engine: Any) -> Iterator[Failing]:
     one.hook.remove()
 
 
-def test_a_step_that_fails_fails_its_requests_and_no_more(engine: Any, failing: Failing) -> None:
+def test_a_failed_step_fails_only_its_requests(engine: Any, failing: Failing) -> None:
     asked: Asked = ([5, 6, 7], 5, None)
     expected = drawn(engine, [asked])[0]
     assert isinstance(expected, list)
@@ -172,7 +172,7 @@ def test_a_step_that_fails_fails_its_requests_and_no_more(engine: Any, failing: 
     assert engine.failures >= 2 and not engine.died and not engine.jobs
 
 
-def test_what_comes_while_the_engine_starts_again_is_computed(failing: Failing, engine: Any) -> None:
+def test_requests_that_come_during_a_restart_are_computed(failing: Failing, engine: Any) -> None:
     expected = drawn(engine, [([5, 6, 7], 5, None)])[0]
     failing.now = True
     assert isinstance(answer(start(engine, [5, 6, 7], 5)[1]), ApiError)

@@ -100,7 +100,7 @@ def test_lists_of_prompts(either: Server, stream: bool) -> None:
             assert answer.usage.completion_tokens == 6 * len(texts_of)
 
 
-def test_what_lm_eval_asks_gives_the_scores_of_the_model(either: Server, model: Any) -> None:
+def test_requests_of_lm_eval_get_the_scores_of_the_model(either: Server, model: Any) -> None:
     """Requests and reading as in lm-eval's local-completions: contexts with continuations, from several clients."""
     encode = either.app.tokenizer
     items = [(encode(f"The king {i}").input_ids, encode(f" of {'France ' * i}").input_ids) for i in range(1, 9)]
