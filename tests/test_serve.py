@@ -24,9 +24,7 @@ from twell.train.tokenizer import train_bpe
 from twell.workbench.serve.answers import UntilStop
 from twell.workbench.serve.jobs import Sampler
 
-# ---------------------------------------------------------------------------------------------------------
-# Right answers
-# ---------------------------------------------------------------------------------------------------------
+# -- right answers ------------------------------------------------------------------------------------------
 
 
 def test_greedy_is_what_generate_gives(either: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,8 +33,7 @@ def test_greedy_is_what_generate_gives(either: Server, monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu, "forward", lambda *args, **kw: sparse_calls.append(1) or forward(*args, **kw))
     for prompt in PROMPTS[:8]:
         whole = either.complete(prompt)
-        assert whole.choices[0].text == either.expected(prompt)
-        assert whole.choices[0].finish_reason == "length"
+        assert (whole.choices[0].text, whole.choices[0].finish_reason) == (either.expected(prompt), "length")
         assert whole.usage.completion_tokens == 12
         assert whole.usage.total_tokens == whole.usage.prompt_tokens + 12
     assert sparse_calls, "the sparse path was not taken"
@@ -44,6 +41,10 @@ def test_greedy_is_what_generate_gives(either: Server, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 40])
 def test_streamed_pieces_are_the_whole_text(either: Server, max_tokens: int) -> None:
+    with either.complete(max_tokens=200, stream=True) as stream:
+        next(iter(stream))
+        assert either.running() == 1  # the first piece is here, the last is not computed yet
+    wait_until(lambda: either.running() == 0)
     for prompt in PROMPTS[:4]:
         how = {"max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
         *parts, last, usage = either.complete(prompt, **how)
@@ -54,25 +55,18 @@ def test_streamed_pieces_are_the_whole_text(either: Server, max_tokens: int) -> 
         assert len({part.id for part in (*parts, last, usage)}) == 1
 
 
-def test_text_streams_while_it_is_made(server: Server) -> None:
-    with server.complete(max_tokens=200, stream=True) as stream:
-        next(iter(stream))
-        assert server.running() == 1  # the first piece is here, the last is not made
-
-
 def test_an_end_of_text_token_ends_it(folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = generated(model, [[5, 6, 7]], 12)[0]
     with served(folder, batched=True, eos_token_id=[0, tokens[6]]) as one:
-        whole = one.complete([5, 6, 7], max_tokens=100)
         n = tokens.index(tokens[6]) + 1
-        assert whole.usage.completion_tokens == n
-        assert whole.choices[0].text == one.app.tokenizer.decode(tokens[:n], skip_special_tokens=True)
-        assert whole.choices[0].finish_reason == "stop"
-        assert one.complete([5, 6, 7], max_tokens=n).choices[0].finish_reason == "stop"
+        text = one.app.tokenizer.decode(tokens[:n], skip_special_tokens=True)
+        for max_tokens in (100, n):
+            whole = one.complete([5, 6, 7], max_tokens=max_tokens)
+            assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "stop")
+            assert whole.usage.completion_tokens == n
         *parts, last = one.complete([5, 6, 7], max_tokens=100, stream=True)
-        assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
-        assert last.choices[0].finish_reason == "stop"
+        assert "".join(part.choices[0].text for part in parts) == text and last.choices[0].finish_reason == "stop"
 
 
 def test_token_ids_are_a_prompt(server: Server) -> None:
@@ -84,9 +78,8 @@ def test_token_ids_are_a_prompt(server: Server) -> None:
 def test_a_completion_has_16_tokens_unless_told(server: Server) -> None:
     answer = server.client.completions.create(model="tiny", prompt="Once", temperature=0)
     assert answer.usage.completion_tokens == 16
-    near_the_end = [5] * (CONTEXT - 3)
-    assert server.complete(near_the_end, max_tokens=None).usage.completion_tokens == 3
-    assert server.complete([5] * (CONTEXT - 3), max_tokens=3).usage.completion_tokens == 3
+    for max_tokens in (None, 3):  # near the end of the context
+        assert server.complete([5] * (CONTEXT - 3), max_tokens=max_tokens).usage.completion_tokens == 3
 
 
 def test_stop_strings(either: Server) -> None:
@@ -126,9 +119,7 @@ def test_requests_are_computed_together(server: Server) -> None:
     assert len(steps) < 16 * 100 / 2
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Sampling
-# ---------------------------------------------------------------------------------------------------------
+# -- sampling -----------------------------------------------------------------------------------------------
 
 
 def test_every_request_is_sampled_in_its_own_way(server: Server) -> None:
@@ -179,9 +170,7 @@ def test_a_sampler_draws_by_the_probabilities() -> None:
             assert abs(drawn[token] / n - float(probability)) <= error, (temperature, top_p, top_k, token)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Chat
-# ---------------------------------------------------------------------------------------------------------
+# -- chat ---------------------------------------------------------------------------------------------------
 
 
 def test_chat_follows_the_template(server: Server) -> None:
@@ -229,9 +218,7 @@ def test_a_model_without_a_chat_template_says_what_to_use(server: Server, monkey
         server.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}])
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Text
-# ---------------------------------------------------------------------------------------------------------
+# -- text ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,7 @@ from twell.workbench.serve import engine, guard, running
 from twell.workbench.serve import server as serve_server
 from twell.workbench.serve.guard import is_safe_host
 
-# ---------------------------------------------------------------------------------------------------------
-# Clients that go away
-# ---------------------------------------------------------------------------------------------------------
+# -- clients that go away -----------------------------------------------------------------------------------
 
 
 def leave(server: Server, *, stream: bool, after_a_piece: bool = False) -> None:
@@ -70,9 +68,7 @@ def test_half_a_request(server: Server) -> None:
     assert server.complete_text("x") == server.expected("x")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Bad requests
-# ---------------------------------------------------------------------------------------------------------
+# -- bad requests -------------------------------------------------------------------------------------------
 
 BAD: list[tuple[Any, str]] = [
     (b"", "no valid JSON"),
@@ -199,9 +195,7 @@ def test_a_storm(either: Server) -> None:
     assert either.complete_text("Once") == either.expected("Once")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Too much, too slowly
-# ---------------------------------------------------------------------------------------------------------
+# -- too much, too slowly -----------------------------------------------------------------------------------
 
 
 def test_texts_far_too_long_are_refused_before_tokenizing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +272,7 @@ def test_a_client_that_does_not_read_is_dropped(sequential: Server, monkeypatch:
         wait_until(lambda: sequential.running() == 0)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Who may ask
-# ---------------------------------------------------------------------------------------------------------
+# -- who may ask --------------------------------------------------------------------------------------------
 
 
 def test_dns_rebinding_is_refused(server: Server) -> None:
@@ -320,9 +312,7 @@ def test_errors_inside_the_server_stay_in_its_log(server: Server) -> None:
     assert server.get("/health")[0] == 200
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The end
-# ---------------------------------------------------------------------------------------------------------
+# -- the end ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [30.0, 0.1])

@@ -34,9 +34,7 @@ from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.workbench import serve
 from twell.workbench.serve.guard import HandedOver
 
-# ---------------------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------------------
+# -- the command --------------------------------------------------------------------------------------------
 
 
 def test_the_command_from_start_to_ctrl_c(folder: Path, tmp_path: Path) -> None:
@@ -124,9 +122,7 @@ def test_a_missing_package_is_named(command: Twell, monkeypatch: pytest.MonkeyPa
     assert result.stderr.count("\n") == 1
 
 
-def test_options_and_models_of_other_types(
-    command: Twell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_and_models(command: Twell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--dense, --no-batching, --host, --name, --cache-tokens, --dtype, and models of transformers' own."""
     seen = []
     monkeypatch.setattr(serve, "run", lambda server, sock, drain: seen.append((server, sock)) or True)
@@ -161,9 +157,7 @@ def test_options_and_models_of_other_types(
         assert seen[-1][0].model.dtype == torch.bfloat16
 
 
-# ---------------------------------------------------------------------------------------------------------
-# vLLM in its place
-# ---------------------------------------------------------------------------------------------------------
+# -- vLLM in its place --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -191,9 +191,7 @@ def kernel_problem(
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The plans of a model
-# ---------------------------------------------------------------------------------------------------------
+# -- the plans of a model -----------------------------------------------------------------------------------
 
 
 class LayerForecast(NamedTuple):
@@ -268,9 +266,7 @@ def frozen_bytes(layer: SparseFFNBase, chosen: plan.Plan | None) -> int | None:
     return ordered + (F * (D + 8) if few and screen.is_worth_it(chosen, dtype) else 0)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# bf16 on machines that advertise AMX but cannot run it
-# ---------------------------------------------------------------------------------------------------------
+# -- bf16 on machines that advertise AMX but cannot run it --------------------------------------------------
 
 AMX_REMEDY = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 _BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); assert (a @ a)[0, 0] == 64"
