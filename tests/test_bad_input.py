@@ -473,6 +473,7 @@ def test_a_missing_extra_is_named(place: Path, tmp_path: Path) -> None:
         "convert MODEL --check",
         "train --out OUT/run",
         "doctor MODEL",
+        "serve MODEL --port 0",
     ]
     asked = "\n".join(" ".join(filled(command.split(), place, place / "model", tmp_path)) for command in commands)
     ran = subprocess.run(
@@ -481,8 +482,15 @@ def test_a_missing_extra_is_named(place: Path, tmp_path: Path) -> None:
     said = ran.stdout.splitlines()
     assert len(said) == len(commands), ran.stdout + ran.stderr
     for command, line in zip(commands, said, strict=True):
-        assert line.startswith("2 twell: error: ") and "pip install 'twell[train]'" in line, (command, line)
+        extra = "serve" if command.startswith("serve") else "train"
+        assert line.startswith("2 twell: error: ") and f"pip install 'twell[{extra}]'" in line, (command, line)
         assert " // " not in line
+
+
+def test_a_package_of_another_version_is_named() -> None:
+    said, code = errors.explain(ImportError("cannot import name 'X' from 'transformers' (path)", name="transformers"))
+    assert code == errors.BAD_INPUT and "another version of transformers (cannot import name 'X'" in said
+    assert said.endswith("pip install -U 'twell[train]'")
 
 
 def test_a_warning_is_one_line() -> None:

@@ -9,14 +9,15 @@ import sys
 
 SHOW_TRACEBACK = "TWELL_TRACEBACK"  # an environment variable: 1 raises errors as they are
 BAD_INPUT, BUG = 2, 70  # exit codes; 1 is a command's own verdict
+_MODELS = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "accelerate")
 _PACKAGES = {  # of each extra, by the names they are imported by
     "cli": ("typer", "rich"),
-    "train": ("transformers", "tokenizers", "safetensors", "huggingface_hub", "accelerate", "pyarrow"),
+    "train": (*_MODELS, "pyarrow"),
     "eval": ("lm_eval",),
     "data": ("datasets",),
     "bench": ("pynvml",),
     "plot": ("matplotlib",),
-    "serve": ("starlette", "uvicorn", "pydantic", "jinja2", "prometheus_client"),
+    "serve": (*_MODELS, "starlette", "uvicorn", "pydantic", "jinja2", "prometheus_client"),
 }
 
 
@@ -37,8 +38,9 @@ def explain(error: Exception) -> tuple[str, int]:
     said = str(error).strip().partition("\n")[0]
     package = (getattr(error, "name", None) or "twell").partition(".")[0]
     if isinstance(error, ImportError) and package != "twell":
-        extra = next((extra for extra, packages in _PACKAGES.items() if package in packages), None)
-        what = package if extra is None else f"'twell[{extra}]'"
+        extras = [extra for extra, packages in _PACKAGES.items() if package in packages]
+        extras.sort(key=lambda extra: extra not in sys.argv[1:2])  # first the one that is named as the command
+        what = f"'twell[{extras[0]}]'" if extras else package
         if isinstance(error, ModuleNotFoundError):
             return f"twell: error: this needs another package, {package}: pip install {what}", BAD_INPUT
         return f"twell: error: this needs another version of {package} ({said}): pip install -U {what}", BAD_INPUT
