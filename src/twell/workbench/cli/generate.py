@@ -62,7 +62,7 @@ def generate_text(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model was saved.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="MeasuredModel runs of --compare.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Timed runs of --compare.")] = 5,
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object for each prompt, or one for --compare, on standard output.")
     ] = False,
