@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from twell.workbench.cli.app import app
 from twell.workbench.cli.common import counted_bar, printer
@@ -16,33 +16,25 @@ from twell.workbench.cli.common import counted_bar, printer
 
 @app.command()
 def convert(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")],
+    model: Annotated[str, Argument(help="Folder or hub name of a causal language model.")],
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="With --train: change the recipe, as for twell train. Else only l1."
-        ),
+        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="With --train: as for twell train. Else only l1.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the new model; with --train, of the run.")] = None,
-    relufy: Annotated[
-        bool, typer.Option("--relufy", help="Replace SiLU or GELU by ReLU: changes what the model computes.")
-    ] = False,
-    train: Annotated[
-        bool, typer.Option("--train", help="With --relufy: train the model further on --data, with L1.")
-    ] = False,
+    out: Annotated[Path | None, Option(help="Folder of the new model; with --train, of the run.")] = None,
+    relufy: Annotated[bool, Option("--relufy", help="Replace SiLU or GELU by ReLU: changes the function.")] = False,
+    train: Annotated[bool, Option("--train", help="With --relufy: train it further on --data, with L1.")] = False,
     check: Annotated[
-        bool,
-        typer.Option("--check", help="Only print what sparsify_ (with --relufy: relufy_) would do with each layer."),
+        bool, Option("--check", help="Only print what sparsify_ (with --relufy: relufy_) would do with each layer.")
     ] = False,
-    data: Annotated[list[str] | None, typer.Option(help="With --train: text, as for twell train; repeatable.")] = None,
+    data: Annotated[list[str] | None, Option(help="With --train: text, as for twell train; repeatable.")] = None,
     validation: Annotated[
         list[Path] | None,
-        typer.Option(help="With --train: files to validate on; repeatable. Default: one document in a hundred."),
+        Option(help="With --train: files to validate on; repeatable. Default: one document in a hundred."),
     ] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, folder or name. Default: the model's.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="With --train: torch.compile the model.")] = False,
-    report_to: Annotated[str, typer.Option(help="With --train: also log to tensorboard, wandb or trackio.")] = "none",
-    as_json: Annotated[bool, typer.Option("--json", help="The layers, or the run's summary, as JSON.")] = False,
+    tokenizer: Annotated[str | None, Option(help="tokenizer.json, folder or name. Default: the model's.")] = None,
+    compiled: Annotated[bool, Option("--compile", help="With --train: torch.compile the model.")] = False,
+    report_to: Annotated[str, Option(help="With --train: also log to tensorboard, wandb or trackio.")] = "none",
+    as_json: Annotated[bool, Option("--json", help="The layers, or the run's summary, as JSON.")] = False,
 ) -> None:
     """Make a sparse model from an existing one: ReLU for SiLU or GELU, then training to recover the model's quality.
 

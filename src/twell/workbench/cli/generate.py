@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from twell.workbench.cli.app import app
 from twell.workbench.cli.common import counted_bar, load_model
@@ -23,49 +23,29 @@ _HEADING = 60  # characters of a prompt that stand above its text
 
 @app.command("generate")
 def generate_text(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")],
+    model: Annotated[str, Argument(help="Folder or hub name of a causal language model.")],
     prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", help="Repeatable: all are computed at once. Default, or -: standard input."),
+        list[str] | None, Option("--prompt", "-p", help="Repeatable. Default, or -: standard input.")
     ] = None,
-    prompt_file: Annotated[
-        list[Path] | None, typer.Option(help="A file that holds a prompt; repeatable.", show_default=False)
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")
-    ] = False,
+    prompt_file: Annotated[list[Path] | None, Option(help="A file that holds a prompt; repeatable.")] = None,
+    chat: Annotated[bool, Option("--chat", help="The prompt is a message, for the model's chat template.")] = False,
     stream: Annotated[
         bool | None,
-        typer.Option(
-            "--stream/--no-stream",
-            help="Print text as it comes, several prompts one after the other. Default: for one prompt on a terminal.",
-        ),
+        Option("--stream/--no-stream", help="Print text as it comes. Default: for one prompt on a terminal."),
     ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option("--compare", help="Densely and sparsely: do the tokens agree, and how fast do they come?"),
-    ] = False,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Default: 128, or what fits into the model's context.")
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: greedy. Default: 0.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the most likely tokens that make up this share.")
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from this many most likely tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same command with the same seed gives the same text.")] = None,
+    compare: Annotated[bool, Option("--compare", help="Dense against sparse: same tokens? How fast?")] = False,
+    max_new_tokens: Annotated[int | None, Option(help="Default: 128, or what fits into the context.")] = None,
+    temperature: Annotated[float | None, Option(help="0: greedy. Default: 0.")] = None,
+    top_p: Annotated[float | None, Option(help="Sample from the most likely tokens that make up this share.")] = None,
+    top_k: Annotated[int | None, Option(help="Sample from this many most likely tokens.")] = None,
+    seed: Annotated[int | None, Option(help="The same command with the same seed gives the same text.")] = None,
     static_cache: Annotated[
-        bool,
-        typer.Option("--static-cache", help="A cache of fixed size; on a GPU transformers then compiles the decoding."),
+        bool, Option("--static-cache", help="A cache of fixed size; on a GPU transformers then compiles decoding.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. Default: as the model was saved.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed runs of --compare.")] = 5,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object for each prompt, or one for --compare, on standard output.")
-    ] = False,
+    device: Annotated[str | None, Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
+    dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16. Default: as the model was saved.")] = None,
+    repeats: Annotated[int, Option(help="Timed runs of --compare.")] = 5,
+    as_json: Annotated[bool, Option("--json", help="An object for each prompt, or one for --compare.")] = False,
 ) -> None:
     """Continue a prompt. FFNs with ReLU run sparsely, frozen; text goes to standard output, all else to standard error.
 
@@ -122,7 +102,7 @@ def generate_text(
             _print_table(result, ids, facts)
             print("\n".join(_agreement(result, tokenizer)))
         _say_frozen(language_model)
-        raise typer.Exit(0 if result.agrees else 1)
+        raise Exit(0 if result.agrees else 1)
 
     sparse = sparsify_(language_model).summary()
     freeze_(language_model)
@@ -144,7 +124,7 @@ def generate_text(
     _say_frozen(language_model)
     if any(generated.finish == "interrupted" for generated in done):
         _say("twell: interrupted")
-        raise typer.Exit(130)
+        raise Exit(130)
 
 
 def _say(line: str) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from twell.workbench.cli.app import app
 from twell.workbench.cli.common import device_of, dtype_of, load_model
@@ -17,37 +17,26 @@ from twell.workbench.cli.common import device_of, dtype_of, load_model
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
+    model: Annotated[str, Argument(help="Folder or hub name of a causal language model.")],
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0: all addresses of this machine.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any free port.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model. Default: its folder's name, or its run's.")
+        str | None, Option(help="The model's name for clients. Default: that of its folder or run.")
     ] = None,
     engine: Annotated[
-        str,
-        typer.Option(help="vllm, twell (the built-in server) or auto: vLLM if it is installed and there is a GPU."),
+        str, Option(help="vllm, twell (the built-in server) or auto: vLLM if it is installed and there is a GPU.")
     ] = "auto",
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")] = None,
-    dense: Annotated[bool, typer.Option("--dense", help="Run all layers densely, to compare.")] = False,
-    batching: Annotated[
-        bool, typer.Option("--batching/--no-batching", help="Compute requests together, or one after the other.")
-    ] = True,
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(min=256, help="Tokens in the cache that all requests share. Default: by the free memory."),
-    ] = None,
+    device: Annotated[str | None, Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
+    dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16. Default: the model's own.")] = None,
+    dense: Annotated[bool, Option("--dense", help="Run all layers densely, to compare.")] = False,
+    batching: Annotated[bool, Option(help="Compute requests together, or one after the other.")] = True,
+    cache_tokens: Annotated[int | None, Option(min=256, help="Size of the cache. Default: by the free memory.")] = None,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="TWELL_API_KEY", help="Ask clients for this key, as OpenAI does.", show_default=False),
+        str | None, Option(envvar="TWELL_API_KEY", help="Ask clients for this key, as OpenAI does.", show_default=False)
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Let other machines in without a key.")] = False,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(help="A name in the Host header to accept, beside addresses; repeatable.")
-    ] = None,
-    drain: Annotated[
-        float, typer.Option(min=0, max=86400, help="Seconds that answers under way have left after SIGTERM.")
-    ] = 30,
+    open_: Annotated[bool, Option("--open", help="Let other machines in without a key.")] = False,
+    allow_host: Annotated[list[str] | None, Option(help="A name to accept in the Host header; repeatable.")] = None,
+    drain: Annotated[float, Option(min=0, max=86400, help="Seconds for answers under way after SIGTERM.")] = 30,
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models.
 
@@ -106,7 +95,7 @@ def serve(
         lived = serving.run(server, sock, drain)
     if not lived:
         print("twell: error: the model failed and could not start again; the lines above say why", file=sys.stderr)
-        raise typer.Exit(1)
+        raise Exit(1)
     print("stopped")
 
 

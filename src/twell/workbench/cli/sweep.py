@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from twell.workbench.cli.app import app
 from twell.workbench.cli.common import Seconds, printer
@@ -16,28 +16,26 @@ from twell.workbench.cli.common import Seconds, printer
 @app.command()
 def sweep(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the preset, for all runs.")
+        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Changes to the preset, for all runs.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the sweep; an existing one is continued.")] = Path("sweep"),
+    out: Annotated[Path, Option(help="Folder of the sweep; an existing one is continued.")] = Path("sweep"),
     target: Annotated[
-        list[float] | None, typer.Option(help="A share or number of active neurons, as target_active; repeatable.")
+        list[float] | None, Option(help="A share or number of active neurons, as target_active; repeatable.")
     ] = None,
     l1: Annotated[
         list[float] | None,
-        typer.Option(help="A constant coefficient; repeatable. Default, with no --target: the paper's eight."),
+        Option(help="A constant coefficient; repeatable. Default, with no --target: the paper's eight."),
     ] = None,
     ablation: Annotated[
-        list[str] | None, typer.Option(help="silu, plain or restart, at the preset's target_active; repeatable.")
+        list[str] | None, Option(help="silu, plain or restart, at the preset's target_active; repeatable.")
     ] = None,
-    preset: Annotated[str, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "small",
-    data: Annotated[list[str] | None, typer.Option(help="As for twell train. Default: the bundled text.")] = None,
-    validation: Annotated[list[Path] | None, typer.Option(help="Files to validate and to time on.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder, file or hub name. Default: one is trained.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the training.")] = False,
+    preset: Annotated[str, Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b.")] = "small",
+    data: Annotated[list[str] | None, Option(help="As for twell train. Default: the bundled text.")] = None,
+    validation: Annotated[list[Path] | None, Option(help="Files to validate and to time on.")] = None,
+    tokenizer: Annotated[str | None, Option(help="Folder, file or hub name. Default: one is trained.")] = None,
+    compiled: Annotated[bool, Option("--compile", help="torch.compile the training.")] = False,
     seconds: Seconds = 3.0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="JSON lines on standard output, all else on standard error.")
-    ] = False,
+    as_json: Annotated[bool, Option("--json", help="JSON lines on standard output, the rest on error.")] = False,
 ) -> None:
     """Train, evaluate and time a model for each target or l1: a table and a figure of what sparsity costs and gains.
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from twell.workbench.cli.app import app
 from twell.workbench.cli.common import counted_bar, printer
@@ -17,62 +17,45 @@ from twell.workbench.cli.common import counted_bar, printer
 
 @app.command()
 def train(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Change the recipe.")] = None,
-    preset: Annotated[
-        str | None, typer.Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b. Default: tiny.", show_default=False)
-    ] = None,
+    overrides: Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Change the recipe.")] = None,
+    preset: Annotated[str | None, Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b. Default: tiny.")] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="A file (.txt, .jsonl, .parquet, .u16, .u16.xz) or folder, repeatable; or a Hugging Face dataset, "
             "owner/name[:config[:split]]. Default: the bundled text."
         ),
     ] = None,
     validation: Annotated[
-        list[Path] | None,
-        typer.Option(help="Files to validate on; repeatable. Default: one document in a hundred is held out."),
+        list[Path] | None, Option(help="Files to validate on; repeatable. Default: one document in a hundred.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("run"),
+    out: Annotated[Path, Option(help="Folder of the run.")] = Path("run"),
     model: Annotated[
-        str | None,
-        typer.Option("--from", help="Train this model further: folder or hub name of a Llama or Qwen2 with ReLU."),
+        str | None, Option("--from", help="Train this model further: folder or hub name of a Llama or Qwen2 with ReLU.")
     ] = None,
     lora: Annotated[
-        int | None,
-        typer.Option(help="With --from: train only adapters of this rank, without L1 unless you ask for it."),
+        int | None, Option(help="With --from: train only adapters of this rank, without L1 unless you ask for it.")
     ] = None,
     lora_modules: Annotated[
-        list[str] | None,
-        typer.Option(help="With --lora: layers that get an adapter; repeatable. Default: those of attention."),
+        list[str] | None, Option(help="With --lora: layers that get an adapter; repeatable. Default: attention's.")
     ] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(
-            help="tokenizer.json, folder or name. Default: with --from the model's, else a BPE is trained on the data."
-        ),
+        str | None, Option(help="tokenizer.json, folder or name. Default: that of --from, else trained on the data.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Resume from the run's newest checkpoint; steps=N trains longer.")
+        bool, Option("--resume", help="Resume from the newest checkpoint; steps=N trains longer.")
     ] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="torch.compile the model: starts a minute later, runs faster on a GPU.")
+        bool, Option("--compile", help="torch.compile the model: starts a minute later, runs faster on a GPU.")
     ] = False,
     save_memory: Annotated[
-        bool,
-        typer.Option(
-            "--save-memory",
-            help="Recompute attention in the backward, and compute the loss in chunks: larger batches, slower.",
-        ),
+        bool, Option("--save-memory", help="Recompute attention, and the loss in chunks: larger batches, slower.")
     ] = False,
-    report_to: Annotated[
-        str, typer.Option(help="Also log to tensorboard, wandb or trackio, as the Trainer does.")
-    ] = "none",
+    report_to: Annotated[str, Option(help="Also log to tensorboard, wandb or trackio.")] = "none",
     fsdp: Annotated[
-        bool, typer.Option("--fsdp", help="Under torchrun: shard weights and optimiser over the processes (FSDP2).")
+        bool, Option("--fsdp", help="Under torchrun: shard weights and optimiser over the processes (FSDP2).")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The run's summary as one JSON object on standard output.")
-    ] = False,
+    as_json: Annotated[bool, Option("--json", help="The run's summary as JSON on standard output.")] = False,
 ) -> None:
     """Train a sparse language model: ReLU and L1, on the Hugging Face Trainer.
 
