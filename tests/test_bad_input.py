@@ -274,8 +274,7 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
     "analyze MODEL --text TEXT": """
         --tokens 0; --tokens 1; --length 0; --length 65; --out OUT; --metrics TEXT; --speed TEXT
         --report OUT/x.html --speed TEXT; --report OUT/x.html --speed /none; --report OUT/x.html --metrics /none
-        --figures OUT/f --suffix .gif; --figures TEXT; --report page.txt -> ends in .html
-        --speed rows.jsonl -> are for --report or --figures""",
+        --report page.txt -> must end in .html; --speed rows.jsonl -> need --report""",
     "calibrate MODEL --text TEXT": "--tokens 0; --tokens -5; --text /none; --text MODEL",
     "eval MODEL": "--device cpu -> nothing to evaluate on",
     "eval MODEL --text TEXT": """

@@ -18,6 +18,7 @@ LIBRARY = {
     "energy": 1,
     "host": 1,
     "int8": 1,
+    "progress": 1,
     "plan": 1.5,
     "saved": 1.8,
     "reference": 2,
@@ -36,6 +37,8 @@ LIBRARY = {
 WORKBENCH = {
     "bench": 11,
     "evaluate": 12,
+    "analysis": 12,
+    "sequences": 11,
     "trace": 12,
     "doctor": 12,
     "serve": 12,

@@ -24,6 +24,7 @@ from twell.fp8 import Fp8Linear
 from twell.hf.convert import desparsify_, sparsify_
 from twell.hf.text import TextStream, context_of, decoder
 from twell.nn import FIRST_LOOK, LOOK_AT_LEAST, LOOK_TOKENS, sparse_ffns
+from twell.progress import Progress, silent
 from twell.workbench.bench import timing
 from twell.workbench.bench.model import memory_of
 from twell.workbench.evaluate.agreement import Parting, rounding_bound
@@ -33,7 +34,6 @@ DEFAULT_NEW_TOKENS = 128
 _LOWEST_TEMPERATURE = 1e-4  # dividing logits by less overflows
 
 OnText = Callable[[str], None]
-Progress = Callable[[int, int], None]  # runs done, of how many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -355,7 +355,7 @@ def compare(
     settings: Settings,
     *,
     repeats: int = 5,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = silent,
 ) -> Comparison:
     """Generate greedily with two models of the same function, in turn: compare their tokens, then time them."""
     if settings.samples:

@@ -13,34 +13,34 @@ import typer
 from twell.workbench.cli import eval_subjects
 from twell.workbench.cli.app import app
 from twell.workbench.cli.common import append, counted_bar, device_of, dtype_of, print_table
-from twell.workbench.cli.eval_subjects import Subject
+from twell.workbench.cli.eval_subjects import EvalSubject
 
 if TYPE_CHECKING:
-    from twell.workbench.evaluate import Agreement, Mean, Metrics, TaskData, Tokens
+    from twell.workbench.evaluate import Agreement, EvalMetrics, Mean, TaskData, Tokens
 
-_WORST = 5  # differing predictions that are told one by one
+_WORST = 5  # differing predictions listed one by one
 _TEXT_BATCH, _TASK_BATCH, _TASK_BATCH_GPU = 8, 32, 64
-_SHORT = {"bits_per_byte": "bits/byte", "accuracy": "last word"}  # of metrics
+_SHORT = {"bits_per_byte": "bits/byte", "accuracy": "last word"}  # metrics in the table
 
 
 class _Inputs(NamedTuple):
-    """What models are scored on, read before the first of them is loaded."""
+    """The texts and tasks to score on, read before the first model is loaded."""
 
-    texts: dict[Path, str | list[str]]  # a file's text, or its documents
+    texts: dict[Path, str | list[str]]  # by file: its text, or its documents
     validation: Path | None
     last_words: Path | None
     passages: list[str]
-    tasks: list[TaskData]  # local ones
-    harness: dict[str, Any] | None  # lm-eval's tasks, where it is the scorer
+    tasks: list[TaskData]  # from --data
+    harness: dict[str, Any] | None  # lm-eval's tasks, if it is the scorer
     limit: int | None
 
 
 class _Score(NamedTuple):
-    """One task or text of one subject."""
+    """The score of one subject on one task or text."""
 
     name: str
-    facts: dict[str, Any]  # of the row
-    metrics: Metrics
+    facts: dict[str, Any]  # for the row
+    metrics: EvalMetrics
     choices: list[int]
 
 
@@ -50,37 +50,40 @@ def evaluate(
     tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="arc_easy, arc_challenge, hellaswag, openbookqa, piqa, winogrande, commonsense_qa; commas, or "
+            help="arc_easy, arc_challenge, hellaswag, openbookqa, piqa, winogrande, commonsense_qa; with commas, or "
             "repeated. Default: all, unless there is --text, --validation or --last-words."
         ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Folder with the tasks' .jsonl files. Default: the hub, through lm-eval.")
+        Path | None, typer.Option(help="Folder with the tasks' .jsonl files. Default: lm-eval loads them from the hub.")
     ] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(help="Text to predict; .jsonl and .parquet: their 'text' fields. Repeatable.")
+        list[Path] | None, typer.Option(help="Text to predict; of .jsonl and .parquet the 'text' fields. Repeatable.")
     ] = None,
     validation: Annotated[
-        Path | None, typer.Option(help="Documents to predict, as twell train reads them; also tokens, .u16.")
+        Path | None, typer.Option(help="Documents to predict, read as twell train reads them; also token files, .u16.")
     ] = None,
     last_words: Annotated[
-        Path | None, typer.Option(help="LAMBADA: .jsonl with 'text' fields whose last word is to be predicted.")
+        Path | None, typer.Option(help="LAMBADA: .jsonl with 'text' fields; their last words are to be predicted.")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Each model densely and sparsely.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Run each model densely and sparsely.")] = False,
     fp8: Annotated[
-        bool, typer.Option("--fp8", help="Each model densely, and with FP8 weights in its FFNs densely and sparsely.")
+        bool,
+        typer.Option("--fp8", help="Run each model densely, then with FP8 weights in its FFNs densely and sparsely."),
     ] = False,
     scorer: Annotated[
-        str | None, typer.Option(help="Of tasks: lm-eval or own. Default: lm-eval where it is installed.")
+        str | None, typer.Option(help="What scores tasks: lm-eval or own. Default: lm-eval if it is installed.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first items of each task and passages.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Take only the first items of each task, and the first passages.")
+    ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Sequences computed at once. Default: 8 of a text, else 32, on a GPU 64.")
+        int | None, typer.Option(help="Sequences a batch. Default: 8 for a text, else 32, on a GPU 64.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda if there is a GPU.")] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16. Default: as the model was saved; of --fp8 on a GPU bfloat16."),
+        typer.Option(help="float32, bfloat16 or float16. Default: as saved; with --fp8 on a GPU bfloat16."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
@@ -89,18 +92,17 @@ def evaluate(
 
     Example: [bold]twell eval my-run/model --data tasks/ --compare[/bold]
 
-    Several models, with the difference and its standard error: [bold]twell eval l1-0/model l1-2e-5/model[/bold]
+    Several models, with differences and their standard errors: [bold]twell eval l1-0/model l1-2e-5/model[/bold]
 
     Text: [bold]twell eval my-run/model --text wikitext2.txt --last-words lambada.jsonl[/bold]
 
     FP8: [bold]twell eval my-run/model --fp8 --data tasks/ --validation val.u16[/bold]
     """
-
     torch_device = device_of(device)
     if fp8 and compare:
         raise ValueError("--fp8 compares dense and sparse itself: leave out --compare")
     if fp8 and dtype is None and torch_device.type == "cuda":
-        dtype = "bfloat16"  # of which the sparse kernels are
+        dtype = "bfloat16"  # the sparse FP8 kernels need it
     torch_dtype = None if dtype is None else dtype_of(dtype)
     for name, number in (("--limit", limit), ("--batch-size", batch_size)):
         if number is not None and number < 1:
@@ -108,7 +110,7 @@ def evaluate(
     inputs = _read(tasks or [], data, text or [], validation, last_words, scorer, limit)
     ways = "fp8" if fp8 else "compare" if compare else None
 
-    subjects: list[Subject] = []
+    subjects: list[EvalSubject] = []
     scores: list[list[_Score]] = []
     for subject in eval_subjects.subjects(models, ways, torch_device, torch_dtype):
         found: list[_Score] = []
@@ -124,12 +126,12 @@ def evaluate(
         facts = {**subject.facts, **subject.sparse_layers}
         subjects.append(subject._replace(model=None, twin=None, facts=facts))
         scores.append(found)
-        del subject  # or its model would stay in memory while the next is loaded
+        del subject  # or its model would stay in memory while the next one loads
     if not as_json:
         _print(subjects, scores)
 
 
-# -- what to score, and on what -----------------------------------------------------------------------------
+# -- what to score on ---------------------------------------------------------------------------------------
 
 
 def _read(
@@ -157,7 +159,7 @@ def _read(
         hint = "" if scorer == "own" else " (from the hub they need lm-eval: pip install 'twell[eval]')"
         raise ValueError(f"nothing to evaluate on: give --data with the tasks' files{hint}, --text or --last-words")
     if validation is not None:
-        find_files([validation])  # that it is there: it takes a tokenizer to read it
+        find_files([validation])  # fails if it is missing; reading it takes a tokenizer
     texts = {path: _text_of(path) for path in text}
     passages = [] if last_words is None else ev.read_passages(last_words)[:limit]
     local = [] if data is None else ev.read_folder(data, names, limit)
@@ -166,11 +168,11 @@ def _read(
 
 
 def _text_of(path: Path) -> str | list[str]:
-    """Documents of files that hold such; of any other file the text as it is."""
+    """The documents of a .jsonl or .parquet file; of any other file its text."""
     from twell.train.data import TOKEN_SUFFIXES, read_texts, read_utf8
 
     if path.name.endswith(TOKEN_SUFFIXES):
-        raise ValueError(f"{path} holds tokens: --text takes text, --validation tokens, too")
+        raise ValueError(f"{path} holds tokens: --text takes text, --validation also takes tokens")
     found = list(read_texts(path)) if path.suffix in (".jsonl", ".parquet") else read_utf8(path)
     if not found:
         raise ValueError(f"{path} is empty")
@@ -180,8 +182,8 @@ def _text_of(path: Path) -> str | list[str]:
 # -- scores -------------------------------------------------------------------------------------------------
 
 
-def _all_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
-    from twell.workbench.evaluate import Metrics
+def _all_scores(subject: EvalSubject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
+    from twell.workbench.evaluate import EvalMetrics
 
     yield from _text_scores(subject, inputs, batch_size)
     tasks = []
@@ -189,12 +191,12 @@ def _all_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> It
         tasks.append(score)
         yield score
     if len(tasks) > 1:
-        metrics = Metrics(parts=[task.metrics for task in tasks])
+        metrics = EvalMetrics(parts=[task.metrics for task in tasks])
         names = {"tasks": [task.name for task in tasks], "scorer": tasks[0].facts["scorer"]}
         yield _Score("mean", {"eval": "mean", **names, **_flat(metrics)}, metrics, [])
 
 
-def _text_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
+def _text_scores(subject: EvalSubject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
     from twell.workbench import evaluate as ev
 
     model, tokenizer = subject.model, subject.tokenizer
@@ -218,12 +220,12 @@ def _text_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> I
         batch = batch_size or _task_batch(model)
         with counted_bar(f"{subject.label}: {inputs.last_words.name}") as progress:
             w = ev.score_last_words(model, tokenizer, inputs.passages, batch_size=batch, progress=progress)
-        numbers = {"accuracy": w.accuracy, "accuracy_error": w.accuracy_error, "perplexity": w.perplexity}
+        numbers = {**_flat(w.metrics), "perplexity": w.perplexity}
         facts = {"eval": "last words", "file": str(inputs.last_words), **numbers, "items": w.items}
         yield _Score(inputs.last_words.name, facts, w.metrics, [])
 
 
-def _task_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
+def _task_scores(subject: EvalSubject, inputs: _Inputs, batch_size: int | None) -> Iterator[_Score]:
     from twell.workbench import evaluate as ev
     from twell.workbench.evaluate import harness
 
@@ -236,7 +238,7 @@ def _task_scores(subject: Subject, inputs: _Inputs, batch_size: int | None) -> I
     for name in inputs.harness or files:
         start = time.perf_counter()
         if inputs.harness is not None:
-            limit = None if name in files else inputs.limit  # files are read up to it
+            limit = None if name in files else inputs.limit  # files were read up to the limit
             s = harness.score_task(model, tokenizer, name, inputs.harness[name], batch_size=batch, limit=limit)
         else:
             with counted_bar(f"{subject.label}: {name}") as progress:
@@ -280,7 +282,7 @@ def _task_batch(model: Any) -> int:
     return _TASK_BATCH_GPU if model.device.type == "cuda" else _TASK_BATCH
 
 
-def _flat(metrics: Metrics) -> dict[str, float]:
+def _flat(metrics: EvalMetrics) -> dict[str, float]:
     return _flat_means({name: metrics.mean(name) for name in metrics.names})
 
 
@@ -299,8 +301,8 @@ def _difference_facts(score: _Score, to: _Score) -> dict[str, Any]:
 # -- the table ----------------------------------------------------------------------------------------------
 
 
-def _print(subjects: Sequence[Subject], scores: Sequence[Sequence[_Score]]) -> None:
-    """A table of the tasks; of several models one of everything, with differences."""
+def _print(subjects: Sequence[EvalSubject], scores: Sequence[Sequence[_Score]]) -> None:
+    """For one subject: lines for texts, a table of tasks. For several: a table of everything, with differences."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -337,7 +339,7 @@ def _print(subjects: Sequence[Subject], scores: Sequence[Sequence[_Score]]) -> N
         if pairs:
             other = sum(_difference_facts(a, b)["other_choices"] for a, b in pairs)
             total = sum(len(a.choices) for a, _ in pairs)
-            names = f"{subjects[i].label} chooses otherwise than {subjects[baseline].label}"
+            names = f"{subjects[i].label} and {subjects[baseline].label} choose differently"
             console.print(f"{names} in {other:,} of {total:,} items", highlight=False)
     for subject, found in zip(subjects, scores, strict=True):
         for score in found:
@@ -347,31 +349,31 @@ def _print(subjects: Sequence[Subject], scores: Sequence[Sequence[_Score]]) -> N
     for subject in subjects:
         if "sparse_layers" in subject.facts:
             of = "{sparse_layers} of {fp8_layers}".format(**subject.facts)
-            emulated = "; FP8 is emulated: the device has none" if subject.facts["emulated"] else ""
-            console.print(f"{subject.label}: by sparse kernels in {of} layers{emulated}", highlight=False)
+            emulated = "; FP8 is emulated: the device does not have it" if subject.facts["emulated"] else ""
+            console.print(f"{subject.label}: the sparse kernels ran in {of} layers{emulated}", highlight=False)
 
 
 def _predictions(label: str, found: dict[str, Any]) -> str:
-    line = f"{label} predicts another token than FP8 dense at {found['other']:,} of {found['tokens']:,} places"
+    line = f"{label} and FP8 dense predict different tokens at {found['other']:,} of {found['tokens']:,} places"
     if not found["other"]:
         return line
     moved, worst = found["moved"], found["worst"][0]
-    (dense, sparse), by = worst["texts"], (worst["dense_margin"], worst["sparse_margin"])
+    dense, sparse = worst["texts"]
     return (
-        f"{line}, {found['beyond_rounding']:,} of them beyond rounding; their logits moved by {moved[len(moved) // 2]} "
-        f"in the median and {moved[0]} at most (dense {dense!r} by {by[0]}, sparse {sparse!r} by {by[1]}); the largest "
-        f"logit is {found['largest_logit']}"
+        f"{line}, {found['beyond_rounding']:,} of them beyond rounding. Logits moved by {moved[len(moved) // 2]} in "
+        f"the median and by {moved[0]} at most: there dense predicts {dense!r} by {worst['dense_margin']}, sparse "
+        f"{sparse!r} by {worst['sparse_margin']}. The largest logit is {found['largest_logit']}"
     )
 
 
-def _notes(subjects: Sequence[Subject], scores: Sequence[_Score]) -> Iterator[str]:
+def _notes(subjects: Sequence[EvalSubject], scores: Sequence[_Score]) -> Iterator[str]:
     scorer = scores[-1].facts.get("scorer")
     by = "" if scorer is None else f", scored by {'twell' if scorer == 'own' else scorer}"
     yield f"accuracies in %, ± standard error{by}"
     if len(subjects) > 1:
-        yield "differences are over the same items; bold: more than twice the error"
+        yield "differences are paired by item; bold: more than twice the error"
     if scores[-1].name == "mean":
-        yield "the mean of acc_norm has acc where acc_norm is not usual"
+        yield "the mean of acc_norm takes acc for tasks without acc_norm"
 
 
 def _cell(metric: str, mean: Mean, sign: str = "") -> str:

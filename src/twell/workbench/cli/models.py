@@ -1,4 +1,4 @@
-"""``twell trace | analyze | calibrate``: what a model does on a text."""
+"""``twell trace | analyze | calibrate``: which neurons of a model fire on a text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import typer
 from twell.workbench.cli.app import app
 from twell.workbench.cli.common import counted_bar, load_model, print_table
 
+Model = Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")]
+Text = Annotated[Path, typer.Option(help="The text: a .txt, .jsonl or .parquet file, or a folder of them.")]
+Length = Annotated[int | None, typer.Option(help="Tokens a sequence. Default: 1024, or the model's context.")]
+
 
 @app.command()
 def trace(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")],
-    text: Annotated[Path, typer.Option(help="The text to run it on: .txt, .jsonl or .parquet.")],
+    model: Model,
+    text: Text,
     out: Annotated[Path, typer.Option(help="The .npz file to write.")],
     tokens: Annotated[int, typer.Option(help="How many tokens to record.")] = 8192,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens a sequence. Default: 1024, or the model's context.")
-    ] = None,
+    length: Length = None,
     as_json: Annotated[bool, typer.Option("--json", help="The layers as a JSON list on standard output.")] = False,
 ) -> None:
     """Record which neurons fire on a text, to benchmark on real activations.
@@ -51,35 +53,33 @@ def trace(
 
 @app.command()
 def analyze(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")],
-    text: Annotated[Path, typer.Option(help="The text to run it on: .txt, .jsonl or .parquet.")],
-    tokens: Annotated[int, typer.Option(help="How many tokens to look at.")] = 16384,
-    length: Annotated[
-        int | None, typer.Option(help="Tokens a sequence. Default: 1024, or the model's context.")
+    model: Model,
+    text: Text,
+    tokens: Annotated[int, typer.Option(help="How many tokens to analyse.")] = 16384,
+    length: Length = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the whole analysis to this .json file.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write this .html page; its figures can be saved as SVG.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write everything to this .json file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Also write a page to look at: report.html.")] = None,
-    figures: Annotated[Path | None, typer.Option(help="Also write the page's figures to this folder.")] = None,
-    suffix: Annotated[str, typer.Option(help="Of the figures: .png or .svg.")] = ".png",
     speed: Annotated[
         list[Path] | None, typer.Option(help="Rows of bench model or bench ffn to show on the page; repeatable.")
     ] = None,
     metrics: Annotated[
         Path | None, typer.Option(help="metrics.jsonl of the training. Default: the one beside the model, if any.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON on standard output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole analysis as JSON on standard output.")] = False,
 ) -> None:
-    """What the FFNs of a model do on a text: how many neurons fire, where, for which tokens, and what that is worth.
+    """Which neurons of a model fire on a text: how many, in which layers, for which tokens, and what that saves.
 
     Example: [bold]twell analyze my-run/model --text book.txt --report report.html[/bold]
     """
     from twell.workbench.analyze import analyze as analyze_model
 
     if report is not None and report.suffix != ".html":
-        raise ValueError(f"{report}: a page's name ends in .html")
-    if (speed or metrics is not None) and report is None and figures is None:
-        raise ValueError("--speed and --metrics are for --report or --figures")
-    shown = {} if report is None and figures is None else _shown_with(model, metrics, speed or [])
+        raise ValueError(f"{report}: the name of a page must end in .html")
+    if (speed or metrics is not None) and report is None:
+        raise ValueError("--speed and --metrics need --report")
+    shown = {} if report is None else _shown_with(model, metrics, speed or [])
     language_model, tokenizer = load_model(model)
     with counted_bar("reading") as progress:
         analysis = analyze_model(language_model, tokenizer, text, tokens=tokens, length=length, progress=progress)
@@ -90,21 +90,17 @@ def analyze(
         print(json.dumps(facts))
     else:
         _print_analysis(analysis)
-    if report is not None or figures is not None:
-        from twell.workbench import report as reporting
+    if report is not None:
+        from twell.workbench import report as page
 
-        if report is not None:
-            folder = Path(model).resolve()
-            title = folder.parent.name if folder.name == "model" else folder.name  # a run keeps it in model/
-            page = reporting.build(analysis, title=title, model=model, text=text.name, **shown)
-            reporting.write(page, report)
-        drawn = [] if figures is None else reporting.figures(analysis, figures, suffix=suffix, **shown)
-        written = ([str(report)] if report is not None else []) + [str(path) for path in drawn]
-        print(f"written: {', '.join(written)}", file=sys.stderr if as_json else sys.stdout)
+        folder = Path(model).resolve()
+        title = folder.parent.name if folder.name == "model" else folder.name  # a run's folder is called model
+        page.write(page.build(analysis, title=title, model=model, text=text.name, **shown), report)
+        print(f"written: {report}", file=sys.stderr if as_json else sys.stdout)
 
 
 def _shown_with(model: str, metrics: Path | None, speed: list[Path]) -> dict[str, Any]:
-    """What a page shows besides the analysis: the training's log and measured rows. Read first: both may be missing."""
+    """The training log and measured rows for the page, read before the model: a file may be missing."""
     from twell.workbench.bench import rows
 
     beside = Path(model).resolve().parent / "metrics.jsonl"
@@ -126,8 +122,8 @@ def _print_analysis(analysis: Any) -> None:
     facts = analysis.facts
     table = Table(
         title=f"active neurons a token, {facts.tokens:,} tokens in sequences of {facts.length}",
-        caption="silent: share of neurons that never fired; top 10 %: share of firings that the busiest tenth carries; "
-        "shared: active neurons that the next token has, too; GPU: hot neurons of its plan, predicted speedup",
+        caption="silent: share of neurons that never fired; top 10 %: share of all firings by the busiest tenth; "
+        "shared: active neurons that the next token also has; GPU: the plan's hot neurons, and its predicted speedup",
         box=SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
@@ -151,22 +147,22 @@ def _print_analysis(analysis: Any) -> None:
     print_table(table)
     for what, tokens in (("most", analysis.most_active), ("fewest", analysis.least_active)):
         some = ", ".join(f"{token.text!r} {token.mean:.0f}" for token in tokens[:8])
-        console.print(f"tokens that wake {what} neurons, all layers together: {escape(some)}", highlight=False)
+        console.print(f"tokens that wake the {what} neurons, over all layers: {escape(some)}", highlight=False)
 
 
 @app.command()
 def calibrate(
     model: Annotated[Path, typer.Argument(help="Folder of a causal language model with ReLU FFNs.")],
-    text: Annotated[Path, typer.Option(help="The text to count on: .txt, .jsonl or .parquet.")],
+    text: Text,
     tokens: Annotated[int, typer.Option(help="How many tokens to count.")] = 32768,
     as_json: Annotated[bool, typer.Option("--json", help="The plans as a JSON list on standard output.")] = False,
 ) -> None:
-    """Count how often each neuron fires on a text, and keep it beside the model: sparsify_ plans by it.
+    """Count how often each neuron fires on a text and keep the counts beside the model, where sparsify_ finds them.
 
     Example: [bold]twell calibrate my-run/model --text book.txt[/bold]
     """
     if not model.is_dir():
-        raise ValueError(f"{model} is no folder: the counts are kept beside the model")
+        raise ValueError(f"{model} is not a folder: the counts are kept beside the model")
     from twell.hf.convert import sparsify_
     from twell.hf.counts import COUNTS_FILE, NeuronCounts
     from twell.workbench.trace import record_text

@@ -1,7 +1,7 @@
-"""FP8 weights, evaluated: what the sparse kernels compute, in every layer and at any number of tokens.
+"""For ``twell eval --fp8``: plans with which FP8 layers run sparsely at any number of tokens.
 
-A plan lets them run where that pays, which for narrow layers and small batches it does not. Quality is asked of them,
-not of what is run in their place.
+Normal plans run narrow layers and small batches densely. An evaluation of the sparse kernels needs them to run
+everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from twell.plan import choose_plan, costs_for
 
 
 class Fired:
-    """A forward hook of a gate projection: how often each neuron fires."""
+    """Forward hook on a gate projection that counts how often each neuron fires."""
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None  # int64 [F]
@@ -36,7 +36,7 @@ class Fired:
 
 @contextlib.contextmanager
 def counting(model: nn.Module, twin: nn.Module) -> Iterator[list[Fired]]:
-    """Of the sparse FFNs of ``model``, in their order, while its dense twin runs."""
+    """Counts for each sparse FFN of ``model``, in their order, taken while its dense twin runs."""
     fired: list[Fired] = []
     with contextlib.ExitStack() as hooks:
         for name, _ in sparse_ffns(model):
@@ -48,13 +48,13 @@ def counting(model: nn.Module, twin: nn.Module) -> Iterator[list[Fired]]:
 
 
 def plan_all_(model: nn.Module, fired: Sequence[Fired]) -> None:
-    """Plans by which FP8 layers run sparsely at any number of tokens; densely only where too many neurons fire."""
+    """Set plans with which FP8 layers run sparsely at any number of tokens, unless too many neurons fire."""
     for (_, ffn), of in zip(sparse_ffns(model), fired, strict=True):
         gate: Any = getattr(ffn, ffn.projections[0])
         if not isinstance(gate, Fp8Linear) or of.counts is None:
             continue
         costs = costs_for(gate.weight.device, fp8=True)
-        costs = costs._replace(gate=0.01, token=0.0, hot=0.0, batch=0.0)  # not 0: layers may be silent
+        costs = costs._replace(gate=0.01, token=0.0, hot=0.0, batch=0.0)  # gate > 0: in some layers nothing fires
         is_gated = len(ffn.projections) == 3
         plan = choose_plan(of.counts, of.tokens, costs, width=gate.in_features, gated=is_gated)
         ffn.set_plan(dataclasses.replace(plan, min_tokens=1, min_tokens_captured=1, tail=None))
