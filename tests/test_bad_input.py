@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from command_line import Result, Twell
 from twell.train.tokenizer import train_bpe
 from twell.workbench import doctor
-from twell.workbench.cli import common, errors, models
+from twell.workbench.cli import analyze, common, errors
 
 SENTENCE = "hello world this is a text "
 
@@ -369,7 +369,7 @@ ROWS = [
 @pytest.fixture
 def analysed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are read before a model is: no time is lost."""
-    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr(analyze, "load_model", lambda *_: pytest.fail("the model was loaded first"))
 
 
 READERS = (

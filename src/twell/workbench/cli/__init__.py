@@ -6,19 +6,21 @@ import sys
 import warnings
 
 from twell.workbench.cli import (  # noqa: F401  each adds its commands to the app
+    analyze,
     bench,
     bench_train,
+    calibrate,
     convert,
     demo,
     doctor,
     errors,
-    evaluating,
+    eval,
     generate,
     measured,
-    models,
     quantize,
     serve,
     sweep,
+    trace,
     train,
 )
 from twell.workbench.cli.app import app

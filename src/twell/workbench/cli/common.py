@@ -28,6 +28,8 @@ def _budget(seconds: float) -> float:
 
 
 Seconds = Annotated[float, typer.Option(callback=_budget, help="Timing budget of a row, after 5 repeats.")]
+Text = Annotated[Path, typer.Option(help="The text: a .txt, .jsonl or .parquet file, or a folder of them.")]
+Length = Annotated[int | None, typer.Option(help="Tokens a sequence. Default: 1024, or the model's context.")]
 
 
 def printer(as_json: bool) -> Callable[[str], None]:
