@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,12 @@ settings.register_profile(
     "ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("ci")
+
+
+def pytest_collection_finish() -> None:
+    """Everything imported so far stays: garbage collections, of which each server makes several, skip it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -115,18 +122,19 @@ def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Servers of a tiny model, for tests of ``twell serve``. Their module needs what a server needs.
+# Servers of a tiny model, for tests of ``twell serve``: one for each engine, shared by all tests of a process.
+# Imported inside the fixtures, since serving.py needs the packages of a server.
 # ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from serving import make_model
 
     return make_model(tmp_path_factory.mktemp("my-run") / "model")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(folder: Path) -> Iterator[Any]:
     from serving import served
 
@@ -134,7 +142,7 @@ def server(folder: Path) -> Iterator[Any]:
         yield one
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sequential(folder: Path) -> Iterator[Any]:
     from serving import served
 

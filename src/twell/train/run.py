@@ -38,7 +38,6 @@ from twell.train.files import (
     write_whole,
     writing,
 )
-from twell.train.live import LiveView
 from twell.train.lora import add_lora, merge_lora, save_adapter
 from twell.train.recipes import Recipe
 from twell.train.saved import RECIPE_FILE, TOKENIZER_FOLDER, Saved, tokens_of
@@ -156,6 +155,8 @@ def _run(
         if now != saved:
             now.write(out)
     start = time.perf_counter()
+    if live:
+        from twell.train.live import LiveView  # which needs rich
     with LiveView(recipe) if live else _Talk(recipe, say) as view:
         trainer.add_callback(view)
         if found.checkpoint is None:

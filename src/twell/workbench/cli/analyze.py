@@ -1,4 +1,4 @@
-"""``twell trace | analyze | calibrate``: which neurons of a model fire on a text."""
+"""``twell analyze``: what the feed-forward layers of a model do on a text."""
 
 from __future__ import annotations
 
@@ -10,50 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import counted_bar, load_model, print_table
-
-Model = Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")]
-Text = Annotated[Path, typer.Option(help="The text: a .txt, .jsonl or .parquet file, or a folder of them.")]
-Length = Annotated[int | None, typer.Option(help="Tokens a sequence. Default: 1024, or the model's context.")]
-
-
-@app.command()
-def trace(
-    model: Model,
-    text: Text,
-    out: Annotated[Path, typer.Option(help="The .npz file to write.")],
-    tokens: Annotated[int, typer.Option(help="How many tokens to record.")] = 8192,
-    length: Length = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The layers as a JSON list on standard output.")] = False,
-) -> None:
-    """Record which neurons fire on a text, to benchmark on real activations.
-
-    Example: [bold]twell trace my-run/model --text book.txt --out book.npz[/bold]
-    """
-    from twell.workbench.trace import record_text
-
-    language_model, tokenizer = load_model(model)
-    with counted_bar("recording") as progress:
-        recorded = record_text(language_model, tokenizer, text, length=length, tokens=tokens, progress=progress)
-    recorded.save(out)
-    layers = recorded.summary()
-    if as_json:
-        print(json.dumps([layer._asdict() for layer in layers]))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{recorded.tokens:,} tokens, in {out}")
-    for name in ("layer", "mean active", "p99", "max", "never fired", "busiest tenth carries"):
-        table.add_column(name, justify="left" if name == "layer" else "right")
-    for s in layers:
-        table.add_row(s.layer, f"{s.mean:.1f}", f"{s.p99:.0f}", str(s.max), f"{s.dead:.1%}", f"{s.top_tenth:.0%}")
-    Console().print(table)
+from twell.workbench.cli.common import Length, Text, counted_bar, load_model, print_table
 
 
 @app.command()
 def analyze(
-    model: Model,
+    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")],
     text: Text,
     tokens: Annotated[int, typer.Option(help="How many tokens to analyse.")] = 16384,
     length: Length = None,
@@ -148,34 +110,3 @@ def _print_analysis(analysis: Any) -> None:
     for what, tokens in (("most", analysis.most_active), ("fewest", analysis.least_active)):
         some = ", ".join(f"{token.text!r} {token.mean:.0f}" for token in tokens[:8])
         console.print(f"tokens that wake the {what} neurons, over all layers: {escape(some)}", highlight=False)
-
-
-@app.command()
-def calibrate(
-    model: Annotated[Path, typer.Argument(help="Folder of a causal language model with ReLU FFNs.")],
-    text: Text,
-    tokens: Annotated[int, typer.Option(help="How many tokens to count.")] = 32768,
-    as_json: Annotated[bool, typer.Option("--json", help="The plans as a JSON list on standard output.")] = False,
-) -> None:
-    """Count how often each neuron fires on a text and keep the counts beside the model, where sparsify_ finds them.
-
-    Example: [bold]twell calibrate my-run/model --text book.txt[/bold]
-    """
-    if not model.is_dir():
-        raise ValueError(f"{model} is not a folder: the counts are kept beside the model")
-    from twell.hf.convert import sparsify_
-    from twell.hf.counts import COUNTS_FILE, NeuronCounts
-    from twell.workbench.trace import record_text
-
-    language_model, tokenizer = load_model(str(model))
-    with counted_bar("counting") as progress:
-        trace = record_text(language_model, tokenizer, text, tokens=tokens, progress=progress)
-    counts = NeuronCounts(fired=[trace.neuron_counts(i) for i in range(trace.layers)], tokens=trace.tokens)
-    report = sparsify_(language_model, counts)
-    counts.save(model / COUNTS_FILE)
-    if as_json:
-        print(json.dumps([{"layer": row.layer, "plan": row.plan} for row in report.rows]))
-    else:
-        for row in report.rows:
-            print(f"{row.layer}  {row.plan}")
-        print(f"counts of {counts.tokens:,} tokens are in {model / COUNTS_FILE}")

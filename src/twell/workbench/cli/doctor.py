@@ -1,4 +1,4 @@
-"""``twell doctor | demo``."""
+"""``twell doctor``."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ def doctor(
 ) -> None:
     """Show what would run here and why, and compare sparse with dense on this machine.
 
-    With a model also which layers would run sparsely, how the GPU kernels would split their work, by the counts of
+    With a model: also which layers would run sparsely, how the GPU kernels would split their work by the counts of
     twell calibrate, and what freezing adds. Exits with 1 if something is broken. Example:
     [bold]twell doctor my-run/model[/bold]
     """
     from twell.workbench.doctor import examine, plans
 
     layers = None if model is None else plans(model)
-    report = examine()
+    findings = examine()
     if as_json:
         of_model = {} if layers is None else {"plans": [layer._asdict() for layer in layers]}
-        print(json.dumps({"healthy": report.healthy, **report.facts, **of_model}))
+        print(json.dumps({"healthy": findings.healthy, **findings.facts, **of_model}))
     else:
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
         table = Table(show_header=False, box=None, pad_edge=False)
-        for name, fact in report.facts.items():
+        for name, fact in findings.facts.items():
             table.add_row(f"[bold]{name}[/bold]", escape(str(fact)))
         Console().print(table)
         if layers is not None:
             _print_plans(layers)
-    if not report.healthy:
+    if not findings.healthy:
         raise typer.Exit(1)
 
 
 def _print_plans(layers: list[Any]) -> None:
-    """Layers in a row whose plans read the same share a line."""
+    """A table in which consecutive layers with equal plans share a line."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -64,14 +64,3 @@ def _print_plans(layers: list[Any]) -> None:
         adds = "by its plan" if frozen is None else f"{frozen / 1e6:,.1f} MB" if frozen else ""
         table.add_row(names, escape(runs), escape(plan), "" if predicted is None else f"{predicted:.2f}x", adds)
     Console().print(table)
-
-
-@app.command()
-def demo() -> None:
-    """Show a sparse activation, time a layer and a model sparse and dense, write a page about a small trained model.
-
-    Takes about two minutes on two cores; the page is demo-out/report.html. Example: [bold]twell demo[/bold]
-    """
-    from twell.workbench.demo import run_demo
-
-    run_demo()

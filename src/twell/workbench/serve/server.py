@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from twell.workbench.serve.answers import Answer, Piece, Place, usage_of
+from twell.workbench.serve.answers import Answer, Piece, usage_of
 from twell.workbench.serve.choosing import vocabulary_of
 from twell.workbench.serve.engine import Engine
 from twell.workbench.serve.guard import Guard
@@ -25,32 +25,19 @@ from twell.workbench.serve.prompts import Prompts
 from twell.workbench.serve.requests import ApiError, ChatRequest, CompletionRequest, parse
 
 MAX_BODY = 8 * 2**20  # bytes
-READ_SECONDS = 30.0  # in which a request's body must come
-DEFAULT_TOKENS = 16  # of a completion, as OpenAI's legacy endpoint has it; a chat goes on to the end of the context
-ALMOST_ZERO = 1e-4  # temperatures below are greedy: logits divided by less overflow
+READ_SECONDS = 30.0  # for the whole body of a request
+DEFAULT_TOKENS = 16  # of a completion, as in OpenAI's legacy endpoint; a chat fills the context
+ALMOST_ZERO = 1e-4  # temperatures below are greedy: dividing logits by less overflows
 
-Part = Literal["first", "middle", "last", "whole"]
-Shape = Callable[[Answer, str, list[Place], str | None, Part], dict[str, Any]]  # a choice: text, its tokens, its end
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events. However the connection ends, so do the jobs."""
-
-    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self.end = end
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.end()
+Part = Literal["first", "middle", "last", "whole"]  # of an answer
+Shape = Callable[[Answer, Piece, str | None, Part], dict[str, Any]]  # the str: finish_reason
 
 
 class ModelServer:
     """One model behind OpenAI's endpoints; ``app`` is the ASGI application.
 
-    With an ``api_key`` clients must send it. Without one, ``Host`` must be an address, localhost or one of ``hosts``.
+    With an ``api_key`` clients must send the key. Without one, ``Host`` must be an address, localhost or one of
+    ``hosts``.
     """
 
     def __init__(
@@ -99,10 +86,11 @@ class ModelServer:
 
     async def models(self, request: Request) -> Response:
         this = {"id": self.name, "object": "model", "created": self.created, "owned_by": "twell"}
+        this["max_model_len"] = self.max_length
         if "name" not in request.path_params:
-            return JSONResponse({"object": "list", "data": [{**this, "max_model_len": self.max_length}]})
+            return JSONResponse({"object": "list", "data": [this]})
         self._check_name(request.path_params["name"])
-        return JSONResponse({**this, "max_model_len": self.max_length})
+        return JSONResponse(this)
 
     async def completions(self, request: Request) -> Response:
         asked = parse(CompletionRequest, await _read(request))
@@ -117,13 +105,7 @@ class ModelServer:
         if asked.echo:
             echoes = [*texts] or [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
         answers = self._start(asked, prompts, asked.max_tokens, DEFAULT_TOKENS, echoes)
-
-        def shape(answer: Answer, text: str, places: list[Place], reason: str | None, part: Part) -> dict[str, Any]:
-            logprobs = answer.completion_logprobs(places)
-            choice = {"index": answer.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-            return {"object": "text_completion", "choices": [choice]}
-
-        return await self._respond(request, asked, answers, "cmpl", shape)
+        return await self._respond(request, asked, answers, "cmpl", _completion)
 
     async def chat(self, request: Request) -> Response:
         asked = parse(ChatRequest, await _read(request))
@@ -135,18 +117,9 @@ class ModelServer:
         max_tokens = asked.max_completion_tokens or asked.max_tokens
         self._check(ids, max_tokens, "messages")
         answers = self._start(asked, [ids], max_tokens, None, [None])
+        return await self._respond(request, asked, answers, "chatcmpl", _chat)
 
-        def shape(answer: Answer, text: str, places: list[Place], reason: str | None, part: Part) -> dict[str, Any]:
-            said = {} if part in ("middle", "last") else {"role": "assistant"}
-            said |= {} if part == "last" else {"content": text}
-            choice = {"index": answer.index, "logprobs": answer.chat_logprobs(places), "finish_reason": reason}
-            if part == "whole":
-                return {"object": "chat.completion", "choices": [{**choice, "message": said}]}
-            return {"object": "chat.completion.chunk", "choices": [{**choice, "delta": said}]}
-
-        return await self._respond(request, asked, answers, "chatcmpl", shape)
-
-    # -- what they share -------------------------------------------------------------------------------
+    # -- what the two share ----------------------------------------------------------------------------
 
     def _check_name(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -168,16 +141,17 @@ class ModelServer:
         default: int | None,
         echoes: list[str | None],
     ) -> list[Answer]:
-        self.engine.check_room(len(prompts))  # all of them, or none
+        """Give a job for each prompt to the engine: all of them, or none."""
+        self.engine.check_room(len(prompts))
+        shared: dict[str, Any] = {"stops": asked.stop, "tokenizer": self.tokenizer, "eos": self.eos}
         answers = []
         for index, (ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
             room, results = self.max_length - len(ids), asyncio.Queue[Any]()
             n_tokens = min(room, default or room) if max_tokens is None else max_tokens
             scores_prompt = echo is not None and asked.n_top is not None
-            how: dict[str, Any] = {"n_top": asked.n_top, "scores_prompt": scores_prompt}
-            job = Job(ids, n_tokens, self._sampler(asked), _into(results), **how)
-            where: dict[str, Any] = {"tokenizer": self.tokenizer, "eos": self.eos, "metrics": self.metrics}
-            answers.append(Answer(job, results, index=index, stops=asked.stop, echo=echo, **where))
+            sampler = self._sampler(asked)
+            job = Job(ids, n_tokens, sampler, _into(results), n_top=asked.n_top, scores_prompt=scores_prompt)
+            answers.append(Answer(job, results, index=index, echo=echo, metrics=self.metrics, **shared))
         try:
             for answer in answers:
                 self.engine.start(answer.job)
@@ -192,7 +166,7 @@ class ModelServer:
             self.engine.cancel(answer.job)
 
     def _sampler(self, asked: CompletionRequest | ChatRequest) -> Sampler | None:
-        """By the request, else by the model's generation_config.json, else as OpenAI has it: temperature 1."""
+        """Defaults: those of the model's generation_config.json, else OpenAI's, which is temperature 1."""
         own = self.model.generation_config
         temperature = asked.temperature if asked.temperature is not None else own.temperature
         top_p = asked.top_p if asked.top_p is not None else own.top_p
@@ -215,19 +189,31 @@ class ModelServer:
             events = _events(answers, head, shape, asked.stream_options.include_usage)
             return _EventStream(events, lambda: self._end(answers))
         try:
-            wholes = await _unless_gone(request, _joined(answers))
+            wholes = await _unless_gone(request, _wholes(answers))
         finally:
             self._end(answers)
-        shapes = [
-            shape(answer, text, places, answer.finish_reason, "whole")
-            for answer, (text, places) in zip(answers, wholes, strict=True)
-        ]
-        choices = [choice for one in shapes for choice in one["choices"]]
-        return JSONResponse({**head, **shapes[0], "choices": choices, "usage": usage_of(answers)})
+        bodies = [shape(one, whole, one.finish_reason, "whole") for one, whole in zip(answers, wholes, strict=True)]
+        choices = [choice for body in bodies for choice in body["choices"]]
+        return JSONResponse({**head, **bodies[0], "choices": choices, "usage": usage_of(answers)})
+
+
+def _completion(answer: Answer, piece: Piece, reason: str | None, part: Part) -> dict[str, Any]:
+    logprobs = answer.completion_logprobs(piece)
+    choice = {"index": answer.index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
+    return {"object": "text_completion", "choices": [choice]}
+
+
+def _chat(answer: Answer, piece: Piece, reason: str | None, part: Part) -> dict[str, Any]:
+    said = {} if part in ("middle", "last") else {"role": "assistant"}
+    said |= {} if part == "last" else {"content": piece.text}
+    choice = {"index": answer.index, "logprobs": answer.chat_logprobs(piece), "finish_reason": reason}
+    if part == "whole":
+        return {"object": "chat.completion", "choices": [{**choice, "message": said}]}
+    return {"object": "chat.completion.chunk", "choices": [{**choice, "delta": said}]}
 
 
 def _into(results: asyncio.Queue[Any]) -> Callable[[Any], None]:
-    """Delivers from other threads."""
+    """Puts results into the queue from another thread."""
     loop = asyncio.get_running_loop()
 
     def deliver(result: Any) -> None:
@@ -237,31 +223,52 @@ def _into(results: asyncio.Queue[Any]) -> Callable[[Any], None]:
     return deliver
 
 
-async def _joined(answers: list[Answer]) -> list[Piece]:
-    async def whole(answer: Answer) -> Piece:
-        pieces = [piece async for piece in answer.pieces()]
-        return Piece("".join(piece.text for piece in pieces), [place for piece in pieces for place in piece.places])
+# -- requests and responses ----------------------------------------------------------------------------
 
-    return [await whole(answer) for answer in answers]
+
+class _EventStream(StreamingResponse):
+    """Server-sent events. When the connection ends, in whatever way, so do the jobs."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.end = end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.end()
+
+
+async def _wholes(answers: list[Answer]) -> list[Piece]:
+    """Each answer in one piece."""
+    wholes = []
+    for answer in answers:
+        pieces = [piece async for piece in answer.pieces()]
+        tokens = [token for piece in pieces for token in piece.tokens]
+        wholes.append(Piece("".join(piece.text for piece in pieces), tokens))
+    return wholes
 
 
 async def _events(answers: list[Answer], head: dict[str, Any], shape: Shape, with_usage: bool) -> AsyncIterator[str]:
+    """The pieces of all answers as server-sent events, in the order in which they come."""
+    made: asyncio.Queue[str | Exception | None] = asyncio.Queue()
+
     def event(body: dict[str, Any]) -> str:
         return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
-    async def events_of(answer: Answer, made: asyncio.Queue[str | Exception | None]) -> None:
+    async def make_events(answer: Answer) -> None:
         try:
             part: Part = "first"
-            async for text, places in answer.pieces():
-                made.put_nowait(event({**head, **shape(answer, text, places, None, part)}))
+            async for piece in answer.pieces():
+                made.put_nowait(event({**head, **shape(answer, piece, None, part)}))
                 part = "middle"
-            made.put_nowait(event({**head, **shape(answer, "", [], answer.finish_reason, "last")}))
+            made.put_nowait(event({**head, **shape(answer, Piece("", []), answer.finish_reason, "last")}))
             made.put_nowait(None)
         except Exception as error:
             made.put_nowait(error)
 
-    made: asyncio.Queue[str | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(events_of(answer, made)) for answer in answers]
+    tasks = [asyncio.create_task(make_events(answer)) for answer in answers]
     try:
         running = len(tasks)
         while running:
@@ -273,7 +280,7 @@ async def _events(answers: list[Answer], head: dict[str, Any], shape: Shape, wit
             else:
                 yield one
         if with_usage:
-            last = shape(answers[0], "", [], None, "last")
+            last = shape(answers[0], Piece("", []), None, "last")
             yield event({**head, **last, "choices": [], "usage": usage_of(answers)})
     except ApiError as error:
         yield event(error.body)
@@ -284,7 +291,7 @@ async def _events(answers: list[Answer], head: dict[str, Any], shape: Shape, wit
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[Piece]]) -> list[Piece]:
-    """What ``work`` returns; given up as soon as the client goes away."""
+    """What ``work`` returns; it is cancelled as soon as the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -302,7 +309,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[Piece]])
 
 
 async def _read(request: Request) -> bytes:
-    # Without this a page of the web could send requests to a server on its reader's own machine.
+    # Browsers let any web page post other content types, also to a server on the reader's own machine.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send the request as JSON, with the header Content-Type: application/json")
     body, size = bytearray(), 0
@@ -312,7 +319,7 @@ async def _read(request: Request) -> bytes:
                 size += len(part)
                 if size <= MAX_BODY:
                     body += part
-                elif size > 4 * MAX_BODY:  # up to here it is read, not kept: clients hear before they have sent all
+                elif size > 4 * MAX_BODY:  # up to here it is read and dropped: clients listen only once all is sent
                     break
     except TimeoutError:
         raise ApiError(408, f"the request did not come within {READ_SECONDS:g} seconds") from None
@@ -322,7 +329,7 @@ async def _read(request: Request) -> bytes:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):  # of the routing: no such path, or not with this method
+    if isinstance(error, HTTPException):  # from the routing: an unknown path, or another method
         message = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
     assert isinstance(error, ApiError)
@@ -335,5 +342,5 @@ async def _answer_nobody(request: Request, error: Exception) -> Response:
 
 
 async def _answer_failure(request: Request, error: Exception) -> Response:
-    """What went wrong stands in the log, not in the answer: it may name paths."""
+    """The error itself goes to the log only: it can name paths."""
     return JSONResponse(ApiError(500, "the server failed; its log says why").body, 500)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from twell.workbench.cli.app import app
 from twell.workbench.cli.common import device_of, dtype_of, load_model
@@ -16,49 +17,36 @@ from twell.workbench.cli.common import device_of, dtype_of, load_model
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model.")],
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    model: Annotated[str, Argument(help="Folder or hub name of a causal language model.")],
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0: all addresses of this machine.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any free port.")] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model. Default: its folder's name, or its run's.")
+        str | None, Option(help="The model's name for clients. Default: that of its folder or run.")
     ] = None,
     engine: Annotated[
-        str,
-        typer.Option(help="vllm: hand over to vLLM; twell: the built-in server; auto: vLLM if it and a GPU are there."),
+        str, Option(help="vllm, twell (the built-in server) or auto: vLLM if it is installed and there is a GPU.")
     ] = "auto",
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the model's own.")] = None,
-    dense: Annotated[bool, typer.Option("--dense", help="Leave the sparse path out, to compare.")] = False,
-    batching: Annotated[
-        bool, typer.Option("--batching/--no-batching", help="Compute requests together, or one after the other.")
-    ] = True,
-    cache_tokens: Annotated[
-        int | None,
-        typer.Option(min=256, help="Tokens that all requests together keep in memory. Default: by the free memory."),
-    ] = None,
+    device: Annotated[str | None, Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
+    dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16. Default: the model's own.")] = None,
+    dense: Annotated[bool, Option("--dense", help="Run all layers densely, to compare.")] = False,
+    batching: Annotated[bool, Option(help="Compute requests together, or one after the other.")] = True,
+    cache_tokens: Annotated[int | None, Option(min=256, help="Size of the cache. Default: by the free memory.")] = None,
     api_key: Annotated[
-        str | None,
-        typer.Option(envvar="TWELL_API_KEY", help="Ask clients for this key, as OpenAI does.", show_default=False),
+        str | None, Option(envvar="TWELL_API_KEY", help="Ask clients for this key, as OpenAI does.", show_default=False)
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="Let other machines in without a key.")] = False,
-    allow_host: Annotated[
-        list[str] | None, typer.Option(help="A name that clients may call this server by, beside addresses.")
-    ] = None,
-    drain: Annotated[
-        float, typer.Option(min=0, max=86400, help="Seconds that answers under way have left on SIGTERM.")
-    ] = 30,
+    open_: Annotated[bool, Option("--open", help="Let other machines in without a key.")] = False,
+    allow_host: Annotated[list[str] | None, Option(help="A name to accept in the Host header; repeatable.")] = None,
+    drain: Annotated[float, Option(min=0, max=86400, help="Seconds for answers under way after SIGTERM.")] = 30,
 ) -> None:
     """Serve a model to OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models.
 
-    To this machine only, unless --host says otherwise: then with --api-key, or --open. Where vLLM
-    is installed and there is a GPU, vLLM does it. Example:
+    Only this machine can connect, unless --host says otherwise, which needs --api-key or --open. Where vLLM
+    is installed and there is a GPU, vLLM serves the model. Example:
     [bold]twell serve my-run/model --port 8000[/bold]
     """
-    try:
-        from twell.hf.loading import model_path
-        from twell.workbench import serve as serving
-    except ImportError as error:
-        raise RuntimeError(f"serving needs more packages ({error}): pip install 'twell[serve]'") from None
+    from twell.hf.loading import model_path
+    from twell.workbench import serve as serving
+
     if engine not in ("auto", "vllm", "twell"):
         raise ValueError(f"unknown engine {engine!r}: expected auto, vllm or twell")
     if api_key is not None and not api_key.strip():
@@ -70,10 +58,15 @@ def serve(
     called, hosts = name or _name_of(model), (host, socket.gethostname(), *(allow_host or []))
     address = f"http://{_in_url(host)}:{sock.getsockname()[1]}"
     warning = ["warning:  other machines can reach this address, and no key is asked for (--open)"]
-    warning = [] if serving.is_local(sock) or api_key is not None else warning
+    warning = warning if open_ and api_key is None and not serving.is_local(sock) else []
     dtype = None if dtype is None else str(dtype_of(dtype)).removeprefix("torch.")
-    own = {"--dense": dense, "--no-batching": not batching, "--cache-tokens": cache_tokens is not None}
-    own |= {f"--device {device}": device_of(device) != device_of(None), f"--dtype {dtype}": dtype == "float64"}
+    own = {
+        "--dense": dense,
+        "--no-batching": not batching,
+        "--cache-tokens": cache_tokens is not None,
+        f"--device {device}": device_of(device) != device_of(None),
+        f"--dtype {dtype}": dtype == "float64",
+    }
     if _takes_vllm(engine, model, [option for option, is_given in own.items() if is_given]):
         command, environment = serving.vllm_command(model, called, sock, dtype, drain, hosts, api_key)
         print(f"address:  {address}/v1, the model is called {called}", *warning, sep="\n")
@@ -95,19 +88,19 @@ def serve(
             f"up to {longest:,} tokens each" + ("" if why_not else f", {tokens:,} in all")
         )
         server = serving.ModelServer(language_model, tokenizer, called, runner, longest, api_key=api_key, hosts=hosts)
-        sock.listen(1024)  # from here on clients may connect
+        sock.listen(1024)  # from here on clients can connect
         print(f"address:  {address}/v1", *warning, sep="\n")
         example = _example(address, called, tokenizer.chat_template is not None, api_key is not None)
         print(f"\n{example}\n\nCtrl-C ends it.", flush=True)
         lived = serving.run(server, sock, drain)
     if not lived:
         print("twell: error: the model failed and could not start again; the lines above say why", file=sys.stderr)
-        raise typer.Exit(1)
+        raise Exit(1)
     print("stopped")
 
 
 def _takes_vllm(engine: str, model: str, own: list[str]) -> bool:
-    """Whether vLLM serves the model, and say so; ``own``: the options given that only the built-in server has."""
+    """Decide whether vLLM serves the model, and print it. ``own``: given options that only the built-in server has."""
     from twell.vllm import installed_version
     from twell.workbench import serve as serving
 
@@ -129,7 +122,7 @@ def _takes_vllm(engine: str, model: str, own: list[str]) -> bool:
 
 
 def _make_sparse(model: Any, dense: bool) -> str:
-    """Convert the model and freeze it, or make it dense, and say what its layers are."""
+    """Make the model sparse and freeze it, or make it dense. Returns a description of its layers."""
     from twell.hf.convert import desparsify_, sparsify_
     from twell.nn import freeze_, sparse_ffns
 
@@ -143,11 +136,12 @@ def _make_sparse(model: Any, dense: bool) -> str:
 
 
 def _name_of(model: str) -> str:
+    """The name of a model's folder, or of its run, which keeps the model in a folder called model."""
     folder = Path(model)
     if not folder.exists():
         return model
     folder = folder.resolve()
-    return folder.parent.name if folder.name == "model" else folder.name  # a run keeps it in model/
+    return folder.parent.name if folder.name == "model" else folder.name
 
 
 def _in_url(host: str) -> str:
@@ -155,8 +149,6 @@ def _in_url(host: str) -> str:
 
 
 def _example(address: str, name: str, can_chat: bool, asks_for_key: bool) -> str:
-    import json
-
     body: dict[str, Any] = {"model": name, "max_tokens": 32}
     if can_chat:
         path, body = "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "Hello"}]}
