@@ -310,12 +310,11 @@ OPTIONS: dict[tuple[str, ...], list[str]] = {
         *("ROWS ROWS --threshold -1", "ROWS ROWS --threshold nan", "ROWS ROWS --check x", "ROWS --by x", "OUT OUT"),
         *("ROWS ROWS --first x",),
     ],
-    ("results",): ["/none.md", "TEXT --rows /none", "TEXT --rows OUT", "OUT --rows OUT"],
     ("convert", "MODEL"): [
         *("", "--check --out OUT/c", "--check --train", "--check --tokenizer x", "--out OUT/c --data TEXT"),
         "--out OUT/c lr=1",
     ],
-    ("tune",): ["--tiles -m 0", "--tiles --dtype x", "--tiles --kernel x", "-m 8", "--dtype float16"],
+    ("tune",): ["", "-m 8"],
     ("train", "--out", "OUT/run"): ["--preset x", "nonsense=1", "steps=x", "l1=", "--data /none", "--resume l1=1"],
     (): ["nonsense", "--nonsense", "bench nonsense"],
 }

@@ -48,7 +48,6 @@ def test_runs_as_a_module() -> None:
         ["analyze"],
         ["sweep"],
         ["compare"],
-        ["results"],
         ["doctor"],
         ["demo"],
     ],

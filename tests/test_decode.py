@@ -13,6 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import tune_few_tiles as tune_few
+import tune_tiles as tune
 from test_kernels import assert_right, make_weights, timed_once
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu.decode import few as decode
@@ -23,7 +25,7 @@ from twell.nn import neuron_major_
 from twell.ops import functional as ops
 from twell.plan import dense_plan
 from twell.reference import Weights
-from twell.workbench.bench import cases, tune, tune_few
+from twell.workbench.bench import cases
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 

@@ -131,7 +131,7 @@ def _measure(model: Any, ids: torch.Tensor, name: str) -> tuple[dict[str, Any], 
 def _show_speed_of_model(console: Console, speed: dict[str, Any], same: int) -> None:
     from rich.table import Table
 
-    from twell.workbench.bench import swept
+    from twell.workbench.bench import sweep_results
 
     n_tokens = speed["batch"] * speed["length"]
     table = Table(title=f"the trained model on {n_tokens:,} tokens of held-out text")
@@ -141,7 +141,7 @@ def _show_speed_of_model(console: Console, speed: dict[str, Any], same: int) -> 
         of_ffns = sum(layer[f"{side}_ms"]["p50"] for layer in speed["ffns"])
         memory = speed["memory"][side]["pass"] / 1e6
         table.add_row(side, f"{of_ffns:.1f}", f"{speed[f'{side}_ms']['p50']:.1f}", f"{memory:.1f}")
-    table.add_row("speedup", f"{swept.ffn_speedup(speed).p50:.2f}x", f"{speed['speedup']:.2f}x", "")
+    table.add_row("speedup", f"{sweep_results.ffn_speedup(speed).p50:.2f}x", f"{speed['speedup']:.2f}x", "")
     console.print(table)
     console.print(f"predictions: {same:,} of {n_tokens:,} as dense")
 

@@ -7,6 +7,7 @@ import warnings
 
 from twell.workbench.cli import (
     bench,
+    bench_model,
     bench_train,
     converting,
     errors,
@@ -23,6 +24,7 @@ from twell.workbench.cli.app import app
 __all__ = [
     "app",
     "bench",
+    "bench_model",
     "bench_train",
     "converting",
     "errors",

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import print_speed_table, progress_bar
+from twell.workbench.cli.bench_common import print_speed_table
+from twell.workbench.cli.common import progress_bar
 
 
 @app.command()
