@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: demo test test-all test-gpu test-vllm fuzz endure lint format bench clean
+.PHONY: demo test test-all test-gpu test-vllm fuzz endure lint format bench tables publish clean
 
 demo: $(INSTALLED)
 	$(BIN)/twell demo
@@ -45,6 +45,14 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/twell bench ffn --device cpu --workload skew29 --workload skew300 --workload skew1000 --workload skew2800
+
+# The tables of README.md and docs/, from the rows in results/.
+tables: $(INSTALLED)
+	$(BIN)/python tools/tables.py
+
+# All rows of results/ anew, at one commit, on a GPU: make publish GPU_PYTHON=python3 PUBLISH="--trace t.npz --data DATA"
+publish:
+	$(GPU_PYTHON) tools/publish.py $(PUBLISH)
 
 clean:
 	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis

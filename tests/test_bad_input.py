@@ -302,11 +302,10 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
         --json; /none /none; TEXT; TEXT TEXT; ROWS; ROWS ROWS --floor -1; ROWS ROWS --floor nan
         ROWS ROWS --threshold -1; ROWS ROWS --threshold nan; ROWS ROWS --check x; ROWS ROWS --first x; ROWS --by x
         OUT OUT""",
-    "results": "/none.md; TEXT --rows /none; TEXT --rows OUT; OUT --rows OUT",
     "convert MODEL": """
         --relufy; --check --out OUT/c; --check --train; --check --tokenizer x; --out OUT/c --data TEXT
         --out OUT/c lr=1""",
-    "tune": "--tiles -m 0; --tiles --dtype x; --tiles --kernel x; -m 8; --dtype float16",
+    "tune": "; -m 8",
     "train --out OUT/run": """
         steps=x; l1=; --data /none; --resume l1=1 -> run holds no run to resume; --preset huge -> unknown preset 'huge'
         nonsense=1 -> expected key=value""",

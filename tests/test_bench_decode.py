@@ -17,7 +17,7 @@ from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.nn.quantize import quantize_
 from twell.workbench.bench import decode, ffn, fp8
-from twell.workbench.bench.model import dense_twin
+from twell.workbench.bench.model import without_twell
 from twell.workbench.cli import app
 
 
@@ -95,11 +95,11 @@ def sparse_llama() -> Any:
 
 def test_a_dense_twin_is_the_model_without_twell() -> None:
     model, ids = sparse_llama(), torch.randint(97, (2, 8))
-    twin = dense_twin(model)
+    twin = without_twell(model)
     assert type(twin) is LlamaForCausalLM and type(twin.model.layers[0].mlp) is LlamaMLP and not twin.training
     torch.testing.assert_close(twin(ids).logits, model(ids).logits)
     plain = llama()
-    assert type(dense_twin(plain)) is LlamaForCausalLM and dense_twin(plain) is not plain
+    assert type(without_twell(plain)) is LlamaForCausalLM and without_twell(plain) is not plain
 
 
 def test_a_row_of_a_model_on_a_text(with_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_compiled_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
     original = torch.compile
     monkeypatch.setattr(torch, "compile", compile_without_inductor)
-    row = decode.measure(llama(), "skew29", 2, 4, graph=False, compiled=True, seconds=0)
+    row = decode.measure(llama(1), "skew29", 2, 4, graph=False, compiled=True, seconds=0)
     assert row["compiled"] and row["difference"] < 1e-5
     assert compilers == [{"dynamic": False}] * 2
 

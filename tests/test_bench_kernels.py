@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import tune_few_tiles as tune_few
+import tune_tiles as tuning
 from interpreted import shorten_lists
 
 pytest.importorskip("triton")
@@ -18,10 +20,9 @@ from twell.gpu.decode import few, few_tiles
 from twell.gpu.prefill import tail
 from twell.gpu.shared import tiles
 from twell.plan import costs_for
-from twell.workbench.bench import cases, timing, traced, tune_few
+from twell.workbench.bench import cases, ffn_trace, timing
 from twell.workbench.bench import ffn as ffn_bench
 from twell.workbench.bench import model as model_bench
-from twell.workbench.bench import tune as tuning
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -92,17 +93,21 @@ def test_bench_of_a_trace() -> None:
     torch.manual_seed(0)
     sparse = torch.rand(40, 2048) < 0.003
     sparse[:, :200], sparse[30, :1500], sparse[35, :800] = torch.rand(40, 200) < 0.9, True, True
-    row = traced.measure(traced.Layer("first", sparse), 20, 32, dtype=f32, device=torch.device("cpu"), seconds=0)
+    row = ffn_trace.measure(
+        ffn_trace.TracedLayer("first", sparse), 20, 32, dtype=f32, device=torch.device("cpu"), seconds=0
+    )
     assert row["plan"]["hot"] == 256 and row["error"]["sparse"] < 1e-6 and row["parts_ms"]["heavy tokens"] == 2
     frozen = row["gate_ms"]["p50"] + row["after gate_ms"]["p50"]
     assert row["frozen_ms"]["p50"] == pytest.approx(frozen, abs=1e-3)
     assert row["sparse_ms"]["p50"] == pytest.approx(frozen + row["layout_ms"]["p50"], abs=1e-3)
     assert row["mean_active"] == pytest.approx(sparse[20:].sum().item() / 20, abs=0.01)
     dense = torch.rand(40, 2048) < 0.5
-    row = traced.measure(traced.Layer("last", dense), 20, 32, dtype=f32, device=torch.device("cpu"), seconds=0)
+    row = ffn_trace.measure(
+        ffn_trace.TracedLayer("last", dense), 20, 32, dtype=f32, device=torch.device("cpu"), seconds=0
+    )
     assert row["plan"]["hot"] == 2048 and row["parts_ms"] == {}
     with pytest.raises(ValueError, match="no two halves"):
-        traced.measure(traced.Layer("short", dense[:1]), 32, 32, dtype=f32, device=torch.device("cpu"))
+        ffn_trace.measure(ffn_trace.TracedLayer("short", dense[:1]), 32, 32, dtype=f32, device=torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("timed_once")
@@ -115,11 +120,11 @@ def test_bench_of_a_trace_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     active = torch.rand(24, 2048) < 0.003
     active[:, :200], active[20, :1500] = torch.rand(24, 200) < 0.9, True
     how: dict[str, Any] = {"dtype": f16, "device": torch.device("cpu"), "seconds": 0, "fp8": True}
-    row = traced.measure(traced.Layer("first", active), 12, 32, **how)
+    row = ffn_trace.measure(ffn_trace.TracedLayer("first", active), 12, 32, **how)
     assert row["error"]["sparse_fp8"] < 2e-3 and row["sparse_fp8_ms"]["p50"] > 0 and row["speedup_fp8"] > 0
     monkeypatch.setattr("twell.gpu.prefill.split_fp8.write_tail", lambda *_, **__: None)
     with pytest.raises(ffn_bench.WrongResult, match="sparse FP8 output is wrong"):
-        traced.measure(traced.Layer("first", active), 12, 32, **how)
+        ffn_trace.measure(ffn_trace.TracedLayer("first", active), 12, 32, **how)
 
 
 def tiny_llama() -> Any:

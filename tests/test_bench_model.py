@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from command_line import Twell
 from twell import nn
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.plan import Plan
 from twell.train import recipes
-from twell.workbench import cli
 from twell.workbench.bench import ffn, model, timing
 
 SHAPE: dict[str, Any] = {
@@ -152,14 +151,14 @@ def test_on_a_gpu_layers_are_timed_as_cuda_graphs(monkeypatch: pytest.MonkeyPatc
     subject = model.real(dense_llama().to("cuda", torch.bfloat16), "m")
     sparse_ffns = [module for module in subject.sparse.modules() if isinstance(module, SparseFFNBase)]
     sparse_ffns[0].set_plan(Plan(n_neurons=256, hot=torch.arange(128), cap=64, min_tokens=1))  # the other runs densely
-    replayed, seen = ffn.replayed, []
+    replayed, seen = model.replayed, []
 
     def checked(runs: Sequence[Callable[[], torch.Tensor]]) -> Callable[[], torch.Tensor]:
         replay = replayed(runs)
         seen.append(ffn.relative_error(replay(), runs[-1]().double()))
         return replay
 
-    monkeypatch.setattr(ffn, "replayed", checked)
+    monkeypatch.setattr(model, "replayed", checked)
     row = model.measure(subject, ids_of(8, 64).cuda(), seconds=0, wants_layers=True)
     assert len(seen) == 4 and max(seen) < 1e-2  # both sides of two layers
     assert all(layer["graph"] is True and layer["speedup"] > 0 for layer in row["ffns"])
@@ -200,17 +199,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["twell", "bench", "model", *map(str, args)])
-    monkeypatch.setenv("COLUMNS", "160")
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    said = capsys.readouterr()
-    return int(stop.value.code or 0), said.out, said.err
-
-
 def test_shapes_and_generate_of_a_model_of_random_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    twell: Twell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     small = {"hidden_size": 16, "intermediate_size": 64, "heads": 2, "vocab_size": 50}  # the interpreter takes its time
@@ -221,28 +211,39 @@ def test_shapes_and_generate_of_a_model_of_random_weights(
     monkeypatch.setattr(model, "PROMPT_TOKENS", 2)
     monkeypatch.setattr(model, "NEW_TOKENS", 2)
     out = tmp_path / "rows.jsonl"
-    sizes = ("--shape", "1x1", "--shape", "2x3", "--preset", "tiny", "--depth", 1, "-w", "skew10", "--seconds", 0)
-    code, said, errors = twell(monkeypatch, capsys, *sizes, "--generate", "--called", "--device", "cpu", "--out", out)
-    assert code == 0, errors
+    sizes = "--shape 1x1 --shape 2x3 --preset tiny --depth 1 -w skew10 --seconds 0 --generate --called --device cpu"
+    result = twell("bench", "model", *sizes.split(), "--out", str(out), columns=160)
+    assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(r["bench"], r["batch"], r["length"]) for r in rows] == [
-        ("model", 1, 1),
-        ("model", 2, 3),
-        ("generate", 1, 2),
-    ]
+    shapes = [("model", 1, 1), ("model", 2, 3), ("generate", 1, 2)]
+    assert [(r["bench"], r["batch"], r["length"]) for r in rows] == shapes
     assert all(r["layers"] == 1 and r["preset"] == "1 layers of tiny" for r in rows)
-    assert "called" in said and "not frozen" in said and "model.generate, 2 tokens after 2: dense" in said
+    for said in ("called", "not frozen", "model.generate, 2 tokens after 2: dense"):
+        assert said in result.stdout
 
 
-def test_a_grid_of_rows_on_text(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_grid_of_rows_on_text(twell: Twell, folder: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "new" / "rows.jsonl"
     text.write_text("a b c d " * 40)
-    sizes = ("--batch", 1, "--batch", 2, "--length", 8, "--length", 16, "--device", "cpu", "--seconds", 0)
-    code, said, _ = twell(monkeypatch, capsys, folder, "--text", text, "--layers", *sizes, "--out", out)
-    assert code == 0
-    assert "2 x 16" in said and "not available" in said and "model.layers.1.mlp: " in said
+    sizes = [
+        "--layers",
+        "--batch",
+        "1",
+        "--batch",
+        "2",
+        "--length",
+        "8",
+        "--length",
+        "16",
+        "--device",
+        "cpu",
+        "--seconds",
+        "0",
+    ]
+    result = twell("bench", "model", str(folder), "--text", str(text), *sizes, "--out", str(out), columns=160)
+    assert result.returncode == 0, result.stderr
+    for said in ("2 x 16", "not available", "model.layers.1.mlp: "):
+        assert said in result.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["batch"], r["length"], r["case"]) for r in rows] == [(b, n, "text") for b in (1, 2) for n in (8, 16)]
 
@@ -250,31 +251,24 @@ def test_a_grid_of_rows_on_text(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--paper", "--batch", "2"], "--paper is 64 x 2048 random tokens"),
-        (["--paper", "--shape", "2x8"], "--paper is 64 x 2048 random tokens"),
-        (["--shape", "2x8", "--batch", "2"], "--shape says both"),
-        (["--shape", "2by8"], "--shape must be sequences x tokens, as 4x2048, got '2by8'"),
-        (["--shape", "0x8"], "--shape must be sequences x tokens"),
-        (["--depth", "0"], "--depth must be at least 1"),
-        (["--trace", "t.npz", "--generate"], "--generate is for a workload"),
-        (["MODEL", "--generate"], "too few for --generate"),
-        (["MODEL", "--depth", "3"], "leave out MODEL"),
-        (["MODEL", "--preset", "tiny"], "leave out MODEL"),
-        (["--text", "a.txt"], "are for a real model"),
-        (["MODEL", "--length", "65"], "context is 64 tokens"),
-        (["MODEL", "--text", "TEXT", "--batch", "9"], "has 4 tokens"),
+        ("--paper --batch 2", "--paper is 64 x 2048 random tokens"),
+        ("--paper --shape 2x8", "--paper is 64 x 2048 random tokens"),
+        ("--shape 2x8 --batch 2", "--shape says both"),
+        ("--shape 2by8", "--shape must be sequences x tokens, as 4x2048, got '2by8'"),
+        ("--shape 0x8", "--shape must be sequences x tokens"),
+        ("--depth 0", "--depth must be at least 1"),
+        ("--trace t.npz --generate", "--generate is for a workload"),
+        ("MODEL --generate", "too few for --generate"),
+        ("MODEL --depth 3", "leave out MODEL"),
+        ("MODEL --preset tiny", "leave out MODEL"),
+        ("--text a.txt", "are for a real model"),
+        ("MODEL --length 65", "context is 64 tokens"),
+        ("MODEL --text TEXT --batch 9", "has 4 tokens"),
     ],
 )
-def test_what_does_not_fit_is_said(
-    args: list[str],
-    message: str,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_does_not_fit_is_said(twell: Twell, args: str, message: str, folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a b c d")
-    named = [{"MODEL": str(folder), "TEXT": str(text)}.get(arg, arg) for arg in args]
-    code, _, errors = twell(monkeypatch, capsys, *named, "--device", "cpu")
-    assert code == 2 and message in errors and len(errors.splitlines()) == 1
+    named = [{"MODEL": str(folder), "TEXT": str(text)}.get(arg, arg) for arg in args.split()]
+    result = twell("bench", "model", *named, "--device", "cpu")
+    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.image import imread
 
-from twell.workbench import cli
+from command_line import Twell
 from twell.workbench.bench import curves
 
 
@@ -60,18 +59,12 @@ def test_over_minutes(tmp_path: Path) -> None:
     ].get_xlabel() == "minutes of training"
 
 
-def twell_bench_curves(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["twell", "bench", "curves", *map(str, args)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return int(stop.value.code or 0)
-
-
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(twell: Twell, tmp_path: Path) -> None:
     file = write(tmp_path / "both.jsonl", [*rows(41, run="sparse"), *rows(40, run="dense")])
     out = tmp_path / "curves.png"
-    assert twell_bench_curves(monkeypatch, file, "--first", "dense", "--out", out) == 0
+    assert twell("bench", "curves", str(file), "--first", "dense", "--out", str(out)).returncode == 0
     assert imread(out).shape[:2] == (700, 800)
+    assert twell("bench", "curves", str(file), "--out", str(tmp_path / "x.jpg")).returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -84,14 +77,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_bad_input(
-    tmp_path: Path,
-    content: list[dict],
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    twell: Twell, tmp_path: Path, content: list[dict[str, Any]], arguments: list[str], message: str
 ) -> None:
     file = write(tmp_path / "rows.jsonl", content)
-    assert twell_bench_curves(monkeypatch, file, *arguments, "--out", tmp_path / "x.png") != 0
-    assert message in capsys.readouterr().err
-    assert twell_bench_curves(monkeypatch, file, "--out", tmp_path / "x.jpg") != 0
+    result = twell("bench", "curves", str(file), *arguments, "--out", str(tmp_path / "x.png"))
+    assert result.returncode == 2 and message in result.stderr

@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import tune_few_tiles as tune_few
 from test_kernels import assert_right, make_weights
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu.decode import few as decode
@@ -22,7 +23,7 @@ from twell.nn import neuron_major_
 from twell.ops import functional as ops
 from twell.plan import dense_plan
 from twell.reference import Weights
-from twell.workbench.bench import cases, tune_few
+from twell.workbench.bench import cases
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 

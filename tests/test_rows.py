@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import warnings
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twell.workbench.bench import rows
@@ -27,11 +28,19 @@ VALUES = st.recursive(
 ROWS = st.dictionaries(st.text(), VALUES, max_size=5)
 
 
-def append_many(path: Path, writer: int, n: int, barrier: Any) -> None:
-    """What a process of its own does: all start at once."""
-    barrier.wait(60)
-    for i in range(n):
-        rows.append({"writer": writer, "i": i, "filler": "x" * (i * 977 % 20_000)}, path)
+# A process that appends many rows, as soon as a file called "go" is there. It imports the module alone, and no torch.
+WRITER = """
+import importlib.util, pathlib, sys, time
+spec = importlib.util.spec_from_file_location("rows", sys.argv[1])
+rows = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(rows)
+path, writer, n = pathlib.Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+print("ready", flush=True)
+while not path.with_name("go").exists():
+    time.sleep(0.001)
+for i in range(n):
+    rows.append({"writer": writer, "i": i, "filler": "x" * (i * 977 % 20_000)}, path)
+"""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -39,6 +48,7 @@ def append_many(path: Path, writer: int, n: int, barrier: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=25)
 @given(st.lists(ROWS, max_size=5))
 def test_what_is_appended_is_read(written: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -60,14 +70,14 @@ def test_processes_append_at_once(tmp_path: Path, ending: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"writer": "before"}' + ending)
     n_writers, n_rows = 3, 40
-    context = multiprocessing.get_context("spawn")
-    barrier = context.Barrier(n_writers)
-    writers = [context.Process(target=append_many, args=(path, w, n_rows, barrier)) for w in range(n_writers)]
+    command = [sys.executable, "-c", WRITER, rows.__file__, str(path)]
+    writers = [
+        subprocess.Popen([*command, str(w), str(n_rows)], stdout=subprocess.PIPE, text=True) for w in range(n_writers)
+    ]
     for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(120)
-        assert writer.exitcode == 0
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+    (tmp_path / "go").touch()
+    assert [writer.wait(120) for writer in writers] == [0] * n_writers
     first, *written = map(json.loads, path.read_text().splitlines())  # what the file ended with is gone
     assert first == {"writer": "before"}
     assert Counter(row["writer"] for row in written) == dict.fromkeys(range(n_writers), n_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,61 +20,77 @@ MINI = "hidden_size=32 intermediate_size=64 layers=2 heads=2 context=32 vocab_si
 HOUSEKEEPING = "micro_batch=4 log_every=2 eval_every=4 save_every=2 dead_after_tokens=64"
 
 
-@pytest.fixture
+VARIANTS = {"l1": [0], "ablations": ["silu", "plain", "restart"], "targets": [0.02]}
+
+
+@pytest.fixture(scope="module")
 def recipe() -> Recipe:
     return override(tiny(), [*MINI.split(" "), *HOUSEKEEPING.split(" ")])
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("\n<|endoftext|>\n".join(t[:3000] for t in list(read_texts(SAMPLE))[:8]))
     return path
 
 
-@pytest.fixture(autouse=True)
-def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
-
-
 def run(recipe: Recipe, text: Path, out: Path, todo: list[sweeping.Variant]) -> list[dict[str, Any]]:
-    quiet: dict[str, Any] = {"say": lambda line: None, "seconds": 0}
-    return list(sweeping.sweep(recipe, todo, [text], out, **quiet))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
+        quiet: dict[str, Any] = {"say": lambda line: None, "seconds": 0}
+        return list(sweeping.sweep(recipe, todo, [text], out, **quiet))
 
 
-def test_rows_table_and_figure(recipe: Recipe, text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "sweep"
-    rows = run(recipe, text, out, sweeping.variants(recipe, [0], ["silu", "plain", "restart"], [0.02]))
-    names = [row["sweep"] for row in rows]
-    assert names == ["target-0.02", "l1-0", "silu", "plain", "restart"]
-    assert [row["recipe"]["l1"] for row in rows] == [None, 0, 0, None, None]
-    assert [row.get("target", {}).get("neurons") for row in rows] == [1.28, None, None, 0.96, 0.64]
-    assert rows[3]["recipe"]["intermediate_size"] == 96 and not rows[3]["recipe"]["gated"]
-    assert rows[2]["speed"] is None and rows[2]["recipe"]["activation"] == "silu"
-    for row in (rows[0], rows[1], rows[3], rows[4]):
+@pytest.fixture(scope="module")
+def finished(recipe: Recipe, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of the one run with l1 0."""
+    out = tmp_path_factory.mktemp("finished") / "sweep"
+    run(recipe, text, out, sweeping.variants(recipe, [0]))
+    return out
+
+
+@pytest.fixture
+def out(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "sweep"))
+
+
+def test_variants(recipe: Recipe) -> None:
+    recipes = {v.name: override(recipe, v.changes) for v in sweeping.variants(recipe, **VARIANTS)}  # type: ignore[arg-type]
+    assert list(recipes) == ["target-0.02", "l1-0", "silu", "plain", "restart"]
+    assert [of.l1 for of in recipes.values()] == [None, 0, 0, None, None]
+    assert recipes["target-0.02"].target_active == 0.02 and recipes["silu"].activation == "silu"
+    assert recipes["plain"].intermediate_size == 96 and not recipes["plain"].gated
+    assert recipes["restart"].restart_until > 0 == recipes["silu"].restart_every
+
+
+def test_rows_table_and_figure(recipe: Recipe, text: Path, out: Path) -> None:
+    todo = sweeping.variants(recipe, [0], ["silu", "plain"])
+    rows = run(recipe, text, out, todo)
+    assert [row["sweep"] for row in rows] == ["l1-0", "silu", "plain"]
+    assert [row.get("target", {}).get("neurons") for row in rows] == [None, None, 0.96]
+    assert rows[1]["speed"] is None and rows[1]["recipe"]["activation"] == "silu"
+    for row in (rows[0], rows[2]):
         assert row["speed"]["difference"] < 1e-3 and len(row["speed"]["ffns"]) == 2
     assert [json.loads(line) for line in (out / sweeping.ROWS_FILE).read_text().splitlines()] == rows
     lines = (out / sweeping.TABLE_FILE).read_text().splitlines()
-    assert len(lines) == 2 + 5
-    assert f"| l1-0 | {rows[1]['validation_loss']:.3f} | +0.0 % |" in lines[3]
-    assert "| silu |" in lines[4] and "| all |" in lines[4]
+    assert len(lines) == 2 + 3 and f"| l1-0 | {rows[0]['validation_loss']:.3f} | +0.0 % |" in lines[2]
+    assert "| silu |" in lines[3] and "| all |" in lines[3]
     assert (out / sweeping.FIGURE_FILE).stat().st_size > 5000
 
 
 def test_a_finished_run_stays_and_a_cut_one_resumes(
-    recipe: Recipe, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, text: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "sweep"
     todo = sweeping.variants(recipe, [0, 1e-2])
-    first = run(recipe, text, out, todo[:1])
+    first = json.loads((out / sweeping.ROWS_FILE).read_text())
     started: list[tuple[Path, bool]] = []
 
     def cut_short(*args: Any, **options: Any) -> Any:
         started.append((args[2], options.get("go_on", False)))
         if len(started) == 1:  # dies after its checkpoint, before its model is saved
             trainer = training.run(*args, **options)
-            for name in (training.SUMMARY_FILE,):
-                (args[2] / name).unlink()
+            (args[2] / training.SUMMARY_FILE).unlink()
             assert trainer.state.global_step == 4
             raise KeyboardInterrupt
         return training.run(*args, **options)
@@ -82,16 +99,14 @@ def test_a_finished_run_stays_and_a_cut_one_resumes(
     with pytest.raises(KeyboardInterrupt):
         run(recipe, text, out, todo)
     assert started == [(out / "l1-0.01", False)]  # the first one was finished
-    assert json.loads((out / sweeping.ROWS_FILE).read_text()) == first[0]  # what was done is there
+    assert json.loads((out / sweeping.ROWS_FILE).read_text()) == first  # what was done is there
     rows = run(recipe, text, out, todo)
     assert started[1:] == [(out / "l1-0.01", True)]
-    assert [row["sweep"] for row in rows] == ["l1-0", "l1-0.01"] and rows[0] == first[0]
+    assert [row["sweep"] for row in rows] == ["l1-0", "l1-0.01"] and rows[0] == first
 
 
-def test_a_run_without_a_checkpoint_starts_anew(recipe: Recipe, text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "sweep"
-    todo = sweeping.variants(recipe, [0])
-    whole = run(recipe, text, out, todo)
+def test_a_run_without_a_checkpoint_starts_anew(recipe: Recipe, text: Path, out: Path) -> None:
+    whole = json.loads((out / sweeping.ROWS_FILE).read_text())
     folder = out / "l1-0"
     (folder / training.SUMMARY_FILE).unlink()
     (folder / sweeping.SPEED_FILE).write_text("{")  # damaged: measured again
@@ -100,23 +115,18 @@ def test_a_run_without_a_checkpoint_starts_anew(recipe: Recipe, text: Path, tmp_
     (folder / training.DATA_FOLDER).mkdir()
     downloaded = folder / training.DATA_FOLDER / "downloaded"
     downloaded.touch()
-    again = run(recipe, text, out, todo)
-    assert again[0]["validation_loss"] == pytest.approx(whole[0]["validation_loss"])
+    (again,) = run(recipe, text, out, sweeping.variants(recipe, [0]))
+    assert again["validation_loss"] == pytest.approx(whole["validation_loss"])
     assert downloaded.exists()
 
 
-def test_other_data_in_the_folder_is_refused(recipe: Recipe, text: Path, tmp_path: Path) -> None:
-    run(recipe, text, tmp_path / "sweep", sweeping.variants(recipe, [0]))
-    other = tmp_path / "other.txt"
+def test_other_data_and_another_recipe_in_the_folder_are_refused(recipe: Recipe, text: Path, out: Path) -> None:
+    other = out / "other.txt"
     other.write_text(text.read_text())
     with pytest.raises(ValueError, match=r"other data: data .*other.txt.* instead of"):
-        run(recipe, other, tmp_path / "sweep", sweeping.variants(recipe, [0]))
-
-
-def test_another_recipe_in_the_folder_is_refused(recipe: Recipe, text: Path, tmp_path: Path) -> None:
-    run(recipe, text, tmp_path / "sweep", sweeping.variants(recipe, [0]))
+        run(recipe, other, out, sweeping.variants(recipe, [0]))
     with pytest.raises(ValueError, match=r"another .*recipe .* steps=8 instead of 4"):
-        run(override(recipe, ["steps=8"]), text, tmp_path / "sweep", sweeping.variants(recipe, [0]))
+        run(override(recipe, ["steps=8"]), text, out, sweeping.variants(recipe, [0]))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@
 
 DATA holds train.u16.xz, val.u16, tokenizer.json and, in eval/, WikiText-2, LAMBADA and the seven tasks. The run is the
 folder OUT/NAME. Its summary goes to OUT/runs.jsonl, its log to OUT/curves.jsonl, its scores to OUT/eval.jsonl.
-``--pause-at STEP`` stops after that step's checkpoint; the same command without it resumes.
+``--pause-at STEP`` stops after that step's checkpoint; the same command without it resumes. ``--commit`` says which
+commit this tree is, where .git does not.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--pause-at", type=int, metavar="STEP")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--limit", type=int, help="items of each task")
+    parser.add_argument("--commit", help="the commit of this tree, where .git does not say it")
     given = parser.parse_args()
     changes = [*changes_of(given.name), f"save_every={given.pause_at or 100_000}", *given.changes]
     folder, options = given.out / given.name, [] if given.no_compile else ["--compile"]
@@ -105,7 +107,12 @@ def main() -> None:
     scores = score(folder, given.data, [] if given.limit is None else ["--limit", str(given.limit)])
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    where = {"gpu": summary["device"], "time": now, "commit": commit(), "command": f"tools/real_run.py {given.name}"}
+    where = {
+        "gpu": summary["device"],
+        "time": now,
+        "commit": given.commit or commit(),
+        "command": f"tools/real_run.py {given.name}",
+    }
     append(given.out / "runs.jsonl", [{"run": given.name, **summary, **where}])
     append(given.out / "eval.jsonl", [{**row, "model": given.name} for row in scores])
     append(given.out / "curves.jsonl", [{"run": given.name, **row} for row in read(folder / "metrics.jsonl")])

@@ -22,7 +22,7 @@ from twell.nn import FIRST_LOOK, LOOK_TOKENS, SparseFFNBase, sparse_ffns
 from twell.ops import backends
 from twell.ops import functional as ops
 from twell.reference import Weights
-from twell.workbench.bench import cases, ffn, timing, train
+from twell.workbench.bench import cases, ffn, timing, train_ffn
 
 WITHOUT_A_PLAN = (
     f"on a GPU a layer runs densely until it has a plan: made from the first tokens it sees ({FIRST_LOOK} for calls "
@@ -148,7 +148,7 @@ def _self_test() -> str | None:
         few, w = inputs.x[:1], (inputs.w_gate, inputs.w_up, inputs.w_down)
         try:
             ffn.check(few, inputs, True, ops.gated_ffn(few, *w, backend="reference"), ops.gated_ffn(few, *w))
-            train.errors_of(train.Problem.of(inputs.x, Weights(*w)), "auto", None)
+            train_ffn.errors_of(train_ffn.Problem.of(inputs.x, Weights(*w)), "auto", None)
         except ffn.WrongResult as error:
             return f"{name}: {error}"
     return None
@@ -183,7 +183,7 @@ def kernel_problem(
                 dense = ops.gated_ffn(x, *w, backend="reference")
                 for way in ("sparse", "frozen"):
                     ffn.check(x, inputs, True, dense, layers[way][0](x))
-        train.errors_of(train.Problem.of(inputs.x, Weights(*w)), "triton", split)
+        train_ffn.errors_of(train_ffn.Problem.of(inputs.x, Weights(*w)), "triton", split)
     except ffn.WrongResult as error:
         return f"Triton kernels: {error}"
     except Exception as error:  # drivers and compilers can raise anything, and every failure is a finding

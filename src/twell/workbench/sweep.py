@@ -1,8 +1,8 @@
 """``twell sweep``: what sparsity costs and gives. A training run for each target or l1, evaluated and timed.
 
-A sweep is a folder with a run of ``twell train`` for each variant, and what follows from them: ``sweep.jsonl``,
-``sweep.md``, ``sweep.png``. Run again, it goes on where it was: finished runs stay, one that was cut short resumes from
-its newest checkpoint.
+A sweep is a folder with a run of ``twell train`` for each variant, and its results: ``sweep.jsonl``, ``sweep.md``,
+``sweep.png``. The same command continues an interrupted sweep: finished runs stay, a run that was cut short resumes
+from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -17,23 +17,16 @@ import torch
 from torch import Tensor
 
 from twell.train.recipes import Recipe, override
-from twell.train.run import (
-    DATA_FOLDER,
-    MODEL_FOLDER,
-    SUMMARY_FILE,
-    read_corpus,
-    read_summary,
-    run,
-)
+from twell.train.run import DATA_FOLDER, MODEL_FOLDER, SUMMARY_FILE, read_corpus, read_summary, run
 from twell.train.saved import RECIPE_FILE, TOKENIZER_FOLDER, check_same_run
 from twell.train.tokenizer import load_tokenizer
 from twell.workbench.bench import model as speed
-from twell.workbench.bench import plot, swept
+from twell.workbench.bench import plot, sweep_results
 
 PAPER_L1 = (0.0, 6e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 6e-5, 1e-4)  # of its 1.5B model
 ABLATIONS = ("silu", "plain", "restart")
 ROWS_FILE, TABLE_FILE, FIGURE_FILE, SPEED_FILE = "sweep.jsonl", "sweep.md", "sweep.png", "speed.json"
-_BATCH = 32  # sequences that are timed at once on a GPU; on a CPU an eighth of it
+_BATCH = 32  # sequences timed at once on a GPU; on a CPU an eighth of them
 
 
 class Variant(NamedTuple):
@@ -46,7 +39,7 @@ class Variant(NamedTuple):
 def variants(
     recipe: Recipe, l1: Sequence[float], ablations: Sequence[str] = (), targets: Sequence[float] = ()
 ) -> list[Variant]:
-    """A run for each target and each constant l1, and for each ablation one at the recipe's own.
+    """A run for each target and each constant l1, and one for each ablation at the recipe's own target or l1.
 
     >>> from twell.train.recipes import tiny
     >>> [v.name for v in variants(tiny(), [0, 1e-3], ["silu", "plain"], [0.02])]
@@ -85,8 +78,8 @@ def sweep(
     say: Callable[[str], None] = print,
     **arguments: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each variant as it is done, and write the sweep's files anew after each."""
-    recipes = [override(recipe, variant.changes) for variant in todo]  # all of them, before the first hour
+    """Yield a row for each variant as soon as it is done, and write the sweep's files after each."""
+    recipes = [override(recipe, variant.changes) for variant in todo]  # errors show before the first run
     rows = []
     for variant, own in zip(todo, recipes, strict=True):
         folder = out / variant.name
@@ -104,7 +97,7 @@ def sweep(
 
 
 def _train(recipe: Recipe, data: Sequence[Path | str], folder: Path, say: Callable[[str], None], **how: Any) -> None:
-    """Train, go on, or leave a finished run as it is."""
+    """Train, resume, or leave a finished run as it is."""
     begun = (folder / RECIPE_FILE).exists()
     if begun:
         check_same_run(folder, recipe, data, how["validation"])
@@ -123,7 +116,7 @@ def _train(recipe: Recipe, data: Sequence[Path | str], folder: Path, say: Callab
 def _timed(
     recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str], folder: Path, seconds: float
 ) -> dict[str, Any] | None:
-    """The row of ``twell bench model`` on text the run was not trained on; None for a model without ReLU."""
+    """The row of ``twell bench model`` on text that the run was not trained on; None for a model without ReLU."""
     if recipe.activation != "relu":
         return None
     kept = folder / SPEED_FILE
@@ -137,14 +130,14 @@ def _timed(
         ids = _held_out(recipe, data, validation, folder).to(device)
         subject = speed.real(model.to(device).eval(), folder.name)
         row = speed.measure(subject, ids, seconds=seconds, wants_layers=True)
-        part = kept.with_suffix(".part")  # whole, or not at all
+        part = kept.with_suffix(".part")  # so that the file is complete or missing
         part.write_text(json.dumps(row))
         part.replace(kept)
     return row
 
 
 def _read_speed(kept: Path) -> dict[str, Any] | None:
-    """What was measured before; None where nothing was, or where it is damaged."""
+    """The row of an earlier measurement; None where there is none, or where the file is damaged."""
     try:
         row = json.loads(kept.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -165,9 +158,9 @@ def _held_out(recipe: Recipe, data: Sequence[Path | str], validation: Sequence[P
 
 def _write(rows: list[dict[str, Any]], out: Path) -> None:
     (out / ROWS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (out / TABLE_FILE).write_text("\n".join(swept.table(rows)) + "\n")
+    (out / TABLE_FILE).write_text("\n".join(sweep_results.table(rows)) + "\n")
     try:
-        figure = swept.draw(rows)
+        figure = sweep_results.draw(rows)
     except RuntimeError:  # no matplotlib
         return
     plot.save(figure, out / FIGURE_FILE)

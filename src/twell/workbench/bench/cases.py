@@ -1,8 +1,7 @@
-"""Benchmark inputs: synthetic FFN workloads with a chosen sparsity, and recorded traces.
+"""Workloads: synthetic FFNs and tokens with a chosen sparsity.
 
-A workload has no bias: a constant direction ``m`` in x carries every neuron's firing threshold, so the
-gate is sparse by construction, with the unevenness of trained models on both axes (a few neurons fire
-often, a few tokens wake many neurons).
+A workload has no bias: a constant direction ``m`` in x carries every neuron's firing threshold. So the gate is sparse
+by construction, and as uneven as in trained models: a few neurons fire often, a few tokens make many neurons fire.
 
     x_MD    = z + s m                      z: token part, no component along m; s = sqrt(D) / 2
     gate_n  = z . G_n - (t_n + shift)      t_n: normal quantile of 1 - (firing probability of neuron n)
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 _CENTRES = 4096  # clusters of similar tokens, drawn with weight 1 / rank
-_TOKEN_BLOCK = 4096  # tokens are drawn in blocks of this size; `shift` is fitted to the first
+_TOKEN_BLOCK = 4096  # tokens are drawn in blocks of this size; `shift` is fitted to the first block
 _DEAD_THRESHOLD = 12.0  # standard deviations: never reached
 _MAX_PROBABILITY = 0.6
 
@@ -31,8 +30,8 @@ class Workload:
     """The statistics of a synthetic gate activation.
 
     mean_nnz: active neurons per token.  sigma: spread of the neurons' firing rates (log-normal).
-    dead: share of neurons that never fire.  rho: how alike tokens of one cluster are.
-    tok_sigma: spread of the tokens' norms (log-normal), which makes some rows heavier.
+    dead: share of neurons that never fire.  rho: how alike the tokens of a cluster are.
+    tok_sigma: spread of the tokens' norms (log-normal), which makes some tokens heavier.
     """
 
     mean_nnz: float
@@ -59,7 +58,7 @@ class FFNInputs:
 
 
 def get_workload(name: str) -> Workload:
-    """``iidN``, whose neurons fire alike, or ``skewN``, uneven as a trained model, for any mean count N."""
+    """``iidN``, whose neurons all fire alike, or ``skewN``, as uneven as a trained model, for a mean count N."""
     named = re.fullmatch("([a-z]+)([0-9]+)", name)
     if named is None or named[1] not in _FAMILIES or int(named[2]) == 0:
         families = " or ".join(f"{family}N" for family in _FAMILIES)
@@ -68,7 +67,7 @@ def get_workload(name: str) -> Workload:
 
 
 def _firing_thresholds(w: Workload, n_neurons: int, gen: torch.Generator) -> Tensor:
-    """Thresholds t_F in standard deviations, such that the firing probabilities sum to about mean_nnz."""
+    """Thresholds t_F in standard deviations; the firing probabilities then sum to about mean_nnz."""
     if w.mean_nnz >= n_neurons:
         raise ValueError(f"mean_nnz {w.mean_nnz:g} does not fit {n_neurons} neurons")
     p_F = torch.exp(w.sigma * torch.randn(n_neurons, generator=gen, device=gen.device))
@@ -94,7 +93,7 @@ def _without(direction_D: Tensor, a: Tensor) -> Tensor:
 
 
 def _tokens(w: Workload, m_D: Tensor, centres_CD: Tensor, seed: int) -> Tensor:
-    """One block of token parts z, without a component along m."""
+    """One block of token parts z, which have no component along m."""
     gen = torch.Generator(m_D.device).manual_seed(seed)
     z = torch.randn(_TOKEN_BLOCK, len(m_D), generator=gen, device=gen.device)
     if w.rho:
@@ -114,7 +113,7 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> FFNInputs:
-    """Build the inputs of ``workload`` for M tokens, on ``device``. The same arguments give the same numbers there."""
+    """The inputs of ``workload`` for M tokens. The same arguments give the same numbers on a device."""
     w = get_workload(workload) if isinstance(workload, str) else workload
     if M < 1 or D < 2 or F < 1:
         raise ValueError(f"expected M >= 1, D >= 2, F >= 1, got M={M}, D={D}, F={F}")
@@ -129,7 +128,7 @@ def make(
     w_up, w_down = normal(F, D) / math.sqrt(D), normal(D, F) / math.sqrt(F)
     centres_CD = normal(_CENTRES, D)
 
-    # Tokens come in blocks with seeds of their own, so that neither they nor the weights depend on M.
+    # Each block of tokens has its own seed, so that neither tokens nor weights depend on M.
     n_blocks = -(-M // _TOKEN_BLOCK)
     z = torch.cat([_tokens(w, m_D, centres_CD, seed + (b + 1) * _TOKEN_BLOCK) for b in range(n_blocks)])
     shift = _fit_shift(z[:_TOKEN_BLOCK] @ G_FD.T, t_F, w.mean_nnz)
@@ -146,7 +145,7 @@ def make(
 
 @torch.no_grad()
 def write_ffns_(model: Any, inputs: FFNInputs) -> None:
-    """Every FFN of a Llama-like model gets the workload's weights."""
+    """Give every FFN of a Llama-like model the workload's weights."""
     for layer in model.model.layers:
         layer.mlp.gate_proj.weight.copy_(inputs.w_gate)
         layer.mlp.up_proj.weight.copy_(inputs.w_up)

@@ -1,15 +1,15 @@
-"""``twell tune``: what a GPU takes, in the terms of ``plan.Costs``.
+"""``twell tune``: the costs of a GPU, in the terms of ``plan.Costs``.
 
-The parts of the forward are timed on three workloads, of which each cost is a slope or a share:
+The parts of the forward are timed on three workloads; each cost is a slope or a share of these times:
 
     gate             a cold gate over its elements
-    down, hot        hot neurons over their number: the slope, less the two of gate and up, and what is there at none
-    gather, token    lists and tail over pairs a token: the slope, and what is there at none
-    heavy            a GEMM over listed rows over its elements
-    few              how much longer few tokens take than an H200's costs say
+    down, hot        hot neurons over their number: the slope, less 2 for gate and up, and the intercept
+    gather, token    lists and tail over pairs a token: the slope, and the intercept
+    heavy            a GEMM over listed rows, over its elements
+    few              the time of few tokens over what an H200's costs predict
 
-Training is timed whole: an H200's costs, times how much longer than they say it takes. All of it in elements of a dense
-FFN on this GPU. Results are checked by ``twell bench``; here only times matter.
+Training is timed as a whole: an H200's costs, times the time over what they predict. The unit is the time of an element
+of a dense FFN on this GPU. ``twell bench`` checks results; here only times matter.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torch import Tensor
 from twell.plan import MAX_FEW_TOKENS, Costs, Plan, choose_plan, costs_for, union_of
 from twell.plan.choose import FEW_COSTS, FEW_GATE
 from twell.reference import Weights
-from twell.workbench.bench import cases, ffn, timing, train
+from twell.workbench.bench import cases, ffn, timing, train_ffn
 from twell.workbench.bench.parts import Parts
 
 WORKLOADS = ("skew29", "skew100", "iid29")
 TOKENS, WIDTH, HIDDEN = 16384, 2048, 5632
 _ELEMENT = 5.8e-9  # ms, of an H200: see Costs
 _FEW = (1, 8, MAX_FEW_TOKENS)
-_LEAST = 0.01  # what noise leaves of a cost that should be small
+_LEAST = 0.01  # noise may take a small cost below 0
 
 
 def measure(
@@ -47,7 +47,8 @@ def measure(
     seconds: float = 0.5,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Costs, Costs]:
-    """(inference, training). ``workloads``: at least one with hot neurons and one without, by an H200's costs."""
+    """Costs of inference and of training. ``workloads``: at least one with hot neurons and one without, by an H200's
+    costs."""
     known, known_training = (costs_for(torch.device("cpu"), training=t) for t in (False, True))
     gates: list[float] = []
     hots: list[tuple[int, float]] = []
@@ -87,14 +88,14 @@ def measure(
         heavy=float(np.mean(heavies)),
         token=token,
         hot=hot,
-        batch=known.batch * _ELEMENT / element,  # a batch's start takes the same time everywhere
+        batch=known.batch * _ELEMENT / element,  # a batch takes the same time to start everywhere
         few=max([1.0, *factors]),
     )
     return inference, _of_training(known_training, training, hidden, element)
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope and start of the line through points, neither below zero; through the origin where there is but one."""
+    """Slope and intercept of the line through points, at least ``_LEAST`` each; of one point through the origin."""
     x, y = np.array(points).T
     if len(set(x)) < 2:
         return max(_LEAST, float(np.mean(y / x))), _LEAST
@@ -105,7 +106,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _forward(given: cases.FFNInputs, w: Weights, plan: Plan, seconds: float) -> dict[str, float]:
-    """ms of a dense FFN and of the parts, with half of the tokens heavy."""
+    """ms of a dense FFN and of the parts; the heavy part with half of the tokens."""
     parts = Parts(given.x, w, plan)
     ms = ffn.parts_ms(parts, w, seconds)
     n_heavy = max(1, len(given.x) // 2)  # fewer would not fill the GPU
@@ -123,7 +124,7 @@ def _forward(given: cases.FFNInputs, w: Weights, plan: Plan, seconds: float) -> 
 
 
 def _few(given: cases.FFNInputs, frequency: Tensor, device: torch.device, seconds: float) -> list[float]:
-    """Of some numbers of tokens: the time that they take, in terms of what an H200's costs say."""
+    """For a few numbers of tokens: the time over what an H200's costs predict."""
     F = len(frequency)
     every = torch.arange(F)
     plan = Plan(n_neurons=F, hot=every, cap=0, few_tokens=MAX_FEW_TOKENS, mean_active=float(frequency.sum()))
@@ -143,11 +144,11 @@ def _few(given: cases.FFNInputs, frequency: Tensor, device: torch.device, second
 def _training(
     given: cases.FFNInputs, w: Weights, fired: Tensor, known: Costs, seconds: float
 ) -> tuple[float, float, tuple[int, float]]:
-    """ms of a forward and backward with L1, densely and by the plan for it; its hot neurons and pairs a token."""
+    """ms of forward and backward with L1, dense and by a training plan; the plan's hot neurons and pairs a token."""
     plan = choose_plan(fired, len(given.x), known, width=given.x.shape[1])
     plan = dataclasses.replace(plan, min_tokens=0)
-    problem = train.Problem.of(given.x, w)
-    forwards = {**train.dense_forwards(problem), "sparse": train.sparse_forward("triton", plan)}
+    problem = train_ffn.Problem.of(given.x, w)
+    forwards = {**train_ffn.dense_forwards(given.x.device), "sparse": train_ffn.sparse_forward("triton", plan)}
     runs = {name: functools.partial(problem.solve, forward) for name, forward in forwards.items()}
     times = {name: t.p50 for name, t in timing.compare(runs, seconds=seconds, device=given.x.device).items()}
     pairs = float(fired.sum() - fired[plan.hot.to(fired.device)].sum()) / len(given.x)

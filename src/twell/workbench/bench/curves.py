@@ -1,4 +1,4 @@
-"""``twell bench curves``: the logs of training runs over each other, and how far they are from the first one.
+"""``twell bench curves``: the logs of training runs in one figure, and their distance from the first run.
 
 Rows are those of ``metrics.jsonl``. Where one file holds several runs, the field ``run`` tells them apart.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twell.workbench.bench import rows
+from twell.workbench.bench import plot, rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +38,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
 
 
 def differences(first: Run, other: Run) -> dict[int, float]:
-    """How much larger the cross-entropy of ``other`` is, at the steps that both logged.
+    """How much larger the cross-entropy of ``other`` is, relatively, at the steps that both logged.
 
     >>> differences({10: {"ce_loss": 4.0}, 20: {"ce_loss": 3.0}}, {10: {"ce_loss": 4.02}})
     {10: 0.005}
@@ -47,7 +47,7 @@ def differences(first: Run, other: Run) -> dict[int, float]:
 
 
 def positions(run: Run, over: str) -> list[float]:
-    """Where the rows of a run stand on the axis.
+    """Where each row of a run is on the axis.
 
     >>> run = {10: {"tokens": 6e5, "tokens_per_second": 1e4}, 20: {"tokens": 12e5, "tokens_per_second": 2e4}}
     >>> [positions(run, over) for over in OVER]
@@ -69,19 +69,14 @@ def positions(run: Run, over: str) -> list[float]:
 def draw(runs: dict[str, Run], first: str | None = None, over: str = "steps") -> Figure:
     """Cross-entropy, its difference from the run ``first``, active neurons and the layers that train sparsely.
 
-    Over minutes of training, where the same place is not the same step, tokens a second instead of the difference.
+    Over minutes, where one place on the axis is not one step: tokens a second instead of the difference.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RuntimeError(f"plots need another package ({error}): pip install 'twell[plot]'") from None
-
     first = next(iter(runs)) if first is None else first
     if first not in runs:
         raise ValueError(f"there is no run {first!r}: expected one of {', '.join(runs)}")
     if over not in OVER:
         raise ValueError(f"unknown axis {over!r}: expected one of {', '.join(OVER)}")
-    figure = Figure(figsize=_INCHES, layout="constrained")
+    figure = plot.new_figure(*_INCHES)
     loss, difference, active, sparse = figure.subplots(4, 1, sharex=True, height_ratios=(3, 2, 2, 1))
     for i, (name, run) in enumerate(sorted(runs.items(), key=lambda item: item[0] != first)):
         colour, steps, x = _COLOURS[i % len(_COLOURS)], sorted(run), positions(run, over)
@@ -105,7 +100,5 @@ def draw(runs: dict[str, Run], first: str | None = None, over: str = "steps") ->
     active.set_yscale("log")
     sparse.set_ylabel("sparse\nlayers")
     sparse.set_xlabel(OVER[over])
-    for axes in (loss, difference, active, sparse):
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+    plot.tidy(loss, difference, active, sparse)
     return figure

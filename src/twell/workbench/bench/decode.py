@@ -1,13 +1,13 @@
 """``twell bench decode``: one step of generation by a whole model, dense against sparse.
 
-A step is one more token for each sequence, with a static cache that holds ``context`` tokens; on a GPU the steps of
+A step is one more token for each sequence, with a static cache that holds ``context`` tokens. On a GPU the steps of
 both models are replayed as CUDA graphs. As in ``model.py`` random weights have no sparse activations, so every FFN has
-the weights of a workload and its input: here other tokens in every layer, so that a step has the workload's mean count.
-The sparse model is frozen (``twell.freeze_``), as ``twell generate`` and ``twell serve`` have it.
+the weights of a workload and its input: here each layer has its own tokens, so that a step has the workload's mean
+count. The sparse model is frozen (``twell.freeze_``), as ``twell generate`` and ``twell serve`` have it.
 
-On a GPU with FP8 the same with FP8 FFNs: dense ones as ``bench ffn`` has them, always compiled, and where there are
-kernels for it the sparse model after ``twell.quantize_``. All else of these models stays as it is: where whole models
-are compiled, all of them are compiled alike, with the options that FP8 weights alone need.
+On a GPU with FP8, models with FP8 FFNs are timed too: dense ones as in ``bench ffn``, always compiled, and the sparse
+model after ``twell.quantize_`` where its kernels run. The rest of these models stays as it is. Where whole models are
+compiled, all are compiled with the options that FP8 weights alone need.
 """
 
 from __future__ import annotations
@@ -27,29 +27,23 @@ from twell.nn import FreezeReport, SparseFFNBase, freeze_, sparse_ffns
 from twell.nn.quantize import quantize_
 from twell.ops import backends
 from twell.workbench.bench import cases, ffn, fp8, timing
-from twell.workbench.bench.model import check_logits, dense_twin
+from twell.workbench.bench.checks import check_fp8
+from twell.workbench.bench.graphs import as_if_captured, replayed
+from twell.workbench.bench.model import check_logits, without_twell
 
-NEW_TOKENS = 16  # of a text, timed at once
-COUNTED_TOKENS = 8192  # of a text, by which layers are planned
-_FP8_LOGITS = 0.3  # relative difference from those of 16 bits beyond which FP8 is broken
-_FP8_APART = 0.1  # of logits by sparse and dense FP8, which rounds h: 2 to 3 % of an FFN's output
+NEW_TOKENS = 16  # of a text: steps that are timed together
+COUNTED_TOKENS = 8192  # of a text: their counts make the plans
+_FP8_LOGITS = 0.3  # FP8 is broken where its logits differ more, relatively, from those of 16 bits
+_FP8_APART = 0.1  # between sparse and dense FP8, which rounds h: 2 to 3 % of an FFN's output
 
 
 @torch.no_grad()
 def measure(
-    model: Any,
-    workload: str,
-    batch: int,
-    context: int,
-    *,
-    graph: bool,
-    compiled: bool = False,
-    seconds: float = 3.0,
-    in_fp8: bool | None = None,
+    model: Any, workload: str, batch: int, context: int, *, in_fp8: bool | None = None, **how: Any
 ) -> dict[str, Any]:
-    """A JSON-ready row of one token. ``model``: a dense Llama with ReLU, whose FFN weights are overwritten.
+    """A JSON-ready row of one token. Overwrites the FFN weights of ``model``, a dense Llama with ReLU.
 
-    ``graph`` and ``compiled``: how all models run. ``in_fp8``: also with FP8 FFNs; by default where that applies.
+    ``in_fp8``: also with FP8 FFNs; by default where they run. ``how``: see ``_measured``.
     """
     config, device = model.config, model.device
     D, F, n_layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
@@ -58,70 +52,60 @@ def measure(
     fired = (torch.relu(inputs.x[n_layers * batch :] @ inputs.w_gate.T) != 0).sum(0)
     mean_active = (torch.relu(tokens @ inputs.w_gate.T) != 0).sum().item() / (n_layers * batch)
     cases.write_ffns_(model, inputs)
-    models, how, frozen = _models(model, [fired] * n_layers, ffn.PLAN_TOKENS, batch, in_fp8)
+    models, options, frozen = _models(model, [fired] * n_layers, ffn.PLAN_TOKENS, batch, in_fp8)
     for each in models.values():
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
     ids = torch.randint(config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
-    run = _Run(models, how, ids.to(device), context, graph, compiled)
-    outputs = {
-        name: torch.cat([layer.mlp(x)[:, 0] for layer, x in zip(each.model.layers, tokens, strict=True)])
-        for name, each in models.items()
-        if name not in ("dense", "sparse")
-    }
-    errors, quantisation = ffn.check_fp8(tokens.flatten(0, 2), inputs, True, outputs)
+    errors: dict[str, Any] = {}
+
+    def check_ffns() -> None:
+        outputs = {
+            name: torch.cat([layer.mlp(x)[:, 0] for layer, x in zip(each.model.layers, tokens, strict=True)])
+            for name, each in models.items()
+            if name not in ("dense", "sparse")
+        }
+        found, quantisation = check_fp8(tokens.flatten(0, 2), inputs, True, outputs)
+        errors.update({"error": found, "quantisation_error": quantisation} if found else {})
+
+    row = _measured(models, options, ids.to(device), context, check_ffns, **how)
     plan = models["sparse"].model.layers[0].mlp.plan
     return {
-        "bench": "decode",
+        **row,
         "workload": workload,
-        **run.facts(),
         "frozen_bytes": frozen,
         "mean_active": round(mean_active, 2),
-        **run.measured(seconds),
-        **({"error": errors, "quantisation_error": quantisation} if errors else {}),
+        **errors,
         **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
-        **timing.environment(device),
     }
 
 
 @torch.no_grad()
 def measure_text(
-    model: Any,
-    name: str,
-    ids: Tensor,
-    batch: int,
-    context: int,
-    *,
-    graph: bool,
-    compiled: bool = False,
-    seconds: float = 3.0,
-    in_fp8: bool | None = None,
+    model: Any, name: str, ids: Tensor, batch: int, context: int, *, in_fp8: bool | None = None, **how: Any
 ) -> dict[str, Any]:
-    """As ``measure``, of a model as it is, on the tokens ``ids`` of a text: ``NEW_TOKENS`` steps, given the text's own
-    tokens. Layers are planned by the text's first ``COUNTED_TOKENS`` or more, which are not timed.
+    """As ``measure``, for a model as it is on the tokens ``ids`` of a text: ``NEW_TOKENS`` steps through the text.
+
+    The counts of the text's first ``COUNTED_TOKENS`` or more, which are not timed, make the plans.
     """
-    dense, n_counted = dense_twin(model), _n_counted(context)
+    dense, n_counted = without_twell(model), _n_counted(context)
     seen, timed = ids[:n_counted], ids[n_counted : tokens_needed(batch, context)].view(batch, context + NEW_TOKENS)
     fired, n_seen = _fired(model, [seen.view(-1, context)])
     of_timed, n_timed = _fired(model, [timed])
-    models, how, frozen = _models(dense, fired, n_seen, batch, in_fp8)
+    models, options, frozen = _models(dense, fired, n_seen, batch, in_fp8)
     active = [counts.sum().item() / n_timed for counts in of_timed]
-    run = _Run(models, how, timed, context, graph, compiled)
     return {
-        "bench": "decode",
+        **_measured(models, options, timed, context, **how),
         "workload": "text",
         "model": name,
-        **run.facts(),
         "frozen_bytes": frozen,
         "mean_active": round(sum(active) / len(active), 2),
         "active": [round(n, 1) for n in active],
-        **run.measured(seconds),
-        **timing.environment(model.device),
     }
 
 
 def tokens_needed(batch: int, context: int) -> int:
-    """Of the text, by ``measure_text``."""
+    """How long the text of ``measure_text`` must be."""
     return _n_counted(context) + batch * (context + NEW_TOKENS)
 
 
@@ -131,7 +115,7 @@ def _n_counted(context: int) -> int:
 
 
 def _fired(model: Any, batches: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-    """How often each neuron of each layer fires, and for how many tokens."""
+    """How often each neuron of each layer fires, and in how many tokens."""
     counted = copy.deepcopy(model)
     sparsify_(counted)
     layers = [ffn for _, ffn in sparse_ffns(counted)]
@@ -146,7 +130,7 @@ def _fired(model: Any, batches: Sequence[Tensor]) -> tuple[list[Tensor], int]:
 def _models(
     dense: Any, fired: Sequence[Tensor], n_seen: int, batch: int, in_fp8: bool | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]], int]:
-    """The models to compare, by name; options of torch.compile of some of them; bytes frozen in the sparse one."""
+    """The models to compare by name, options of torch.compile for some of them, bytes frozen in the sparse one."""
     config, device = dense.config, dense.device
     ffn.forget_compiled(device)
     sparse, frozen = _sparse(dense, fired, n_seen)
@@ -156,85 +140,82 @@ def _models(
         for name, (kind, given) in fp8.ways(batch).items():
             models[name], how[name] = fp8.in_model(dense, kind), given
         if fp8.applies_sparsely(device, dense.dtype):
-            models[ffn.SPARSE_FP8], _ = _sparse(dense, fired, n_seen, in_fp8=True)
+            models[fp8.SPARSE], _ = _sparse(dense, fired, n_seen, in_fp8=True)
     return models, how, frozen.bytes
 
 
-class _Run:
-    """Models at the same place of the same text: ids [batch, context + steps]."""
+def _measured(
+    models: dict[str, Any],
+    options: dict[str, dict[str, Any]],
+    ids: Tensor,
+    context: int,
+    check_ffns: Callable[[], None] = lambda: None,
+    *,
+    graph: bool,
+    compiled: bool = False,
+    seconds: float = 3.0,
+) -> dict[str, Any]:
+    """Fields of a row: times and joules of a step of all models, at the same place in the same text.
 
-    def __init__(
-        self,
-        models: dict[str, Any],
-        how: dict[str, dict[str, Any]],
-        ids: Tensor,
-        context: int,
-        graph: bool,
-        compiled: bool,
-    ) -> None:
-        self.models, self.ids, self.context, self.graph, self.compiled = models, ids, context, graph, compiled
-        self.device = ids.device
-        if self.device.type == "cuda" and not compiled:
-            for name, given in how.items():
-                for layer in models[name].model.layers:
-                    layer.mlp.compile(fullgraph=True, dynamic=False, **given)
-        options = {key: value for given in how.values() for key, value in given.items()} if compiled else None
-        self.steps = {name: _Steps(each, ids, context, options) for name, each in models.items()}
-        self.differences = _check({name: step.run() for name, step in self.steps.items()})
+    ``ids`` [batch, context + steps]. ``graph``: replay CUDA graphs. ``compiled``: compile whole models; otherwise only
+    FP8 FFNs are compiled, with their ``options``. Logits are compared before and after timing.
+    """
+    device, dense = ids.device, models["dense"]
+    if device.type == "cuda" and not compiled:
+        for name, given in options.items():
+            for layer in models[name].model.layers:
+                layer.mlp.compile(fullgraph=True, dynamic=False, **given)
+    of_all = {key: value for given in options.values() for key, value in given.items()} if compiled else None
+    steps = {name: _Steps(each, ids, context, of_all) for name, each in models.items()}
+    runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
+    differences = _check({name: run() for name, run in runs.items()})
+    check_ffns()
 
-    def facts(self) -> dict[str, Any]:
-        config = self.models["dense"].config
-        return {
-            "layers": config.num_hidden_layers,
-            "D": config.hidden_size,
-            "F": config.intermediate_size,
-            "batch": len(self.ids),
-            "context": self.context,
-            "graph": self.graph,
-            "compiled": self.compiled,
-            "frozen": True,
-            "dtype": str(self.models["dense"].dtype).removeprefix("torch."),
-        }
+    def rewind() -> None:
+        for step in steps.values():
+            step.rewind()
 
-    def measured(self, seconds: float) -> dict[str, Any]:
-        """Times and joules of a step; compared before and after."""
-        steps, device = self.steps, self.device
-        batch, n_steps = len(self.ids), self.ids.shape[1] - self.context
-        runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
+    def check_again() -> None:
+        rewind()
+        _check({name: run().clone() for name, run in runs.items()})
 
-        def rewind() -> None:
+    if graph:
+        with as_if_captured(*models.values()):
             for step in steps.values():
                 step.rewind()
-
-        def check_again() -> None:
-            rewind()
-            _check({name: run().clone() for name, run in runs.items()})
-
-        if self.graph:
-            with ffn.as_if_captured(*self.models.values()):
-                for step in steps.values():
-                    step.rewind()
-                    step.run()
-            runs = {name: ffn.replayed([step.run], before=step.rewind) for name, step in steps.items()}
-            check_again()
-        spreads = timing.compare(runs, seconds=seconds, device=device, before=rewind)
+                step.run()
+        runs = {name: replayed([step.run], before=step.rewind) for name, step in steps.items()}
         check_again()
-        times = {name: timing.Spread(*(round(t / n_steps, 4) for t in spread)) for name, spread in spreads.items()}
-        joules = {name: energy.joules(_rewinding(runs[name], steps[name]), device, min(seconds, 3.0)) for name in runs}
-        return {
-            **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
-            "tokens_per_second": {name: round(1000 * batch / spread.p50, 1) for name, spread in times.items()},
-            "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
-            **ffn.over_fp8(times),
-            **self.differences,
-            "joules_per_token": {
-                name: None if j is None else float(f"{j / batch / n_steps:.4g}") for name, j in joules.items()
-            },
-        }
+    spreads = timing.compare(runs, seconds=seconds, device=device, before=rewind)
+    check_again()
+    batch, n_steps = len(ids), ids.shape[1] - context
+    times = timing.shared(spreads, n_steps, 4)
+    joules = {name: energy.joules(_rewinding(runs[name], steps[name]), device, min(seconds, 3.0)) for name in runs}
+    return {
+        "bench": "decode",
+        "layers": dense.config.num_hidden_layers,
+        "D": dense.config.hidden_size,
+        "F": dense.config.intermediate_size,
+        "batch": batch,
+        "context": context,
+        "graph": graph,
+        "compiled": compiled,
+        "frozen": True,
+        "dtype": timing.dtype_name(dense.dtype),
+        **timing.environment(device),
+        **timing.ms_fields(times),
+        "tokens_per_second": {name: round(1000 * batch / spread.p50, 1) for name, spread in times.items()},
+        "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
+        **ffn.over_fp8(times),
+        **differences,
+        "joules_per_token": {
+            name: None if j is None else float(f"{j / batch / n_steps:.4g}") for name, j in joules.items()
+        },
+    }
 
 
 def _sparse(dense: Any, fired: Sequence[Tensor], n_seen: int, *, in_fp8: bool = False) -> tuple[Any, FreezeReport]:
-    """A sparse copy, planned by how often neurons of each layer fired in so many tokens, and frozen."""
+    """A frozen sparse copy, planned from how often each layer's neurons fired in ``n_seen`` tokens."""
     sparse = copy.deepcopy(dense)
     sparsify_(sparse)
     if in_fp8:
@@ -247,19 +228,21 @@ def _sparse(dense: Any, fired: Sequence[Tensor], n_seen: int, *, in_fp8: bool = 
 
 
 def _check(logits: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative differences of logits [batch, 1, V], as fields: sparse from dense, and likewise in FP8. Raises
-    WrongResult where models do not compute the same."""
+    """Fields of a row: relative differences of logits [batch, steps, V], sparse from dense, and in FP8.
+
+    Raises WrongResult where models do not compute the same.
+    """
     fields = {"difference": check_logits(logits["dense"], logits["sparse"])}
     for name in logits.keys() - {"dense", "sparse"}:
         check_logits(logits["dense"], logits[name], name, _FP8_LOGITS)
-    if ffn.SPARSE_FP8 in logits:
-        found = logits["fp8"], logits[ffn.SPARSE_FP8]
-        fields["difference_fp8"] = check_logits(*found, ffn.SPARSE_FP8, _FP8_APART)
+    if fp8.SPARSE in logits:
+        found = logits["fp8"], logits[fp8.SPARSE]
+        fields["difference_fp8"] = check_logits(*found, fp8.SPARSE, _FP8_APART)
     return fields
 
 
 class _Steps:
-    """A model, a static cache filled with ``context`` tokens, and steps for the tokens after them."""
+    """A model, a static cache with ``context`` tokens, and a step for each token after them."""
 
     def __init__(self, model: Any, ids: Tensor, context: int, how: Mapping[str, Any] | None = None) -> None:
         """``ids`` [batch, context + steps]. ``how``: options of torch.compile; None: the model is not compiled."""
@@ -271,7 +254,7 @@ class _Steps:
         self.positions = [torch.full((1, 1), i, device=ids.device) for i in range(context, n)]
 
     def rewind(self) -> None:
-        """The next run is the first one again."""
+        """The next run starts after ``context`` tokens again."""
         layers: list[Any] = self.cache.layers
         for layer in layers:
             layer.cumulative_length.fill_(self.context)
@@ -294,5 +277,5 @@ def _rewinding(run: Callable[[], Any], step: _Steps) -> Callable[[], None]:
 
 
 def _replaced(x: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The layer's own token of each sequence, x [batch, 1, D], at every place."""
+    """The layer's own token of each sequence, x [batch, 1, D], at every position."""
     return (x.expand(*args[0].shape), *args[1:])

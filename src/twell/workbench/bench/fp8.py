@@ -1,7 +1,7 @@
-"""Dense FFNs in FP8, as users of Hopper run them: baselines of ``twell bench ffn`` and ``twell bench decode``.
+"""Dense FFNs in FP8, as people run them on Hopper: baselines of ``twell bench ffn`` and ``twell bench decode``.
 
-Weights are e4m3 with a scale for each output, by ``reference.to_fp8``. Both FFNs are meant to be compiled: Inductor
-then fuses what stands between the GEMMs. On a CPU they multiply dequantised matrices, for tests.
+Weights are e4m3 with a scale for each output, by ``reference.to_fp8``. Both FFNs are timed compiled: Inductor fuses the
+operations between the GEMMs. On a CPU they multiply dequantised matrices, for tests.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from twell.fp8 import why_not_sizes, why_unavailable
 from twell.ops import backends
 from twell.reference import Fp8, Weights, to_fp8
 
-NAMES = ("fp8", "fp8_weights")  # in rows
+NAMES = ("fp8", "fp8_weights")  # of the dense ways, in rows
+SPARSE = "sparse_fp8"  # of the sparse way
 FEW_TOKENS = 64  # up to which Fp8WeightsFFN is timed
-_SHRINK = 2.0**-8  # of weights up to 448, exact in 16 bits: sums stay in the range of float16
+_SHRINK = 2.0**-8  # for weights up to 448, exact in 16 bits: keeps sums in the range of float16
 
 
 def applies(device: torch.device, dtype: torch.dtype, D: int, F: int) -> bool:
-    """Whether there is a dense FP8 FFN to compare with: FP8 tensor cores, 16 bits, sizes that ``_scaled_mm`` takes."""
+    """Whether dense FP8 FFNs run there: FP8 tensor cores, a dtype of 16 bits, sizes that ``_scaled_mm`` takes."""
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
     return in_16_bits and why_not_sizes(D, F) is None and why_unavailable(device) is None
 
 
 def applies_sparsely(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are sparse kernels for FP8 weights to compare it with."""
+    """Whether the sparse kernels for FP8 weights run there."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return False
     return backends.kernels().fp8.why_not(torch.device("cuda", device.index or 0)) is None
@@ -55,7 +56,7 @@ class _Fp8FFN(nn.Module):
 
 
 class DenseFp8FFN(_Fp8FFN):
-    """x [..., D] and h [..., F] are rounded in the call, each row by a scale of its own; products are FP8 GEMMs."""
+    """x [..., D] and h [..., F] are rounded in the call, with a scale for each row; products are FP8 GEMMs."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = to_fp8(x.flatten(0, -2))
@@ -71,13 +72,13 @@ class DenseFp8FFN(_Fp8FFN):
             w.q.t(),
             scale_a=a.scale[:, None],
             scale_b=w.scale[None],
-            out_dtype=torch.bfloat16,  # with scales of rows float16 is refused by some versions
+            out_dtype=torch.bfloat16,  # some versions refuse float16 with scales of rows
             use_fast_accum=True,
         )
 
 
 class Fp8WeightsFFN(_Fp8FFN):
-    """Weights alone are FP8, half the bytes to read for few tokens; x and h keep their 16 bits."""
+    """Only weights are FP8, half the bytes to read for few tokens; x and h keep their 16 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self._product(x, self.up)
@@ -88,18 +89,22 @@ class Fp8WeightsFFN(_Fp8FFN):
         return (nnf.linear(a, w.q.to(a.dtype) * _SHRINK) * (w.scale / _SHRINK)).to(a.dtype)
 
 
-# Without it Inductor leaves one token to cuBLAS, and converted weights go through memory, as for more tokens they do.
+# Without this option Inductor leaves one token to cuBLAS and writes the converted weights to memory, as it does for
+# more tokens in any case.
 _FUSED = {"options": {"coordinate_descent_tuning": True}}
 
 
 def ways(M: int) -> dict[str, tuple[type[_Fp8FFN], dict[str, Any]]]:
-    """Those to time for M tokens, and how to compile them."""
-    few: dict[str, tuple[type[_Fp8FFN], dict[str, Any]]] = {"fp8_weights": (Fp8WeightsFFN, _FUSED)}
-    return {"fp8": (DenseFp8FFN, {}), **(few if M <= FEW_TOKENS else {})}
+    """The dense ways to time for M tokens, each with its options of ``torch.compile``."""
+    both: dict[str, tuple[type[_Fp8FFN], dict[str, Any]]] = {
+        "fp8": (DenseFp8FFN, {}),
+        "fp8_weights": (Fp8WeightsFFN, _FUSED),
+    }
+    return {name: way for name, way in both.items() if name == "fp8" or M <= FEW_TOKENS}
 
 
 def in_model(model: Any, kind: type[_Fp8FFN]) -> Any:
-    """A copy of a Llama-like model with ReLU whose FFNs are ``kind``; all else stays as it is."""
+    """A copy of a Llama-like model with ReLU whose FFNs are ``kind``."""
     made = copy.deepcopy(model)
     for layer in made.model.layers:
         mlp = layer.mlp
@@ -108,7 +113,7 @@ def in_model(model: Any, kind: type[_Fp8FFN]) -> Any:
 
 
 def meant(name: str, x: Tensor, w: Weights) -> Tensor:
-    """What a way computes, in float64: with weights as they are rounded, and x where it is rounded, too."""
+    """What the way ``name`` should give, in float64: from rounded weights, and from rounded x where it rounds x."""
     gate, up, down = to_fp8(w.gate), None if w.up is None else to_fp8(w.up), to_fp8(w.down)
     if name != "fp8_weights":
         return reference.fp8_forward(x, gate, up, down)

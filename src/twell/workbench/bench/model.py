@@ -1,14 +1,14 @@
 """``twell bench model``: the forward pass of a whole Hugging Face model, dense against sparse.
 
-Two kinds of models. A real one runs on text or random ids as it is. One of random weights has no sparse activations,
-so every FFN of it gets the weights of a workload and, by a hook, its input: dense and sparse models alike. With a
-trace, the FFNs of the sparse model run their gate on that input and everything else on the trace's positions (see
-``traced.py``), the trace's layers repeated through the depth.
+A real model runs on text or random tokens as it is. A model of random weights has no sparse activations, so each of its
+FFNs gets the weights of a workload and, by a hook, its input: the dense model's and the sparse model's alike. With a
+trace, the sparse model's FFNs run their gate on that input and everything else at the trace's positions (see
+``ffn_trace.py``); the trace's layers are repeated through the depth.
 
 The sparse model is as ``sparsify_`` leaves it, not frozen. Its times are the GPU's, by events, and *as called*: whole
 calls in a plain loop, the host's time included. ``measure_generate`` times ``model.generate``, also frozen.
 
-Where outputs can be compared they are, before anything is timed: models that disagree have no speedup.
+Outputs that can be compared are compared before and after timing: models that disagree have no speedup.
 """
 
 from __future__ import annotations
@@ -30,39 +30,42 @@ from twell.hf.convert import desparsify_, sparsify_
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns, thaw_
 from twell.plan import Plan
 from twell.reference import Weights
-from twell.workbench.bench import cases, ffn, timing, train
+from twell.workbench.bench import cases, ffn, timing
+from twell.workbench.bench.checks import WrongResult, relative_error
+from twell.workbench.bench.graphs import as_if_captured, replayed
+from twell.workbench.bench.train_ffn import ratio
 
 ENERGY_SECONDS = 3.0
 PROMPT_TOKENS, NEW_TOKENS = 32, 64  # of measure_generate
 GENERATE_ROUNDS = 7  # at least
-_TOKENS_OF_A_LAYER = 64  # at least, of a workload: a few tokens are others in every layer
-_LAYER_TOKENS = 16384  # of one FFN's input, where layers are timed one by one
+_TOKENS_OF_A_LAYER = 64  # at least, of a workload: batches this small have other tokens in every layer
+_LAYER_TOKENS = 16384  # at most, where FFNs are timed one by one
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 1e-3}  # of logits; bf16: 0.01 after 28 layers
 
 
 class Subject(NamedTuple):
-    """What is compared: two models that compute the same."""
+    """Two models to compare, which compute the same."""
 
     dense: Any
     sparse: Any
     facts: dict[str, Any]  # of the row
-    comparable: bool = True  # with recorded positions they compute different things
-    plans: tuple[Plan, ...] = ()  # of the layers, where they are made here
-    x: Tensor | None = None  # [n, D]: a workload's tokens, which the FFNs get instead of their own
+    comparable: bool = True  # False with a trace: the sparse model computes something else
+    plans: tuple[Plan, ...] = ()  # of the layers, where this module makes them
+    x: Tensor | None = None  # [n, D]: a workload's tokens, which the FFNs get instead of the model's own
 
 
 @torch.no_grad()
 def real(model: Any, name: str) -> Subject:
-    """A model as it is. Its sparse copy plans by calibration or by its first batches, as for every user."""
-    dense, sparse = dense_twin(model), model
+    """A model as it is. Its sparse copy plans from a calibration or its first batches, as it does for every user."""
+    dense, sparse = without_twell(model), model
     report = sparsify_(sparse)
     if not report.n_sparse:
         raise ValueError(f"{name} has no FFN that can run sparsely:\n{report}")
     return Subject(dense, sparse, {"workload": "model", "model": name})
 
 
-def dense_twin(model: Any) -> Any:
-    """A copy as one would run it without twell: of a gated sparse type the base model of transformers, with ReLU."""
+def without_twell(model: Any) -> Any:
+    """A copy as one would run it without twell; for a gated sparse type transformers' base model with ReLU."""
     config: Any = model.config
     if not isinstance(config, SparsityFields) or not config.sparsity_gated_mlp or config.fp8_quantization:
         twin = copy.deepcopy(model)
@@ -81,9 +84,9 @@ def dense_twin(model: Any) -> Any:
 
 @torch.no_grad()
 def synthetic(model: Any, workload: str, x_shape: tuple[int, int], patterns: Sequence[Tensor] | None = None) -> Subject:
-    """``model``: a dense Llama-like model with ReLU; its FFN weights are overwritten. ``x_shape``: the largest batch.
+    """Overwrites the FFN weights of ``model``, a dense Llama-like model with ReLU. ``x_shape``: the largest batch.
 
-    ``patterns``: bool [tokens, F] of the layers of a trace; then all batches have this shape.
+    ``patterns``: bool [tokens, F] of each layer of a trace; then all batches have the shape ``x_shape``.
     """
     device, dtype, config = model.device, model.dtype, model.config
     D, F, n_layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
@@ -109,7 +112,7 @@ def synthetic(model: Any, workload: str, x_shape: tuple[int, int], patterns: Seq
 
 
 def _feed(subject: Subject, batch: int, length: int) -> None:
-    """Have the FFNs of both models run on the workload's tokens. Of a few tokens every layer has its own."""
+    """Make the FFNs of both models run on the workload's tokens; each layer on its own, where there are enough."""
     x, n = subject.x, batch * length
     if x is None:
         return
@@ -127,7 +130,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _replaced_input(x: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The workload's tokens, as many as there are in what came."""
+    """The workload's tokens in place of the model's, as many."""
     batch, length = args[0].shape[:2]
     return (x if (batch, length) == x.shape[:2] else x[:batch, :length], *args[1:])
 
@@ -142,19 +145,18 @@ def measure(
     wants_layers: bool = False,
     called: bool | None = None,
 ) -> dict[str, Any]:
-    """A JSON-ready row for ids [batch, length]. ``wants_layers``: time every FFN of a real model by itself, too.
+    """A JSON-ready row for ids [batch, length]. ``wants_layers``: also time every FFN of a real model by itself.
 
-    ``called``: also as called; by default on a GPU, since a CPU's times are those of calls anyway.
+    ``called``: also as called; by default on a GPU, since on a CPU all times are those of calls.
     """
     dense, sparse = models = subject.dense, subject.sparse
-    device, config, tokens = dense.device, dense.config, ids.numel()
-    hidden = getattr(config, "intermediate_size", None) or config.ffn_dim  # OPT's name
+    device, tokens = dense.device, ids.numel()
     _feed(subject, *ids.shape)
     if compiled:
         ffn.forget_compiled(device)
         for each in models:
             for layer in getattr(each.model, "decoder", each.model).layers:
-                layer.compile(dynamic=False)  # a layer at a time: they all share what is compiled once
+                layer.compile(dynamic=False)  # one by one: equal layers share one compilation
     runs = {name: functools.partial(_logits, each, ids) for name, each in zip(("dense", "sparse"), models, strict=True)}
     difference = None
     if subject.comparable:
@@ -164,37 +166,45 @@ def measure(
     of_calls = {}
     if called or (called is None and device.type == "cuda"):
         of_calls = _as_called(runs, seconds, device)
-        if subject.comparable:
-            check_logits(runs["dense"]()[:, -1], runs["sparse"]()[:, -1])
+    if subject.comparable:
+        check_logits(runs["dense"]()[:, -1], runs["sparse"]()[:, -1])
     waits = timing.compare(prompts, seconds=seconds / 3, warmups=1, device=device)
     joules = {name: energy.joules(run, device, min(seconds, ENERGY_SECONDS)) for name, run in runs.items()}
     known = {name: j for name, j in joules.items() if j is not None}
     layers = _layers(dense, sparse, ids, seconds) if wants_layers else None
     memory = {name: memory_of(each, runs[name]) for name, each in zip(runs, models, strict=True)}
     return {
-        "bench": "model",
-        **subject.facts,
-        "layers": config.num_hidden_layers,
-        "D": config.hidden_size,
-        "F": hidden,
-        "batch": ids.shape[0],
-        "length": ids.shape[1],
-        "compiled": compiled,
+        **_fields("model", subject, ids, compiled),
         "frozen": False,
-        "dtype": str(dense.dtype).removeprefix("torch."),
-        **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
-        "first_token_ms": {name: spread._asdict() for name, spread in waits.items()},
+        **timing.ms_fields(times),
+        "first_token_ms": timing.by_way(waits),
         "tokens_per_ms": {name: round(tokens / spread.p50, 3) for name, spread in times.items()},
         "speedup": ffn.speedup(times, "sparse"),
         **of_calls,
         "difference": difference,
         "memory": memory,
-        "memory_ratio": train.ratio(memory["sparse"]["held"], memory["dense"]["held"]),
+        "memory_ratio": ratio(memory["sparse"]["held"], memory["dense"]["held"]),
         "joules_per_token": {name: None if j is None else float(f"{j / tokens:.4g}") for name, j in joules.items()},
-        "joules_ratio": train.ratio(known["sparse"], known["dense"]) if len(known) == 2 else None,
-        **({"plans": [ffn.plan_facts(plan) for plan in subject.plans]} if subject.plans else {}),
+        "joules_ratio": ratio(known["sparse"], known["dense"]) if len(known) == 2 else None,
         **({"ffns": layers} if layers is not None else {}),
-        **timing.environment(device),
+    }
+
+
+def _fields(bench: str, subject: Subject, ids: Tensor, compiled: bool) -> dict[str, Any]:
+    """What rows of a forward pass and of ``model.generate`` have in common."""
+    config = subject.dense.config
+    return {
+        "bench": bench,
+        **subject.facts,
+        "layers": config.num_hidden_layers,
+        "D": config.hidden_size,
+        "F": getattr(config, "intermediate_size", None) or config.ffn_dim,  # OPT's name
+        "batch": ids.shape[0],
+        "length": ids.shape[1],
+        "compiled": compiled,
+        "dtype": timing.dtype_name(subject.dense.dtype),
+        **({"plans": [ffn.plan_facts(plan) for plan in subject.plans]} if subject.plans else {}),
+        **timing.environment(subject.dense.device),
     }
 
 
@@ -203,42 +213,41 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
 
 
 def _first_token(model: Any, ids: Tensor) -> Tensor:
-    """A prompt's pass, cache included, up to the logits of the next token."""
+    """A prompt's pass up to the logits of the next token, filling a cache."""
     return model(ids, use_cache=True, logits_to_keep=1).logits
 
 
 def check_logits(dense: Tensor, sparse: Tensor, name: str = "sparse", allowed: float | None = None) -> float:
-    """Relative difference of the logits; raises where the models do not compute the same."""
-    difference = ffn.relative_error(sparse, dense.double())
+    """Relative difference of the logits; raises WrongResult where the models do not compute the same."""
+    difference = relative_error(sparse, dense.double())
     if not difference < (allowed or _TOLERANCE.get(dense.dtype, 1e-6)):
-        raise ffn.WrongResult(f"the {name} model's logits differ from the dense model's by {difference:.2e}")
+        raise WrongResult(f"the {name} model's logits differ from the dense model's by {difference:.2e}")
     return float(f"{difference:.3g}")
 
 
 def memory_of(model: Any, run: Callable[[], Any]) -> dict[str, int]:
-    """Bytes: of weights, of what is frozen beside them, of all that a model holds, and the most of ``run`` besides."""
+    """Bytes of weights, of frozen state, of all that the model holds, and the most that ``run`` takes besides."""
     own = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     held = [*model.parameters(), *model.buffers()]
     for _, each in sparse_ffns(model):
         held += [each.neuron_counts, each.tokens_seen]
         held += [t for t in (*each._plan_eager, *each._plan_captured) if t is not None]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
-    frozen = sum(each.frozen_bytes() for _, each in sparse_ffns(model))
+    frozen = _frozen_bytes(model)
     passing = timing.peak_bytes(run, model.device)
-    return {
-        "weights": sum(own.values()),
-        "frozen": frozen,
-        "held": sum(storages.values()) + frozen,
-        "pass": passing,
-    }
+    return {"weights": sum(own.values()), "frozen": frozen, "held": sum(storages.values()) + frozen, "pass": passing}
+
+
+def _frozen_bytes(model: Any) -> int:
+    return sum(each.frozen_bytes() for _, each in sparse_ffns(model))
 
 
 def _as_called(runs: Mapping[str, Callable[[], Any]], seconds: float, device: torch.device) -> dict[str, Any]:
-    """The fields of a row that tell what whole calls take in a plain loop."""
+    """Fields of a row: what whole calls take in a plain loop."""
     calls = {name: [run] for name, run in runs.items()}
     times = timing.as_called(calls, seconds=seconds / 2, device=device)
     return {
-        "called_ms": {name: spread._asdict() for name, spread in times.items()},
+        "called_ms": timing.by_way(times),
         "host_us": timing.host_us(calls, device=device, repeats=9),
         "speedup_called": ffn.speedup(times, "sparse"),
     }
@@ -252,11 +261,10 @@ def _as_called(runs: Mapping[str, Callable[[], Any]], seconds: float, device: to
 @torch.no_grad()
 def measure_generate(subject: Subject, ids: Tensor, new_tokens: int, *, seconds: float) -> dict[str, Any]:
     """A JSON-ready row of greedy ``model.generate`` after the prompts ids [batch, length]: dense, sparse and frozen."""
-    dense, sparse = subject.dense, subject.sparse
-    device, config = dense.device, dense.config
+    dense, sparse, device = subject.dense, subject.sparse, subject.dense.device
     _feed(subject, *ids.shape)
     for each in (dense, sparse):
-        each.generation_config.update(eos_token_id=None, pad_token_id=0)  # as many tokens in every way
+        each.generation_config.update(eos_token_id=None, pad_token_id=0)  # so that every way makes as many tokens
 
     def call(model: Any) -> Tensor:
         return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)[
@@ -272,7 +280,7 @@ def measure_generate(subject: Subject, ids: Tensor, new_tokens: int, *, seconds:
             torch.cuda.synchronize(device)
         taken = (time.perf_counter() - start) * 1e3
         if tokens.shape != (len(ids), new_tokens):
-            raise ffn.WrongResult(f"expected {new_tokens} tokens of {len(ids)} prompts, got {tuple(tokens.shape)}")
+            raise WrongResult(f"expected {new_tokens} tokens of {len(ids)} prompts, got {tuple(tokens.shape)}")
         return taken
 
     difference = check_logits(_first_token(dense, ids)[:, -1], _first_token(sparse, ids)[:, -1])
@@ -282,29 +290,19 @@ def measure_generate(subject: Subject, ids: Tensor, new_tokens: int, *, seconds:
         for name, taken in times.items():
             if name == "frozen":
                 freeze_(sparse)
-                memory = sum(each.frozen_bytes() for _, each in sparse_ffns(sparse))
+                memory = _frozen_bytes(sparse)
             taken.append(timed(dense if name == "dense" else sparse))
         thaw_(sparse)
         rounds += 1
     spreads = timing.quiet({name: taken[1:] for name, taken in times.items()})  # the first warms up
     return {
-        "bench": "generate",
-        **subject.facts,
-        "layers": config.num_hidden_layers,
-        "D": config.hidden_size,
-        "F": getattr(config, "intermediate_size", None) or config.ffn_dim,
-        "batch": ids.shape[0],
-        "length": ids.shape[1],
+        **_fields("generate", subject, ids, False),
         "new_tokens": new_tokens,
-        "compiled": False,
-        "dtype": str(dense.dtype).removeprefix("torch."),
-        "called_ms": {name: spread._asdict() for name, spread in spreads.items()},
+        "called_ms": timing.by_way(spreads),
         "speedup_called": ffn.speedup(spreads, "sparse"),
         "speedup_called_frozen": ffn.speedup(spreads, "frozen"),
         "frozen_bytes": memory,
         "difference": difference,
-        **({"plans": [ffn.plan_facts(plan) for plan in subject.plans]} if subject.plans else {}),
-        **timing.environment(device),
     }
 
 
@@ -314,9 +312,9 @@ def measure_generate(subject: Subject, ids: Tensor, new_tokens: int, *, seconds:
 
 
 def _layers(dense: Any, sparse: Any, ids: Tensor, seconds: float) -> list[dict[str, Any]]:
-    """Each FFN by itself on the input it has in the model: its active neurons, both times, the speedup.
+    """Each FFN by itself on its input in the model: active neurons, both times, the speedup.
 
-    On a GPU replays of CUDA graphs are timed: an FFN may take the GPU less time than the host needs to start it.
+    On a GPU, by replays of CUDA graphs: the GPU may take less time for an FFN than the host needs to launch it.
     """
     inputs: dict[str, Tensor] = {}
 
@@ -339,9 +337,9 @@ def _layers(dense: Any, sparse: Any, ids: Tensor, seconds: float) -> list[dict[s
         }
         is_graph = x.device.type == "cuda"
         if is_graph:
-            with ffn.as_if_captured(module):
+            with as_if_captured(module):
                 module(x)
-            runs = {side: ffn.replayed([run]) for side, run in runs.items()}
+            runs = {side: replayed([run]) for side, run in runs.items()}
         times = timing.compare(runs, seconds=min(0.3, seconds / len(ffns)), device=x.device)
         rows.append(
             {
@@ -349,7 +347,7 @@ def _layers(dense: Any, sparse: Any, ids: Tensor, seconds: float) -> list[dict[s
                 "tokens": len(x),
                 "mean_active": round(active / len(x), 2),
                 "graph": is_graph,
-                **{f"{side}_ms": spread._asdict() for side, spread in times.items()},
+                **timing.ms_fields(times),
                 "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
             }
         )
@@ -357,11 +355,11 @@ def _layers(dense: Any, sparse: Any, ids: Tensor, seconds: float) -> list[dict[s
 
 
 class _TracedFFN(nn.Module):
-    """A layer that runs its gate on x and everything after it on recorded positions: for timing alone."""
+    """A layer that runs its gate on x and everything after it at recorded positions; for timing only."""
 
     def __init__(self, projections: nn.ParameterList, x: Tensor, active: Tensor) -> None:
+        from twell.workbench.bench.ffn_trace import plan_and_rest
         from twell.workbench.bench.parts import Parts  # needs triton
-        from twell.workbench.bench.traced import plan_and_rest
 
         super().__init__()
         self.weights = projections
@@ -381,6 +379,6 @@ class _TracedFFN(nn.Module):
 
         if self.parts is None or x.shape[:-1].numel() != len(self.parts.x):
             return gpu.forward(x.flatten(0, 1), Weights(*self.weights), "relu", None).view(x.shape)
-        self.parts.lay_out()  # in vain: as a layer does that is not frozen
+        self.parts.lay_out()  # its result is not used: a layer that is not frozen does this in every call
         self.parts.cold_gate(self.parts.tiles.gate, self.parts.tiles.use_tma)
         return self.parts.after_gate().view(x.shape)

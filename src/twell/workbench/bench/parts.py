@@ -1,4 +1,4 @@
-"""The parts of the split forward, each ready to be run alone: what ``twell bench ffn`` and ``twell tune`` time."""
+"""The parts of the split forward, each ready to run alone; ``twell bench ffn`` and ``twell tune`` time them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twell.reference import Weights, to_fp8
 
 
 class Parts:
-    """relu, no biases. ``restore`` undoes what the parts leave in their buffers."""
+    """relu, no biases. ``restore`` resets the buffers that the parts write."""
 
     def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
         self.order, self.places, *_ = tensors = plan.on(x.device)
@@ -39,18 +39,20 @@ class Parts:
     def _list(self) -> None:
         self.restore()
         found = self.list_active()
-        self.lists = found._replace(turns=saved.Turns(*(t.clone() for t in found.turns)))  # which stay as they are
+        self.lists = found._replace(turns=saved.Turns(*(t.clone() for t in found.turns)))  # parts change the originals
         self.restore()
         if self.has_hot:
             self.hot(self.tiles.gate, self.tiles.use_tma)
 
     def replay(self, active: Tensor) -> Tensor:
-        """As if the neurons ``active`` [M, F] (bool) had fired: of them the cold ones, since hot ones run densely."""
+        """As if the neurons ``active`` [M, F] (bool) had fired. Only cold ones count: hot ones run densely."""
         return self.replace_gate(active[:, self.cold])
 
     def replace_gate(self, active: Tensor) -> Tensor:
-        """As if the cold gate were ``active`` [M, C] (bool), with random positive values there, which are returned. But
-        that of heavy tokens is computed from x."""
+        """As if the cold gate had random positive values at ``active`` [M, C] (bool); returns the gate [M, C].
+
+        The gate of heavy tokens is computed from x.
+        """
         r = (torch.rand(active.shape, dtype=self.x.dtype, device=self.x.device) + 0.1) * active
         self.in_twell = TwELL.pack(r, slots=SLOTS, compact=True, overflow="mark")
         self._list()
@@ -80,7 +82,7 @@ class Parts:
         return torch.cat([turns.heavy[:n_heavy], turns.heavy[len(turns.heavy) - n_over :]]).long()
 
     def lay_out(self) -> Layout:
-        """What a frozen layer has, and every other makes in each call."""
+        """The layout that a frozen layer keeps and any other layer makes in each call."""
         return split.lay_out(self.rows, self.order, self.split.n_hot)
 
     def cold_gate(self, tile: GateTile, use_tma: bool) -> TwELL:
@@ -115,7 +117,7 @@ class Parts:
 
 
 class Fp8Parts:
-    """The cold gate of a layer with FP8 weights, and all that comes after it. Gated, relu, no biases."""
+    """The cold gate of a layer with FP8 weights, and everything after it. Gated, relu, no biases."""
 
     def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
         assert w.up is not None
@@ -132,13 +134,13 @@ class Fp8Parts:
         self.in_twell = self.cold_gate()
 
     def cold_gate(self) -> TwELL:
-        """Of x as it was rounded: to round it is a part of what comes after the gate."""
+        """From the rounded x; rounding it is timed with the part after the gate."""
         tiles, scales = self.tiles, (self.scale, self.layout.cold_scale)
         facts: dict[str, Any] = {"tile": tiles.gate, "programs": self.programs, "use_tma": tiles.use_tma}
         return gate.gate_in_twell(self.q, self.layout.cold, None, scales=scales, dtype=self.x.dtype, **facts)
 
     def replay(self, active: Tensor) -> Tensor:
-        """As ``Parts.replay``. Returns the cold gate [M, C]; that of heavy tokens is computed from x all the same."""
+        """As ``Parts.replay``. Returns the cold gate [M, C], but the kernels compute heavy tokens' gate from x."""
         r = torch.rand(len(active), len(self.cold), dtype=self.x.dtype, device=self.x.device) + 0.1
         r = r * active[:, self.cold]
         self.in_twell = TwELL.pack(r, slots=SLOTS, compact=True, overflow="mark")

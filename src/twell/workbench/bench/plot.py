@@ -1,4 +1,4 @@
-"""``twell bench plot``: speedup of an FFN against mean active neurons, from the rows of ``twell bench ffn``."""
+"""``twell bench plot``: the speedup of an FFN against its mean active neurons, from rows of ``twell bench ffn``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Point(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What the rows of one plot have in common."""
+    """What all rows of one plot share."""
 
     machine: str
     on_gpu: bool
@@ -44,7 +44,7 @@ class Style(NamedTuple):
     label: str
     colour: str
     marker: str
-    line: str  # layers of a trace are no curve
+    line: str  # "" for layers of a trace, which are no curve
 
 
 STYLES = {
@@ -73,20 +73,33 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=_DPI, metadata=metadata)
 
 
-def draw(rows: list[dict[str, Any]]) -> Figure:
-    """The plot of the gated rows, without CUDA graphs, of the shape that most of them have."""
-    shape, families = select(rows)
+def new_figure(width: float, height: float) -> Figure:
+    """In inches."""
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import LogFormatter, ScalarFormatter
     except ImportError as error:
         raise RuntimeError(f"plots need another package ({error}): pip install 'twell[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
 
-    figure = Figure(figsize=_INCHES, layout="constrained")
+
+def tidy(*several: Axes) -> None:
+    for axes in several:
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(rows: list[dict[str, Any]]) -> Figure:
+    """Plot the gated rows without CUDA graphs that have the most frequent shape."""
+    shape, families = select(rows)
+    figure = new_figure(*_INCHES)
+    from matplotlib.ticker import LogFormatter, ScalarFormatter
+
     axes = figure.add_subplot(xscale="log")
     axes.axhline(1, color="black", linewidth=1, label="dense")
     for family, points in families.items():
-        _draw_family(axes, STYLES[family], points)
+        style, (x, y) = STYLES[family], zip(*points, strict=True)
+        axes.plot(x, y, color=style.colour, marker=style.marker, linestyle=style.line, markersize=5, label=style.label)
     found = break_even(rows, shape, families)
     if found.predicted:
         counts, speedups = zip(*found.predicted, strict=True)
@@ -102,15 +115,13 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     axes.set_ylabel("speedup over the faster dense")
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))  # labels where an axis is short
-    axes.grid(color="0.9", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     axes.legend(edgecolor="none", loc="upper right")
     return figure
 
 
 def select(rows: list[dict[str, Any]]) -> tuple[Shape, dict[str, list[Point]]]:
-    """The shape with the most rows that can be drawn (of several, the one with the most tokens), and its points by
+    """The shape with the most rows that can be drawn (of equals the one with the most tokens), and its points by
     family, in order of their mean active count."""
     by_shape: dict[Shape, list[dict[str, Any]]] = {}
     for row in rows:
@@ -132,7 +143,7 @@ def _fits(row: dict[str, Any]) -> bool:
 
 
 class BreakEven(NamedTuple):
-    """Where uniform firing stops paying: as measured, else as predicted."""
+    """Where sparse stops paying for neurons that all fire alike: as measured, else as predicted."""
 
     at: float | None
     is_measured: bool
@@ -140,7 +151,8 @@ class BreakEven(NamedTuple):
 
 
 def break_even(rows: list[dict[str, Any]], shape: Shape, families: dict[str, list[Point]]) -> BreakEven:
-    ran_densely = {row.get("mean_active") for row in rows if _runs_densely(row)}  # 1x whatever sparse would have been
+    # Layers that the plan runs densely are at 1x, whatever the sparse path would give.
+    ran_densely = {r.get("mean_active") for r in rows if (r.get("plan") or {}).get("hot") == r.get("F")}
     measured_at = measured_break_even([p for p in families.get("iid", []) if p.mean_active not in ran_densely])
     predicted_at, curve = modelled_break_even(shape), []
     if predicted_at is not None:
@@ -148,10 +160,6 @@ def break_even(rows: list[dict[str, Any]], shape: Shape, families: dict[str, lis
         curve = modelled_curve(shape, min(lowest, predicted_at / 2), predicted_at)
     is_measured = measured_at is not None
     return BreakEven(measured_at if is_measured else predicted_at, is_measured, curve)
-
-
-def _runs_densely(row: dict[str, Any]) -> bool:
-    return bool((row.get("plan") or {}).get("hot") == row.get("F"))
 
 
 def _shape(row: dict[str, Any]) -> Shape:
@@ -165,7 +173,7 @@ def _family(workload: str) -> str:
 
 
 def measured_break_even(points: list[Point]) -> float | None:
-    """The mean active count at which ``points``, in order, first fall to 1; between two of them on a logarithmic axis.
+    """The mean active count at which ``points``, in order, first fall to 1, interpolated on a logarithmic axis.
 
     >>> measured_break_even([Point(10, 2.0), Point(1000, 0.0)])
     100.0
@@ -178,7 +186,7 @@ def measured_break_even(points: list[Point]) -> float | None:
 
 
 def modelled_speedup(shape: Shape, mean_active: float) -> float:
-    """What a plan predicts for neurons that all fire with the same probability; 1 where it runs the batch densely."""
+    """A plan's prediction for neurons that all fire with the same probability; 1 where it runs the batch densely."""
     same_machine = torch.cuda.is_available() and torch.cuda.get_device_name() == shape.machine
     costs = costs_for(torch.device("cuda" if same_machine else "cpu"))
     counts = torch.full((shape.F,), mean_active, dtype=torch.float64)
@@ -187,8 +195,8 @@ def modelled_speedup(shape: Shape, mean_active: float) -> float:
 
 
 def modelled_break_even(shape: Shape) -> float | None:
-    """The mean active count at which the plan for uniform firing turns dense; None without a cost model (it knows
-    GPUs only) or where the plan is always dense."""
+    """The mean active count at which the plan for uniform firing turns dense; None on a CPU, which has no cost model,
+    and where the plan is always dense."""
     sparse, dense = 1e-3, float(shape.F)
     if not shape.on_gpu or modelled_speedup(shape, sparse) == 1 or modelled_speedup(shape, dense) > 1:
         return None
@@ -199,19 +207,14 @@ def modelled_break_even(shape: Shape) -> float | None:
 
 
 def modelled_curve(shape: Shape, start: float, break_even: float) -> list[Point]:
-    """Predictions for uniform firing up to where the plan turns dense, and the fall to 1 there."""
+    """Predictions for uniform firing up to where the plan turns dense and the curve falls to 1."""
     step = (break_even / start) ** (1 / (_CURVE_POINTS - 1))
     counts = [*(start * step**i for i in range(_CURVE_POINTS - 1)), break_even]
     return [*(Point(n, modelled_speedup(shape, n)) for n in counts), Point(break_even, 1.0)]
 
 
-def _draw_family(axes: Axes, style: Style, points: list[Point]) -> None:
-    x, y = zip(*points, strict=True)
-    axes.plot(x, y, color=style.colour, marker=style.marker, linestyle=style.line, markersize=5, label=style.label)
-
-
 def _write_speedups(axes: Axes, families: dict[str, list[Point]]) -> None:
-    """At the highest point of all, and at the last of each family."""
+    """Write the speedup at the highest point of all, and at the last of each family."""
     highest = max(itertools.chain(*families.values()), key=lambda p: p.speedup)
     for family, points in families.items():
         for point in {points[-1], highest} & set(points):
@@ -222,10 +225,8 @@ def _write_speedups(axes: Axes, families: dict[str, list[Point]]) -> None:
 def _mark_break_even(axes: Axes, mean_active: float, how: str) -> None:
     axes.axvline(mean_active, color="0.4", linewidth=0.8, linestyle=":")
     text, at = f"uniform break-even: {mean_active:.0f} ({how})", (mean_active, axes.get_ylim()[0])
-    if mean_active < math.sqrt(math.prod(axes.get_xlim())):
-        _note(axes, text, at, (5, 6), "0.3")
-    else:
-        _note(axes, text, at, (-5, 6), "0.3", side="right")
+    is_left = mean_active < math.sqrt(math.prod(axes.get_xlim()))
+    _note(axes, text, at, (5 if is_left else -5, 6), "0.3", side="left" if is_left else "right")
 
 
 def _note(

@@ -1,4 +1,4 @@
-"""Timing of alternatives side by side, and the facts that make a row of results readable later."""
+"""Time alternatives side by side; machine, versions and commit, as every row of results has them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-ROUND_MS = 20.0  # of calls back to back, before the clock is read: see as_called
+ROUND_MS = 20.0  # of calls back to back before the clock is read: see as_called
 ROUNDS = 15  # of each alternative, at least
-_LONG_MS = 100.0  # of a call, from which on a third of them will do
+_LONG_MS = 100.0  # a call this long needs only a third of the rounds
 
 
 class Spread(NamedTuple):
@@ -27,6 +27,29 @@ class Spread(NamedTuple):
     p20: float
     p50: float
     p80: float
+
+
+Times = Mapping[str, Spread]  # by the name of the alternative
+
+
+def ms_fields(times: Times) -> dict[str, Any]:
+    """Fields of a row: ``dense_ms`` and the like."""
+    return {f"{name}_ms": spread._asdict() for name, spread in times.items()}
+
+
+def by_way(times: Times) -> dict[str, Any]:
+    """One field of a row: an object with the spread of each way."""
+    return {name: spread._asdict() for name, spread in times.items()}
+
+
+def shared(times: Times, n: int, digits: int = 5) -> dict[str, Spread]:
+    """Times of one of ``n`` equal parts, where all of them were timed at once."""
+    return {name: Spread(*(round(t / n, digits) for t in spread)) for name, spread in times.items()}
+
+
+def added(*spreads: Spread) -> Spread:
+    """Of calls that follow each other."""
+    return Spread(*(round(sum(of), 5) for of in zip(*spreads, strict=True)))
 
 
 def compare(
@@ -41,10 +64,11 @@ def compare(
 ) -> dict[str, Spread]:
     """Time alternatives in turn (a, b, a, b, ...), so that a slow spell of the machine hits all alike.
 
-    ``seconds`` bounds the timed part, after ``min_repeats``. Before every call, untimed, comes ``before``. On a CUDA
-    ``device`` events take the time, after the L2 cache was filled with something else by reading it, and calls follow
-    each other without waiting, as in a model: the host's time shows where it is longer than the GPU's. Elsewhere calls
-    must be synchronous.
+    ``seconds`` bounds the timed part once there are ``min_repeats``. ``before`` runs untimed before every call.
+
+    On a CUDA ``device`` events take the time, with an L2 cache that other memory was read into. Calls follow each other
+    without waiting, as in a model: the host's time shows where it is longer than the GPU's. On other devices calls must
+    be synchronous.
     """
     for run in alternatives.values():
         for _ in range(warmups):
@@ -60,12 +84,11 @@ def compare(
     return {name: spread(t) for name, t in times.items()}
 
 
-_Round = Callable[[Mapping[str, Callable[[], Any]], Callable[[], Any] | None, dict[str, list[float]]], int]
+_Runs = Mapping[str, Callable[[], Any]]
+_Round = Callable[[_Runs, Callable[[], Any] | None, dict[str, list[float]]], int]
 
 
-def _host_round(
-    alternatives: Mapping[str, Callable[[], Any]], before: Callable[[], Any] | None, times: dict[str, list[float]]
-) -> int:
+def _host_round(alternatives: _Runs, before: Callable[[], Any] | None, times: dict[str, list[float]]) -> int:
     for name, run in alternatives.items():
         if before is not None:
             before()
@@ -76,15 +99,13 @@ def _host_round(
 
 
 def _gpu_round(device: torch.device) -> _Round:
-    """Five repeats at a time: the host waits for the GPU only after them."""
-    # Several times the L2 of any GPU. Read, not written: what is timed would have to write back up to 50 MB of it, as
-    # much as four layers read for one token.
+    """Five repeats of each alternative, then one wait for the GPU."""
+    # Several times the L2 cache of any GPU. Read, not written: the timed call would have to write back up to 50 MB of
+    # it, as much as four layers read for one token.
     filler = torch.zeros(64 << 20, device=device)
 
-    def round_(
-        alternatives: Mapping[str, Callable[[], Any]], before: Callable[[], Any] | None, times: dict[str, list[float]]
-    ) -> int:
-        for _ in range(16):  # about a millisecond of work, so that the host is ahead when timing starts
+    def round_(alternatives: _Runs, before: Callable[[], Any] | None, times: dict[str, list[float]]) -> int:
+        for _ in range(16):  # about 1 ms of work, so that the host is ahead when timing starts
             filler.sum()
         taken = []
         for _, (name, run) in itertools.product(range(5), alternatives.items()):
@@ -107,12 +128,12 @@ def _gpu_round(device: torch.device) -> _Round:
 def as_called(
     alternatives: Mapping[str, Sequence[Callable[[], Any]]], *, seconds: float, device: torch.device
 ) -> dict[str, Spread]:
-    """Milliseconds of a call in a plain loop, as programs make them: the host's or the GPU's, whichever takes longer.
+    """Milliseconds of a call in a plain loop, as programs call: the host's time or the GPU's, whichever is longer.
 
-    An alternative is one call or several, made in turn: the same on different weights, so that a GPU does not find them
-    in its L2 cache. A round is at least ``ROUND_MS`` of calls back to back, then one wait for the device; rounds of the
-    alternatives alternate. ``seconds`` bounds the timed part, after ``ROUNDS`` rounds of each. The quieter half of them
-    counts: see ``quiet``.
+    An alternative is one call, or several that are made in turn: the same on other weights, so that a GPU does not find
+    them in its L2 cache. A round is at least ``ROUND_MS`` of calls back to back, then one wait for the device. Rounds
+    of the alternatives alternate. ``seconds`` bounds the timed part once there are ``ROUNDS`` rounds of each. The
+    quieter half of the rounds counts: see ``quiet``.
     """
     cycles = {name: itertools.cycle(calls) for name, calls in alternatives.items()}
     sizes, slowest = {}, 0.0
@@ -133,15 +154,18 @@ def as_called(
 
 
 def quiet(times: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
-    """Of the half of the rounds that took the least time, all alternatives together: hosts have spells of twice the
-    time, which begin and end between one alternative and the next. The same rounds count for every alternative."""
+    """Spreads over the half of the rounds that took the least time, summed over the alternatives.
+
+    Hosts have spells of twice the time, which begin and end between one alternative and the next. The same rounds count
+    for every alternative.
+    """
     totals = [sum(each) for each in zip(*times.values(), strict=True)]
     kept = sorted(range(len(totals)), key=totals.__getitem__)[: (len(totals) + 1) // 2]
     return {name: spread([each[i] for i in kept]) for name, each in times.items()}
 
 
 def _round_ms(cycle: Iterator[Callable[[], Any]], n: int, device: torch.device) -> float:
-    """Milliseconds of a call, in a round of n."""
+    """Milliseconds of a call, in a round of n calls."""
     calls = list(itertools.islice(cycle, n))
     _wait(device)
     start = time.perf_counter()
@@ -158,10 +182,9 @@ def host_us(
     repeats: int = 50,
     after: Callable[[], Any] = lambda: None,
 ) -> dict[str, float]:
-    """Microseconds from a call to its return while the GPU has nothing else to do: the host's own time, in the
-    median of the quieter half of the repeats.
+    """Microseconds from a call to its return while the GPU is idle: the host's own time; on a CPU the whole call.
 
-    ``after`` each call, untimed, comes ``after``. Of calls on a CPU it is their whole time.
+    The median of the quieter half of the repeats. ``after`` runs untimed after every call.
     """
     times: dict[str, list[float]] = {name: [] for name in alternatives}
     for i, (name, calls) in itertools.product(range(repeats + 2), alternatives.items()):
@@ -183,22 +206,26 @@ def _wait(device: torch.device) -> None:
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device | None = None) -> int:
-    """The most memory that tensors made during ``run`` held at once, on a GPU or on the CPU."""
+    """The most bytes that tensors made during ``run`` held at once, on a GPU or on the CPU."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would write lines of its own to the terminal
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes to the terminal
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))  # freed: negative
+    held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))  # < 0: freed
     return max(held, default=0)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def spread(times: list[float]) -> Spread:
@@ -207,7 +234,7 @@ def spread(times: list[float]) -> Spread:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Machine, versions and commit, as every row of results carries them."""
+    """Fields of every row: machine, versions, commit and time."""
     from twell import __version__
 
     facts: dict[str, Any] = {
@@ -235,11 +262,8 @@ def cpu_name() -> str:
 
 def _commit() -> str | None:
     """The commit of the source tree this package runs from, marked if it has changes; None when installed."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        described = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=True
-        )
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return described.stdout.strip()

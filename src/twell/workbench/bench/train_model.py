@@ -1,7 +1,7 @@
 """``twell bench train --model``: training steps of a whole Hugging Face model, dense against sparse.
 
 A step: forward with cross-entropy and L1, backward, AdamW. As in ``model.py`` every FFN has the weights of a workload
-and its input, written over the hidden states by a hook through which gradients pass.
+and its input, which overwrites the hidden states; gradients pass through.
 """
 
 from __future__ import annotations
@@ -21,84 +21,65 @@ from twell.hf.convert import sparsify_
 from twell.nn import SparseFFNBase
 from twell.ops import backends
 from twell.plan import Plan
-from twell.workbench.bench import cases, ffn, timing, train
+from twell.workbench.bench import cases, ffn, timing, train_ffn
+from twell.workbench.bench.checks import WrongResult
+from twell.workbench.bench.train_ffn import ratio
 
-_LEARNING_RATE = 1e-7  # weights are written at every step, and stay as sparse as they were
+_LEARNING_RATE = 1e-7  # every step writes the weights, and activations stay as sparse as they were
 _MAX_LOSS_DIFFERENCE = 0.01
 OUT_OF_MEMORY = "out of memory"
 _PROBES = (4, 8)  # sequences
 Result = TypeVar("Result")
 
 
-def measure_model(
-    config: Any,
-    workload: str,
-    *,
-    batch: int,
-    length: int,
-    l1: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str = "auto",
-    variants: Sequence[str] = ("dense", "sparse"),
-    seconds: float = 3.0,
-) -> dict[str, Any]:
-    """A JSON-ready row. ``config``: of a Llama with ReLU. One variant after the other, each alone in memory.
+class Setup(NamedTuple):
+    config: Any  # of a Llama with ReLU
+    workload: str
+    length: int  # of a sequence
+    l1: float
+    dtype: torch.dtype
+    device: torch.device
+    backend: str = "auto"
 
-    A variant is a dict, or "out of memory". Its ``memory``, in bytes: ``peak`` of a step; ``activations``, the peak
+
+BOTH = ("dense", "sparse")
+
+
+def measure_steps(setup: Setup, batch: int, *, variants: Sequence[str] = BOTH, seconds: float = 3.0) -> dict[str, Any]:
+    """A JSON-ready row. One variant after the other, each alone in memory.
+
+    A variant is an object, or "out of memory". Its ``memory``, in bytes: ``peak`` of a step; ``activations``, the peak
     less weights, gradients and optimiser state; ``kept``, what a forward leaves for its backward (None on a CPU).
     """
-    setting = _Setting(config, workload, length, l1, dtype, device, backend)
-    results = {name: _alone(name, setting, batch, seconds) or OUT_OF_MEMORY for name in variants}
-    return {
-        **_facts("model", setting),
-        "batch": batch,
-        **results,
-        **_compared(results),
-        **timing.environment(device),
-    }
+    results = {name: _alone(name, setup, batch, seconds) or OUT_OF_MEMORY for name in variants}
+    return {**_facts("model", setup), "batch": batch, **results, **_compared(results)}
 
 
-def measure_largest(
-    config: Any,
-    workload: str,
-    *,
-    length: int,
-    l1: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend: str = "auto",
-    variants: Sequence[str] = ("dense", "sparse"),
-    seconds: float = 3.0,
-) -> dict[str, Any]:
-    """A JSON-ready row: each variant at the largest batch that fits this GPU, its own, and its speed there."""
-    setting = _Setting(config, workload, length, l1, dtype, device, backend)
-    if device.type != "cuda":
+def measure_largest(setup: Setup, *, variants: Sequence[str] = BOTH, seconds: float = 3.0) -> dict[str, Any]:
+    """A JSON-ready row: each variant at its own largest batch that fits this GPU, and its speed there."""
+    if setup.device.type != "cuda":
         raise ValueError("the largest batch that fits is a question to a GPU")
-    room = torch.cuda.get_device_properties(device).total_memory
+    room = torch.cuda.get_device_properties(setup.device).total_memory
     results: dict[str, Any] = {}
     for name in variants:
-        batch = largest(functools.partial(_peak, name, setting), room)
-        result = _alone(name, setting, batch, seconds)
+        batch = largest(functools.partial(_peak, name, setup), room)
+        result = _alone(name, setup, batch, seconds)
         if result is None:
             raise RuntimeError(f"{batch} sequences fitted the GPU and then did not: is another program on it?")
         results[name] = {"batch": batch, **result}
-    both = {"dense", "sparse"} <= set(results)
-    dense, sparse = results.get("dense", {}), results.get("sparse", {})
-    return {
-        **_facts("largest", setting),
-        **results,
-        **({"batch_ratio": round(sparse["batch"] / dense["batch"], 3)} if both else {}),
-        **({"speedup": round(sparse["tokens_per_ms"] / dense["tokens_per_ms"], 3)} if both else {}),
-        **timing.environment(device),
-    }
+    row = {**_facts("largest", setup), **results}
+    if {*BOTH} <= {*results}:
+        dense, sparse = results["dense"], results["sparse"]
+        row["batch_ratio"] = round(sparse["batch"] / dense["batch"], 3)
+        row["speedup"] = round(sparse["tokens_per_ms"] / dense["tokens_per_ms"], 3)
+    return row
 
 
 def largest(peak: Callable[[int], int | None], room: int) -> int:
-    """The largest batch whose ``peak`` memory is not None; ``room``: bytes there are.
+    """The largest batch whose ``peak`` memory is not None; ``room``: bytes of the GPU.
 
-    Memory grows by the same amount with every sequence, so two batches tell about where it ends; not the smallest,
-    which run densely. From there down to what fits, then up, one at a time, to what does not.
+    Each sequence takes the same memory, so two batches tell about how many fit (not the smallest, which run densely).
+    From there down to a batch that fits, then up, one by one, to one that does not.
     """
     near, far = (peak(batch) for batch in _PROBES)
     if near is None or far is None:
@@ -115,46 +96,37 @@ def largest(peak: Callable[[int], int | None], room: int) -> int:
     return batch
 
 
-class _Setting(NamedTuple):
-    config: Any
-    workload: str
-    length: int
-    l1: float
-    dtype: torch.dtype
-    device: torch.device
-    backend: str
-
-
-def _facts(level: str, setting: _Setting) -> dict[str, Any]:
+def _facts(level: str, setup: Setup) -> dict[str, Any]:
     return {
         "bench": "train",
         "level": level,
-        "workload": setting.workload,
-        "layers": setting.config.num_hidden_layers,
-        "D": setting.config.hidden_size,
-        "F": setting.config.intermediate_size,
-        "length": setting.length,
-        "dtype": str(setting.dtype).removeprefix("torch."),
-        "backend": backends.choose_backend(setting.backend, setting.device),
+        "workload": setup.workload,
+        "layers": setup.config.num_hidden_layers,
+        "D": setup.config.hidden_size,
+        "F": setup.config.intermediate_size,
+        "length": setup.length,
+        "dtype": timing.dtype_name(setup.dtype),
+        "backend": backends.choose_backend(setup.backend, setup.device),
+        **timing.environment(setup.device),
     }
 
 
-def _alone(name: str, setting: _Setting, batch: int, seconds: float) -> dict[str, Any] | None:
-    """One variant, and nothing of it left in memory; None where it does not fit."""
-    return _if_it_fits(functools.partial(_measure_variant, name, setting, batch, seconds), setting.device)
+def _alone(name: str, setup: Setup, batch: int, seconds: float) -> dict[str, Any] | None:
+    """One variant, which leaves nothing in memory; None where it does not fit."""
+    return _if_it_fits(functools.partial(_measure_variant, name, setup, batch, seconds), setup.device)
 
 
-def _peak(name: str, setting: _Setting, batch: int) -> int | None:
+def _peak(name: str, setup: Setup, batch: int) -> int | None:
     """Bytes of a step's peak; None where it does not fit."""
 
     def measure() -> int:
-        training, _ = _prepare(name, setting, batch)
-        training.step()  # the first has no gradients and no optimiser state to begin with
+        training, _ = _prepare(name, setup, batch)
+        training.step()  # the first step begins without optimiser state
         peak = training.memory()["peak"]
         assert peak is not None
         return peak
 
-    return _if_it_fits(measure, setting.device)
+    return _if_it_fits(measure, setup.device)
 
 
 def _if_it_fits(measure: Callable[[], Result], device: torch.device) -> Result | None:
@@ -163,36 +135,36 @@ def _if_it_fits(measure: Callable[[], Result], device: torch.device) -> Result |
     except torch.OutOfMemoryError:
         return None
     finally:
-        gc.collect()  # modules and their hooks refer to each other
+        gc.collect()  # modules and their hooks form reference cycles
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _compared(results: dict[str, Any]) -> dict[str, Any]:
-    """What follows from both variants; raises where they do not compute the same."""
+    """Ratios of both variants; raises WrongResult where they do not compute the same."""
     dense, sparse = results.get("dense"), results.get("sparse")
     if not isinstance(dense, dict) or not isinstance(sparse, dict):
         return {}
     for name in ("cross_entropy", "l1"):
         if not abs(sparse[name] - dense[name]) <= _MAX_LOSS_DIFFERENCE * abs(dense[name]):
-            raise ffn.WrongResult(
+            raise WrongResult(
                 f"the sparse model's first {name} is {sparse[name]:.5g}, the dense model's {dense[name]:.5g}; "
                 "no speedup is reported"
             )
     ratios = {"speedup": round(dense["step_ms"]["p50"] / sparse["step_ms"]["p50"], 3)}
     ratios |= {
-        f"{name}_ratio": train.ratio(sparse["memory"][name], dense["memory"][name]) for name in ("peak", "activations")
+        f"{name}_ratio": ratio(sparse["memory"][name], dense["memory"][name]) for name in ("peak", "activations")
     }
     if dense["memory"]["kept"] is not None:
-        ratios["kept_ratio"] = train.ratio(sparse["memory"]["kept"], dense["memory"]["kept"])
+        ratios["kept_ratio"] = ratio(sparse["memory"]["kept"], dense["memory"]["kept"])
     if dense["joules"] is not None:
-        ratios["joules_ratio"] = train.ratio(sparse["joules"], dense["joules"])
+        ratios["joules_ratio"] = ratio(sparse["joules"], dense["joules"])
     return ratios
 
 
-def _prepare(name: str, setting: _Setting, batch: int) -> tuple[_Training, Plan | None]:
-    """A variant's model with its batch, and the plan of its layers."""
-    config, workload, length, l1, dtype, device, backend = setting
+def _prepare(name: str, setup: Setup, batch: int) -> tuple[_Training, Plan | None]:
+    """A variant's model with its batch, and the plan of its layers, if they have one."""
+    config, workload, length, l1, dtype, device, backend = setup
     torch.manual_seed(0)
     with device:
         model: Any = LlamaForCausalLM(config)
@@ -212,9 +184,9 @@ def _prepare(name: str, setting: _Setting, batch: int) -> tuple[_Training, Plan 
     return _Training(model, ids, l1), plan
 
 
-def _measure_variant(name: str, setting: _Setting, batch: int, seconds: float) -> dict[str, Any]:
-    training, plan = _prepare(name, setting, batch)
-    tokens, device = batch * setting.length, setting.device
+def _measure_variant(name: str, setup: Setup, batch: int, seconds: float) -> dict[str, Any]:
+    training, plan = _prepare(name, setup, batch)
+    tokens, device = batch * setup.length, setup.device
     first = training.first_losses()
     training.step()  # the second warm-up
     memory = training.memory()
@@ -224,13 +196,13 @@ def _measure_variant(name: str, setting: _Setting, batch: int, seconds: float) -
         "tokens_per_ms": round(tokens / times.p50, 2),
         **first,
         "memory": memory,
-        "joules": energy.joules(training.step, device, min(seconds, 2 * train.ENERGY_SECONDS)),
+        "joules": energy.joules(training.step, device, min(seconds, 2 * train_ffn.ENERGY_SECONDS)),
         **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
     }
 
 
 def _make_sparse(model: Any, fired: Tensor, backend: str) -> Plan | None:
-    """Convert the FFNs; returns their plan, if they have one: all see the same counts."""
+    """Convert the FFNs. All have the same counts, so the plan of one, if any, is that of all."""
     sparsify_(model)
     plan = None
     for layer in model.model.layers:
@@ -241,8 +213,8 @@ def _make_sparse(model: Any, fired: Tensor, backend: str) -> Plan | None:
 
 
 class _Overwrite(torch.autograd.Function):
-    """Other values in place of hidden states; gradients pass through. Costs no memory: what an FFN keeps of its input
-    for the backward is, as in a real model, the one tensor of the layer's own."""
+    """Overwrites hidden states in place; gradients pass through. It takes no memory: as in a real model, an FFN keeps
+    its layer's own tensor for the backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, values: Tensor) -> Tensor:
@@ -269,7 +241,7 @@ class _MeasuredFFN(nn.Module):
             self.l1_sum = stats.l1_sum
         else:
             projections = (self.block.gate_proj, self.block.up_proj, self.block.down_proj)
-            y, self.l1_sum = train.dense_gated(x, *(linear.weight for linear in projections))
+            y, self.l1_sum = train_ffn.dense_forward(x, *(linear.weight for linear in projections))
         return y
 
 
@@ -297,7 +269,7 @@ class _Training:
         self.optimizer.zero_grad(set_to_none=True)
 
     def first_losses(self) -> dict[str, float]:
-        """Of a step."""
+        """Take a step; its losses."""
         losses = self.losses()
         self.learn_from(*losses)
         return dict(zip(("cross_entropy", "l1"), (loss.item() for loss in losses), strict=True))
@@ -306,7 +278,7 @@ class _Training:
         self.learn_from(*self.losses())
 
     def memory(self) -> dict[str, int | None]:
-        """Of one more step; see ``measure_model``."""
+        """Take a step; its memory, see ``measure_steps``."""
         device = self.ids.device
         of_weights = sum(p.nbytes for p in self.model.parameters())
         of_optimizer = sum(

@@ -8,6 +8,7 @@ import warnings
 from twell.workbench.cli import (  # noqa: F401  each adds its commands to the app
     analyze,
     bench,
+    bench_model,
     bench_train,
     calibrate,
     convert,

@@ -2,42 +2,44 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
 from twell.workbench.cli.app import bench_app
-from twell.workbench.cli.common import (
-    Seconds,
-    collect,
+from twell.workbench.cli.bench_common import (
+    AsJson,
+    Backend,
+    Device,
+    Dtype,
+    Hidden,
+    Out,
+    Plain,
+    Row,
+    Tokens,
+    TraceOfFFN,
+    Width,
+    Workloads,
+    bold,
     dense_config,
-    device_of,
-    dtype_of,
     machine_of,
-    print_table,
+    place_of,
+    print_lines,
     trace_rows,
 )
+from twell.workbench.cli.common import Seconds, collect
 
 
 @bench_app.command("train")
 def bench_train(
-    workload: Annotated[
-        list[str] | None,
-        typer.Option("--workload", "-w", help="iidN or skewN, for a mean count of N; repeatable."),
-    ] = None,
-    tokens: Annotated[list[int] | None, typer.Option("--tokens", "-m", help="Token count M; repeatable.")] = None,
-    width: Annotated[int, typer.Option("--width", "-d", help="Model width D.")] = 2048,
-    hidden: Annotated[int, typer.Option("--hidden", "-f", help="Hidden width F.")] = 5632,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16. Default: float32, on a GPU bfloat16.")
-    ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Plain FFN instead of the gated one.")] = False,
-    trace: Annotated[
-        Path | None, typer.Option(help="Time every layer of this trace (twell trace) instead of a workload.")
-    ] = None,
+    workload: Workloads = None,
+    tokens: Tokens = None,
+    width: Width = 2048,
+    hidden: Hidden = 5632,
+    dtype: Dtype = None,
+    plain: Plain = False,
+    trace: TraceOfFFN = None,
     whole_model: Annotated[
         bool, typer.Option("--model", help="Steps of a whole model, AdamW included, instead of one FFN.")
     ] = False,
@@ -48,35 +50,28 @@ def bench_train(
         bool | None,
         typer.Option(
             "--called/--no-called",
-            help="Of one FFN: also time a plain loop with an optimiser's step, the host included. Default: on a GPU.",
+            help="One FFN: also time a plain loop with an optimiser's step, the host included. Default: on a GPU.",
         ),
     ] = None,
     largest: Annotated[
         bool, typer.Option("--largest", help="With --model: each at the largest batch that fits the GPU.")
     ] = False,
     variant: Annotated[str, typer.Option(help="With --model: dense, sparse or both.")] = "both",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, reference, cpu or triton.")] = "auto",
+    device: Device = None,
+    backend: Backend = "auto",
     seconds: Seconds = 3.0,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also append the rows to this .jsonl file.")] = None,
+    as_json: AsJson = False,
+    out: Out = None,
 ) -> None:
     """Time training, dense against sparse: forward and backward of one FFN with L1, or whole steps of a model.
 
     Example: [bold]twell bench train -w skew29 -w skew100 -m 16384[/bold] or
     [bold]twell bench train --model --preset 1.5b --batch 8 -w skew29[/bold]
     """
-    import torch
-
     from twell.ops import backends
     from twell.workbench.bench import cases
-    from twell.workbench.doctor import bf16_problem
 
-    torch_device = device_of(device)
-    torch_dtype = dtype_of(dtype if dtype is not None else "bfloat16" if torch_device.type == "cuda" else "float32")
-    backends.choose_backend(backend, torch_device)
-    if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
-        raise RuntimeError(problem)
+    torch_device, torch_dtype = place_of(device, dtype, backend)
     for name in workload or []:
         cases.get_workload(name)
     sizes = tokens or [16384 if torch_device.type == "cuda" else 2048]
@@ -92,27 +87,22 @@ def bench_train(
         raise ValueError("--variant goes with --model: one FFN is always measured both ways")
     if trace is not None and (workload or plain):
         raise ValueError("--trace times gated FFNs as they were recorded: it takes no --workload or --plain")
-    if trace is not None:
-        backends.choose_backend("triton", torch_device)
-    how: dict[str, Any] = {"dtype": torch_dtype, "device": torch_device, "seconds": seconds}
-    names = workload or ["skew29"]
+    names, how = workload or ["skew29"], {"dtype": torch_dtype, "device": torch_device, "seconds": seconds}
     if whole_model:
-        variants = ("dense", "sparse") if variant == "both" else (variant,)
-        of_model: dict[str, Any] = {
-            "preset": preset,
-            "batch": None if largest else batch,
-            "length": length,
-            "variants": variants,
-            "backend": backend,
-        }
-        n_rows, measured = len(names), _model_steps(names, **of_model, **how)
+        how |= {"variants": ("dense", "sparse") if variant == "both" else (variant,), "backend": backend}
+        n_rows, measured = len(names), _step_rows(names, preset, None if largest else batch, length, **how)
     elif trace is not None:
-        from twell.workbench.bench import train_trace
+        backends.choose_backend("triton", torch_device)  # before train_ffn_trace, which needs triton, is imported
+        from twell.workbench.bench import train_ffn_trace
 
-        n_rows, measured = trace_rows(train_trace.measure_trace, trace, sizes, width, hidden, **how)
+        n_rows, measured = trace_rows(train_ffn_trace.measure, trace, sizes, width, hidden, **how)
     else:
-        n_rows = len(names) * len(sizes)
-        measured = _ffn_steps(names, sizes, width, hidden, gated=not plain, backend=backend, called=called, **how)
+        from twell.workbench.bench import ffn, train_ffn
+
+        case: dict[str, Any] = {"dtype": torch_dtype, "device": str(torch_device), "backend": backend}
+        case |= {"D": width, "F": hidden, "gated": not plain, "called": called}
+        todo = [ffn.Case(workload=name, M=m, **case) for name in names for m in sizes]
+        n_rows, measured = len(todo), train_ffn.run(todo, seconds=seconds)
     rows = collect(
         measured,
         n_rows,
@@ -124,18 +114,17 @@ def bench_train(
         (_print_model_steps if whole_model else _print_ffn_steps)(rows)
 
 
-def _ffn_steps(
-    names: list[str], sizes: list[int], width: int, hidden: int, *, device: Any, seconds: float, **how: Any
-) -> Iterator[dict[str, Any]]:
-    from twell.workbench.bench import ffn, train
-
-    todo = [ffn.Case(workload=name, M=m, D=width, F=hidden, device=str(device), **how) for name in names for m in sizes]
-    return train.run(todo, seconds=seconds)
-
-
-def _model_steps(
-    names: list[str], *, preset: str, batch: int | None, length: int, **how: Any
-) -> Iterator[dict[str, Any]]:
+def _step_rows(
+    names: list[str],
+    preset: str,
+    batch: int | None,
+    length: int,
+    *,
+    dtype: Any,
+    device: Any,
+    backend: str,
+    **how: Any,
+) -> Iterator[Row]:
     """``batch`` None: the largest that fits."""
     try:
         from twell.workbench.bench import train_model
@@ -144,63 +133,61 @@ def _model_steps(
     from twell.train import recipes
 
     recipe = recipes.preset(preset)
-    of_all = {"length": length, "l1": 2e-5 if recipe.l1 is None else recipe.l1, **how}
-    measure: Callable[..., dict[str, Any]] = train_model.measure_largest
-    if batch is not None:
-        measure = functools.partial(train_model.measure_model, batch=batch)
-    return ({**measure(dense_config(recipe, length), name, **of_all), "preset": preset} for name in names)
+    config, l1 = dense_config(recipe, length), 2e-5 if recipe.l1 is None else recipe.l1
+
+    def measure(name: str) -> Row:
+        setup = train_model.Setup(config, name, length, l1, dtype, device, backend)
+        if batch is None:
+            return train_model.measure_largest(setup, **how)
+        return train_model.measure_steps(setup, batch, **how)
+
+    return ({**measure(name), "preset": preset} for name in names)
 
 
-def _print_ffn_steps(rows: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.table import Table
-
+def _print_ffn_steps(rows: list[Row]) -> None:
     first = rows[0]
-    table = Table(
-        title=f"training a {first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine_of(first)}",
-        caption="median ms of forward and backward; speedup over the faster dense one; "
-        "error: largest of y and gradients, relative, against float64",
-        box=box.SIMPLE,
-    )
     timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
-    as_called = ("as called",) if "called_ms" in first else ()
-    for name in ("workload", "tokens", "active", *timed, "speedup", *as_called, "error"):
-        is_name = name == "workload"
-        table.add_column(name, justify="left" if is_name else "right", no_wrap=not is_name)
-    for row in rows:
-        table.add_row(
+    as_called = ["as called"] if "called_ms" in first else []
+
+    def line(row: Row) -> list[str]:
+        return [
             row["workload"],
             str(row["M"]),
             f"{row['mean_active']:.0f}",
             *(f"{row[f'{name}_ms']['p50']:.2f}" for name in timed),
-            f"[bold]{row['speedup']:.2f}x[/bold]",
-            *(f"[bold]{row['speedup_called']:.2f}x[/bold]" for _ in as_called),
+            bold(row["speedup"]),
+            *(bold(row["speedup_called"]) for _ in as_called),
             "" if row["error"] is None else f"{max(row['error']['sparse'].values()):.1e}",
-        )
-    print_table(table)
+        ]
+
+    notes = ["median ms of forward and backward", "speedup over the faster dense one"]
+    notes.append("error: largest of y and gradients, relative, against float64")
+    title = f"training a {first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine_of(first)}"
+    head = ["workload", "tokens", "active", *timed, "speedup", *as_called, "error"]
+    print_lines(title, notes, head, map(line, rows))
     for row in rows:
-        facts = []
-        if "plan" in row:
-            facts.append(f"{row['plan']['hot']} hot, heavy above {row['plan']['cap']}")
-        if (memory := row["memory"]) is not None:
-            dense, sparse = memory["dense"] / 1e6, memory["sparse"] / 1e6
-            facts.append(f"peak memory {sparse:.0f} of {dense:.0f} MB ({memory['ratio']:.2f}x)")
-        if (joules := row["joules"]) is not None:
-            dense, sparse = joules["dense"], joules["sparse"]
-            facts.append(f"energy {sparse:.2f} of {dense:.2f} J ({sparse / dense:.2f}x)")
-        if "called_ms" in row:
-            ways = ", ".join(
-                f"{name} {spread['p50']:.2f} ms ({row['host_us'][name]:.0f} us of the host)"
-                for name, spread in row["called_ms"].items()
-            )
-            step = f"{row['optimizer_ms']['p50']:.2f} ms"
-            facts.append(
-                f"as called {ways}, besides AdamW's step of {step}; with it {row['speedup_called_with_step']:.2f}x"
-            )
-        print(f"{row['workload']}, {row['M']} tokens: {'; '.join(facts)}")
+        print(f"{row['workload']}, {row['M']} tokens: {'; '.join(_facts(row))}")
 
 
-def _print_model_steps(rows: list[dict[str, Any]]) -> None:
+def _facts(row: Row) -> Iterator[str]:
+    if "plan" in row:
+        yield f"{row['plan']['hot']} hot, heavy above {row['plan']['cap']}"
+    if (memory := row["memory"]) is not None:
+        dense, sparse = memory["dense"] / 1e6, memory["sparse"] / 1e6
+        yield f"peak memory {sparse:.0f} of {dense:.0f} MB ({memory['ratio']:.2f}x)"
+    if (joules := row["joules"]) is not None:
+        dense, sparse = joules["dense"], joules["sparse"]
+        yield f"energy {sparse:.2f} of {dense:.2f} J ({sparse / dense:.2f}x)"
+    if "called_ms" in row:
+        ways = ", ".join(
+            f"{name} {spread['p50']:.2f} ms ({row['host_us'][name]:.0f} us of the host)"
+            for name, spread in row["called_ms"].items()
+        )
+        step = f"{row['optimizer_ms']['p50']:.2f} ms"
+        yield f"as called {ways}, besides AdamW's step of {step}; with it {row['speedup_called_with_step']:.2f}x"
+
+
+def _print_model_steps(rows: list[Row]) -> None:
     for row in rows:
         batch = f"{row['batch']} x {row['length']}" if "batch" in row else f"largest batch x {row['length']}"
         print(f"{row['preset']}, {batch} tokens, {row['workload']}, {row['dtype']}:")

@@ -47,7 +47,7 @@ def sweep(
     from twell.train.data import SAMPLE
     from twell.train.run import quiet_libraries
     from twell.workbench import sweep as sweeping
-    from twell.workbench.bench import swept
+    from twell.workbench.bench import sweep_results
 
     quiet_libraries()
     recipe = recipes.override(recipes.preset(preset), overrides or [])
@@ -78,5 +78,5 @@ def sweep(
         )
         raise
     if not as_json:
-        print("\n".join(swept.table(rows)))
+        print("\n".join(sweep_results.table(rows)))
     say(f"the sweep is in {out}: {sweeping.ROWS_FILE}, {sweeping.TABLE_FILE}, {sweeping.FIGURE_FILE}")

@@ -1,14 +1,13 @@
 """``twell bench train``: forward and backward of one FFN, dense against sparse.
 
-Timed are y and sum |h|, which L1 training adds to the loss, and the gradients of x and all weights from fixed gradients
-of the two; old gradients are dropped first, in every alternative. Before that, y, the sum and every gradient are
-compared with float64: sparse may err at most twice as much as dense PyTorch does, or WrongResult is raised and no
-speedup is reported.
+Timed: y and sum |h|, which L1 training adds to the loss, and the gradients of x and all weights from fixed gradients of
+the two. Every alternative first drops the old gradients. Before anything is timed, y, the sum and every gradient are
+compared with float64: sparse may err at most twice as much as dense PyTorch does.
 
 *As called*: the same by modules in a plain loop, the host's time included, with a step of fused AdamW after every
-backward. The step writes all weights and changes none (its rate is 0): results are compared again afterwards.
+backward. The step writes all weights and changes none (its rate is 0), so results are compared again afterwards.
 
-The layers of a trace are in ``train_trace.py``, whole models in ``train_model.py``.
+``train_ffn_trace.py`` times layers of a trace, ``train_model.py`` whole models.
 
 Legend: M tokens, D model width, F hidden width.
 """
@@ -29,9 +28,10 @@ from twell.ops import functional as ops
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing
+from twell.workbench.bench.checks import SLACK, WrongResult, relative_error, require_same
 
-_DL1 = 0.25  # against dy of size 1: a missing or doubled L1 gradient is far outside the tolerance. Time knows no values
-_TRUTH_TOKENS = 4096  # in float64 at once: 185 MB a tensor at F 5632
+_DL1 = 0.25  # where dy is of size 1: a missing or doubled L1 gradient is far outside the tolerance
+_TRUTH_TOKENS = 4096  # at once in float64: 185 MB a tensor at F 5632
 NEEDS = (True, True, True, True, False, False, False)  # gradients of x, gate, up, down; no biases
 ENERGY_SECONDS = 2.0
 
@@ -39,7 +39,7 @@ Forward = Callable[..., tuple[Tensor, Tensor]]  # (x, gate, up or none, down) ->
 
 
 class Problem(NamedTuple):
-    """What is given: x and weights, whose gradients are wanted, and the gradients of y and of sum |h|."""
+    """x and weights, whose gradients are wanted, and the gradients of y and of sum |h|."""
 
     x: Tensor  # [M, D]
     w: Weights
@@ -67,7 +67,7 @@ class Problem(NamedTuple):
             leaf.grad = None
 
     def solve(self, forward: Forward) -> tuple[Tensor, Tensor]:
-        """y and sum |h|; the gradients are left at the leaves. This is what is timed."""
+        """y and sum |h|; leaves the gradients at the leaves. This is what is timed."""
         leaves = self.leaves
         self.drop_gradients()
         y, l1 = forward(*leaves.values())
@@ -81,20 +81,19 @@ class Problem(NamedTuple):
 
 
 def run(cases_: Sequence[ffn.Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]:
-    """Measure each case; yields one JSON-ready row per case, as it is done."""
+    """Measure each case; yield its JSON-ready row as soon as it is done."""
     for case in cases_:
         backend = backends.choose_backend(case.backend, torch.device(case.device))
         n_seen = ffn.PLAN_TOKENS if backend == "triton" else 0
-        inputs = cases.make(
-            case.workload, case.M + n_seen, case.D, case.F, seed=case.seed, dtype=case.dtype, device=case.device
-        )
+        how: dict[str, Any] = {"seed": case.seed, "dtype": case.dtype, "device": case.device}
+        inputs = cases.make(case.workload, case.M + n_seen, case.D, case.F, **how)
         w = Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
         plan = _plan_by(inputs.x[case.M :], w) if n_seen else None
         yield _run_case(case, Problem.of(inputs.x[: case.M], w), plan, seconds)
 
 
 def _plan_by(seen: Tensor, w: Weights) -> Plan:
-    """From the counts of other tokens than are timed."""
+    """From the counts of tokens that are not timed."""
     fired = (torch.relu(nnf.linear(seen, w.gate)) != 0).sum(0)
     costs = costs_for(seen.device, training=True)
     return choose_plan(fired, len(seen), costs, width=seen.shape[1], gated=w.up is not None)
@@ -103,7 +102,7 @@ def _plan_by(seen: Tensor, w: Weights) -> Plan:
 def _run_case(case: ffn.Case, p: Problem, plan: Plan | None, seconds: float) -> dict[str, Any]:
     device = p.x.device
     ffn.forget_compiled(device)
-    forwards: dict[str, Forward] = {**dense_forwards(p), "sparse": sparse_forward(case.backend, plan)}
+    forwards: dict[str, Forward] = {**dense_forwards(p.x.device), "sparse": sparse_forward(case.backend, plan)}
     truth, counts = _truth(p)
     dense = p.results(forwards["dense"])
     errors = check(truth, dense, p.results(forwards["sparse"]))
@@ -121,10 +120,8 @@ def _run_case(case: ffn.Case, p: Problem, plan: Plan | None, seconds: float) -> 
     called = _as_called(p, loops, seconds) if loops else {}
     for name, found in checked.items():
         again = loops[name].results()
-        if not all(torch.equal(again[key], value) for key, value in found.items()):
-            raise ffn.WrongResult(
-                f"{name} results are not what they were before they were timed; no speedup is reported"
-            )
+        for key, value in found.items():
+            require_same(again[key], value, f"{name} {key}")
     del loops, checked
     return make_row(
         case,
@@ -153,13 +150,13 @@ class TrainedFFN(ffn.DenseFFN):
 
 
 class _Loop:
-    """A layer with weights of its own, and what a training loop does with it. ``call``: x -> y, sum |h|."""
+    """A layer with its own weights, and what a training loop does with it. ``call``: x -> y, sum |h|."""
 
     def __init__(self, p: Problem, block: ffn.DenseFFN, call: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
         self.call, self.dy, self.dl1 = call, p.dy, p.dl1
         self.x = p.x.detach().clone().requires_grad_()
         linears = {"dw_gate": block.gate_proj, "dw_up": block.up_proj, "dw_down": block.down_proj}
-        if block.gate_proj is None:  # whose gate is called up
+        if block.gate_proj is None:  # a plain FFN: its gate is called up_proj
             linears = {"dw_gate": block.up_proj, "dw_down": block.down_proj}
         self.weights = {name: linear.weight for name, linear in linears.items() if linear is not None}
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0, fused=True)
@@ -188,14 +185,14 @@ class _Loop:
 
 
 def _block(p: Problem) -> TrainedFFN:
-    """Dense, with weights of its own: contiguous, as ``sparsify_`` leaves them in training."""
+    """Dense, with its own weights: contiguous, as ``sparsify_`` leaves them in training."""
     w_gate, w_up, w_down = (None if w is None else w.detach().clone() for w in (p.w.gate, p.w.up, p.w.down))
     assert w_gate is not None and w_down is not None
     return (TrainedFFN(None, w_gate, w_down) if w_up is None else TrainedFFN(w_gate, w_up, w_down)).train()
 
 
 def _loops(p: Problem, backend: str, plan: Plan | None) -> dict[str, _Loop]:
-    """dense, on a GPU also dense compiled, and sparse."""
+    """A loop of dense, on a GPU of dense compiled, and of sparse."""
     dense, shared = _block(p), _block(p)
     loops = {"dense": _Loop(p, dense, dense)}
     if p.x.device.type == "cuda":
@@ -212,9 +209,9 @@ def _loops(p: Problem, backend: str, plan: Plan | None) -> dict[str, _Loop]:
 
 
 def _as_called(p: Problem, loops: dict[str, _Loop], seconds: float) -> dict[str, Any]:
-    """The fields of a row that tell what an iteration takes in a plain loop."""
+    """Fields of a row: what an iteration takes in a plain loop."""
     device, block = p.x.device, _block(p)
-    stepping = _Loop(p, block, block)  # by itself: a step on gradients that stay
+    stepping = _Loop(p, block, block)  # the step alone, on gradients that stay
     stepping.forward_backward()
 
     def drop_gradients() -> None:
@@ -228,8 +225,8 @@ def _as_called(p: Problem, loops: dict[str, _Loop], seconds: float) -> dict[str,
     step = times.pop("step")
     without = {name: _less(spread, step.p50) for name, spread in times.items()}
     return {
-        "called_ms": {name: spread._asdict() for name, spread in without.items()},
-        "called_with_step_ms": {name: spread._asdict() for name, spread in times.items()},
+        "called_ms": timing.by_way(without),
+        "called_with_step_ms": timing.by_way(times),
         "optimizer_ms": step._asdict(),
         "host_us": host,
         "speedup_called": ffn.speedup(without, "sparse"),
@@ -238,7 +235,7 @@ def _as_called(p: Problem, loops: dict[str, _Loop], seconds: float) -> dict[str,
 
 
 def _less(spread: timing.Spread, ms: float) -> timing.Spread:
-    """Without so many of its ms; above 0, also where a noisy machine has it otherwise."""
+    """``spread`` less ``ms``, but above 0, which it may not be on a noisy machine."""
     return timing.Spread(*(round(max(t - ms, 1e-3), 4) for t in spread))
 
 
@@ -251,43 +248,29 @@ def make_row(
     times: dict[str, timing.Spread],
     **more: Any,
 ) -> dict[str, Any]:
-    dense, sparse = times["dense"].p50, times["sparse"].p50
     return {
-        "bench": "train",
+        **ffn.fields(case, "train", backend, mean_active, times),
         "level": "ffn",
-        "workload": case.workload,
-        "kind": "gated" if case.gated else "plain",
-        "M": case.M,
-        "D": case.D,
-        "F": case.F,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "backend": backend,
-        "mean_active": round(mean_active, 2),
-        **{f"{name}_ms": spread._asdict() for name, spread in times.items()},
-        "speedup": round(min(dense, times["compiled"].p50 if "compiled" in times else dense) / sparse, 3),
-        "speedup_eager": round(dense / sparse, 3),
+        "speedup": ffn.speedup(times, "sparse"),
+        "speedup_eager": round(times["dense"].p50 / times["sparse"].p50, 3),
         **more,
         **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
-        **timing.environment(torch.device(case.device)),
     }
 
 
-def dense_gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
-    h = torch.relu(nnf.linear(x, w_gate)) * nnf.linear(x, w_up)
+def dense_forward(x: Tensor, *w: Tensor) -> tuple[Tensor, Tensor]:
+    """By PyTorch. ``w``: gate, up and down, or up and down of a plain FFN."""
+    first, *up, w_down = w
+    h = torch.relu(nnf.linear(x, first))
+    h = h * nnf.linear(x, up[0]) if up else h
     return nnf.linear(h, w_down), h.abs().sum(dtype=reference.sum_dtype(h.dtype))
 
 
-def dense_plain(x: Tensor, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
-    h = torch.relu(nnf.linear(x, w_up))
-    return nnf.linear(h, w_down), h.abs().sum(dtype=reference.sum_dtype(h.dtype))
-
-
-def dense_forwards(p: Problem) -> dict[str, Forward]:
-    """dense, on a GPU also dense compiled."""
-    dense: Forward = dense_plain if p.w.up is None else dense_gated
-    if p.x.device.type != "cuda":
-        return {"dense": dense}
-    return {"dense": dense, "compiled": torch.compile(dense, fullgraph=True, dynamic=False)}
+def dense_forwards(device: torch.device) -> dict[str, Forward]:
+    """Dense, on a GPU also dense compiled."""
+    if device.type != "cuda":
+        return {"dense": dense_forward}
+    return {"dense": dense_forward, "compiled": torch.compile(dense_forward, fullgraph=True, dynamic=False)}
 
 
 def sparse_forward(backend: str, plan: Plan | None) -> Forward:
@@ -300,8 +283,8 @@ def sparse_forward(backend: str, plan: Plan | None) -> Forward:
 
 
 def _peak_bytes(run: Callable[[], Any], p: Problem) -> int:
-    """The most memory that one forward and backward takes besides x, dy and the weights; gradients are part of it."""
-    run()  # what is made once is not counted
+    """The most bytes that one forward and backward takes besides x, dy and weights; gradients are part of them."""
+    run()  # so that memory taken once is not counted
     p.drop_gradients()
     return timing.peak_bytes(run, p.x.device)
 
@@ -317,16 +300,16 @@ def _joules(runs: dict[str, Callable[[], Any]], device: torch.device, seconds: f
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What is right
+# Correctness
 # ---------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def _clear_of_zero(x: Tensor, w_gate: Tensor) -> Tensor:
-    """x with tokens repeated in place of those for which a gate is within rounding of 0.
+    """x, with other tokens of it in place of those for which a gate is within rounding of 0.
 
-    There relu has no gradient, and which side of 0 a sum falls on depends on its order: dense and sparse would both be
-    right and differ. It takes about one token in 400 at D 2048, F 5632.
+    relu has no gradient at 0, and the order of a sum decides on which side of 0 it falls: dense and sparse would differ
+    and both be right. About one token in 400 is replaced at D 2048, F 5632.
     """
     rounding = 4 * torch.finfo(reference.sum_dtype(x.dtype)).eps
     gate = w_gate.double()
@@ -345,7 +328,7 @@ def _clear_of_zero(x: Tensor, w_gate: Tensor) -> Tensor:
 
 
 def formulas(x: Tensor, w: Weights, dy: Tensor, dl1: Tensor, r: Tensor) -> dict[str, Tensor]:
-    """y, sum |h| and the gradients by their formulas at the gate r [M, F], in the dtype of the arguments."""
+    """y, sum |h| and the gradients from the gate r [M, F] by their formulas, in the dtype of the arguments."""
     u = None if w.up is None else nnf.linear(x, w.up)
     h = r if u is None else r * u
     gradients = reference.backward(dy, dl1, x, w, r, u, needs=NEEDS)
@@ -363,7 +346,7 @@ def formulas(x: Tensor, w: Weights, dy: Tensor, dl1: Tensor, r: Tensor) -> dict[
 
 @torch.no_grad()
 def _truth(p: Problem) -> tuple[dict[str, Tensor], Tensor]:
-    """``Problem.results`` in float64, some tokens at a time, and how many tokens each neuron fired for: [F]."""
+    """``Problem.results`` in float64, in chunks of tokens, and for how many tokens each neuron fired: [F]."""
     w, dl1 = p.w.to(torch.float64), p.dl1.double()
     counts = torch.zeros(len(w.gate), dtype=torch.int64, device=p.x.device)
     by_token: dict[str, list[Tensor]] = {"y": [], "dx": []}
@@ -380,29 +363,28 @@ def _truth(p: Problem) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def errors_of(p: Problem, backend: str, plan: Plan | None) -> dict[str, dict[str, float]]:
-    """``check`` of forward and backward by a backend, timing nothing."""
-    dense: Forward = dense_plain if p.w.up is None else dense_gated
-    return check(_truth(p)[0], p.results(dense), p.results(sparse_forward(backend, plan)))
+    """``check`` of a backend's forward and backward, without timing."""
+    return check(_truth(p)[0], p.results(dense_forward), p.results(sparse_forward(backend, plan)))
 
 
 def check(truth: dict[str, Tensor], dense: dict[str, Tensor], sparse: dict[str, Tensor]) -> dict[str, dict[str, float]]:
     """Relative errors of both against float64; raises WrongResult where sparse errs beyond the tolerance.
 
-    Of y also the worst row is looked at: one wrong token of many hardly shows in the whole.
+    The worst row of y is checked on its own: one wrong token of many hardly shows in the whole.
     """
-    slack = ffn._SLACK[dense["y"].dtype]
+    slack = SLACK[dense["y"].dtype]
     errors = {
-        kind: {name: ffn.relative_error(got[name], truth[name]) for name in dense}
+        kind: {name: relative_error(got[name], truth[name]) for name in dense}
         for kind, got in (("dense", dense), ("sparse", sparse))
     }
     for name, error in errors["sparse"].items():
         allowed = 2 * errors["dense"][name] + slack
         if not error <= allowed:
-            raise ffn.WrongResult(
+            raise WrongResult(
                 f"sparse {name} is wrong: relative error {error:.2e} (dense {errors['dense'][name]:.2e}, allowed "
                 f"{allowed:.2e}); no speedup is reported"
             )
     off = (sparse["y"].double() - truth["y"]).norm(dim=1) / truth["y"].norm(dim=1).median()
     if not off.max() <= 10 * (2 * errors["dense"]["y"] + slack):
-        raise ffn.WrongResult(f"sparse y of token {int(off.argmax())} is wrong; no speedup is reported")
+        raise WrongResult(f"sparse y of token {int(off.argmax())} is wrong; no speedup is reported")
     return {kind: {name: float(f"{e:.3g}") for name, e in of.items()} for kind, of in errors.items()}

@@ -1,10 +1,10 @@
-"""``twell bench ffn --trace``: one FFN, dense against sparse, with the activations of a trained model.
+"""``twell bench ffn --trace``: the forward of one FFN, dense against sparse, with the activations of a trained model.
 
-A trace holds positions, no values. So the gate is timed on a synthetic input with as many active neurons, then its
+A trace has positions and no values. So the gate is timed on a synthetic input with as many active neurons. Then its
 output is overwritten, untimed, with random positive values at the trace's positions, and everything after the gate is
-timed; a frozen layer's time is the sum of both, and a layer that is not frozen puts its weights in order before.
-Positions do not change what a dense FFN takes: it is timed on the synthetic input. The plan comes from the first half
-of the trace, the timing from the second, repeated to M tokens.
+timed. A frozen layer's time is the sum of both; a layer that is not frozen also lays out its weights first. A dense FFN
+takes the same time at any positions: it is timed on the synthetic input. The first half of the trace makes the plan;
+the second half is timed, repeated to M tokens.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ from twell.gpu.prefill import union
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights, to_fp8
 from twell.workbench.bench import cases, ffn, timing
+from twell.workbench.bench import fp8 as fp8_ways
+from twell.workbench.bench.checks import WrongResult, relative_error
+from twell.workbench.bench.graphs import replayed
 from twell.workbench.bench.parts import Fp8Parts, Parts
+from twell.workbench.bench.timing import added
 
 _CHECKED_ROWS = 256
-_IN_GRAPHS = 4096  # tokens: fewer are timed in CUDA graphs, where the host does not matter
+_IN_GRAPHS = 4096  # fewer tokens are timed in CUDA graphs, where the host does not matter
 
 
-class Layer(NamedTuple):
+class TracedLayer(NamedTuple):
     name: str
     active: Tensor  # bool [tokens, F]
 
 
 @torch.inference_mode()
 def measure(
-    layer: Layer,
+    layer: TracedLayer,
     M: int,
     D: int,
     *,
@@ -45,7 +49,7 @@ def measure(
     seconds: float = 3.0,
     fp8: bool | None = None,
 ) -> dict[str, Any]:
-    """A JSON-ready row for one layer, as a gated FFN on a GPU (or in Triton's interpreter)."""
+    """A JSON-ready row of one layer, as a gated FFN on a GPU (or in Triton's interpreter)."""
     plan, timed = plan_and_rest(layer.active.to(device), M, D)
     plan_fp8, _ = plan_and_rest(layer.active.to(device), M, D, fp8=True)
     mean = max(1, round(timed.sum().item() / M))
@@ -55,7 +59,7 @@ def measure(
 
 
 def plan_and_rest(active: Tensor, M: int, D: int, *, fp8: bool = False) -> tuple[Plan, Tensor]:
-    """A plan by the first half of ``active`` [tokens, F], and the second half repeated to M tokens: bool [M, F]."""
+    """A plan from the first half of ``active`` [tokens, F], and the second half repeated to M tokens: bool [M, F]."""
     half = len(active) // 2
     if half < 1:
         raise ValueError(f"a trace of {len(active)} tokens has no two halves: one to plan by, one to time")
@@ -83,6 +87,7 @@ def _row(
     few, most, least = plan.tokens(captured=True)
     in_graphs = min(least, _IN_GRAPHS) > M and x.device.type == "cuda"
     if in_graphs:
+        case = dataclasses.replace(case, graph=True)
         times = _in_graphs(case, inputs, active, is_union=few < M <= most, seconds=seconds)
     elif not plan.runs_split(M, captured=False):
         runs["sparse"] = lambda: gpu.forward(x, w, "relu", None)
@@ -101,43 +106,31 @@ def _row(
             runs |= {"gate in fp8": in_fp8.cold_gate, "after gate in fp8": in_fp8.after_gate}
         elif case.is_sparse_fp8:
             kept = gpu.fp8.keep(to_fp8(inputs.w_gate), to_fp8(inputs.w_up), to_fp8(inputs.w_down), None).w
-            runs["sparse_fp8"] = lambda: gpu.fp8.dense(x, kept, "relu")
-            apart = ffn.relative_error(runs["sparse_fp8"](), runs["fp8"]().double())
+            runs[fp8_ways.SPARSE] = lambda: gpu.fp8.dense(x, kept, "relu")
+            apart = relative_error(runs[fp8_ways.SPARSE](), runs["fp8"]().double())
             if not apart <= 0.05:
-                raise ffn.WrongResult(f"dense FP8 output is wrong: {apart:.2e} from the compiled one")
+                raise WrongResult(f"dense FP8 output is wrong: {apart:.2e} from the compiled one")
         times = timing.compare(runs, seconds=seconds, device=x.device)
         if "gate in fp8" in times:
-            times["sparse_fp8"] = added(times.pop("gate in fp8"), times.pop("after gate in fp8"))
+            times[fp8_ways.SPARSE] = added(times.pop("gate in fp8"), times.pop("after gate in fp8"))
         times["frozen"] = added(times["gate"], times["after gate"])
         times["sparse"] = added(times["layout"], times["frozen"])
         parts_ms = ffn.parts_ms(parts, w, seconds)
     return {
-        "bench": "ffn",
-        "workload": name,
-        "kind": "gated",
-        "M": M,
-        "D": D,
-        "F": F,
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "backend": "triton",
-        **({"graph": True, "graph_layers": ffn.GRAPH_LAYERS} if in_graphs else {}),
-        "mean_active": round(active.sum().item() / M, 2),
-        **{f"{n}_ms": spread._asdict() for n, spread in times.items()},
-        "speedup": ffn.speedup(times, "sparse"),
-        "speedup_frozen": ffn.speedup(times, "frozen"),
-        **ffn.over_fp8(times),
-        "error": {"sparse": error} | ({} if error_fp8 is None else {"sparse_fp8": error_fp8}),
+        **ffn.fields(case, "ffn", "triton", active.sum().item() / M, times),
+        **({"graph_layers": ffn.GRAPH_LAYERS} if in_graphs else {}),
+        **ffn.ratios(times),
+        "error": {"sparse": error} | ({} if error_fp8 is None else {fp8_ways.SPARSE: error_fp8}),
         "plan": ffn.plan_facts(plan),
         "parts_ms": parts_ms,
-        **timing.environment(x.device),
     }
 
 
 def _in_graphs(
     case: ffn.Case, inputs: cases.FFNInputs, active: Tensor, *, is_union: bool, seconds: float
 ) -> dict[str, timing.Spread]:
-    """Of batches between few and many tokens: CUDA graphs of several layers, of which each has its own memory."""
-    x, case = inputs.x, dataclasses.replace(case, graph=True)
+    """Between few and many tokens: CUDA graphs of several layers, each with its own weights."""
+    x = inputs.x
     runs: dict[str, Callable[[], Any]] = {
         n: run for n, run in ffn.alternatives(case, inputs, x, None).items() if n in (*ffn.DENSE, "sparse")
     }
@@ -150,9 +143,9 @@ def _in_graphs(
         clean = (torch.rand(active.shape, dtype=x.dtype, device=x.device) + 0.1) * (2 * active.to(x.dtype) - 1)
         zs += [clean.clone() for _ in ws]
         tiles = gpu.launch_facts(x)[0]
-        runs["gate"] = ffn.replayed([functools.partial(nnf.linear, x, w.gate) for w in ws])
+        runs["gate"] = replayed([functools.partial(nnf.linear, x, w.gate) for w in ws])
         after = [functools.partial(union.after_gate, x, z, w, "relu", tiles) for w, z in zip(ws, zs, strict=True)]
-        runs["after gate"] = ffn.replayed(after)
+        runs["after gate"] = replayed(after)
         w = ws[0].to(torch.float64)
         assert w.up is not None
         rows = slice(None, None, max(1, len(x) // _CHECKED_ROWS))
@@ -160,8 +153,8 @@ def _in_graphs(
         truth = (torch.relu(clean[rows].double()) * (of_x @ w.up.T)) @ w.down.T
         zs[0].copy_(clean)
         y = after[0]()[rows]
-        if not ffn.relative_error(y, truth) <= 1e-2:
-            raise ffn.WrongResult(f"sparse output is wrong: relative error {ffn.relative_error(y, truth):.2e}")
+        if not relative_error(y, truth) <= 1e-2:
+            raise WrongResult(f"sparse output is wrong: relative error {relative_error(y, truth):.2e}")
         del runs["sparse"]
 
     def restore() -> None:
@@ -169,15 +162,10 @@ def _in_graphs(
             z.copy_(clean)
 
     times = timing.compare(runs, seconds=seconds, device=x.device, before=restore)
-    times = {n: timing.Spread(*(round(t / ffn.GRAPH_LAYERS, 5) for t in of)) for n, of in times.items()}
+    times = timing.shared(times, ffn.GRAPH_LAYERS)
     if is_union:
         times["sparse"] = added(times["gate"], times["after gate"])
     return {**times, "frozen": times["sparse"]}
-
-
-def added(*spreads: timing.Spread) -> timing.Spread:
-    """Of things that follow each other."""
-    return timing.Spread(*(round(sum(of), 5) for of in zip(*spreads, strict=True)))
 
 
 def _check(parts: Parts, w: Weights, r: Tensor) -> float:
@@ -193,14 +181,14 @@ def _check(parts: Parts, w: Weights, r: Tensor) -> float:
         truth += (torch.relu(z) * u) @ layout.hot_down.double()
     dense = nnf.linear(torch.relu(nnf.linear(parts.x[rows], w.gate)) * nnf.linear(parts.x[rows], w.up), w.down)
     true_dense = (torch.relu(x @ w.gate.double().T) * (x @ w.up.double().T)) @ w.down.double().T
-    error, allowed = ffn.relative_error(y, truth), 2 * ffn.relative_error(dense, true_dense) + 1e-3
+    error, allowed = relative_error(y, truth), 2 * relative_error(dense, true_dense) + 1e-3
     if not error <= allowed:
-        raise ffn.WrongResult(f"sparse output is wrong: relative error {error:.2e}, allowed {allowed:.2e}")
+        raise WrongResult(f"sparse output is wrong: relative error {error:.2e}, allowed {allowed:.2e}")
     return float(f"{error:.3g}")
 
 
 def _check_fp8(parts: Fp8Parts, r: Tensor) -> float:
-    """As ``_check``, on tokens that are not heavy. In FP8 no sum of the cold gate is taken, and h is not rounded."""
+    """As ``_check``, on tokens that are not heavy; the truth rounds x and weights to FP8, and not h."""
     light = (r != 0).sum(1) <= parts.split.cap
     light &= ~parts.in_twell.overflowed
     rows = light.nonzero()[:: max(1, len(r) // _CHECKED_ROWS), 0]
@@ -209,7 +197,7 @@ def _check_fp8(parts: Fp8Parts, r: Tensor) -> float:
     y, truth = parts.after_gate()[rows], (r[rows].double() * (x @ up[cold].T)) @ down[:, cold].T
     hot = parts.plan.order[: parts.split.n_hot].long()
     truth += (torch.relu(x @ gate[hot].T) * (x @ up[hot].T)) @ down[:, hot].T
-    error = ffn.relative_error(y, truth)
+    error = relative_error(y, truth)
     if not error <= 1e-2:
-        raise ffn.WrongResult(f"sparse FP8 output is wrong: relative error {error:.2e}")
+        raise WrongResult(f"sparse FP8 output is wrong: relative error {error:.2e}")
     return float(f"{error:.3g}")

@@ -1,7 +1,8 @@
-"""``twell tune`` for up to 64 tokens: the two kernels of few tokens with other tiles, for ``gpu/decode/few.py``.
+"""Tiles of the two kernels of up to 64 tokens, for src/twell/gpu/decode/tiles.py; see tune_tiles.py.
 
-They take microseconds and overlap, so they are timed together, as CUDA graphs of layers with weights of their own: the
-neurons kernel with other tiles before the usual sums, then other sums after the usual neurons kernel.
+The two kernels take microseconds and overlap, so they are timed together, as a CUDA graph of layers that each have
+their own weights: first the neurons kernel with other tiles before the usual sums kernel, then the sums kernel with
+other tiles after the usual neurons kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Tiles = tuple[Neurons, Sums]
 def neuron_candidates(
     M: int, D: int, F: int, *, processors: int, sixteen_bits: bool, hopper: bool
 ) -> Iterator[Neurons]:
-    """Those of Triton, and where they can run those of hopper.py."""
+    """Triton tiles, and tiles of hopper.py where that kernel runs."""
     divided = few_tiles._divided(F, 64, processors)
     yield few_tiles.NeuronTile(64, 128, 4, 6)
     shapes = ((64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3))
@@ -52,7 +53,7 @@ def sum_candidates(*, hopper: bool) -> Iterator[Sums]:
 
 
 class Layers:
-    """One FFN as often as a graph has layers, each with weights of its own."""
+    """As many copies of one FFN as a CUDA graph has layers, each with its own weights."""
 
     def __init__(self, workload: str, M: int, D: int, F: int, dtype: torch.dtype, device: torch.device) -> None:
         inputs = cases.make(workload, M, D, F, dtype=dtype, device=device)
@@ -65,7 +66,7 @@ class Layers:
         return few_tiles.tiles_of(self.x, len(self.weights[0].gate))
 
     def run(self, tiles: Tiles) -> Callable[[], Tensor]:
-        """All layers: the last one's y."""
+        """A call of all layers, which returns the last layer's y."""
         runs = [functools.partial(decode.forward, self.x, w, "relu", tiles, settled=True) for w in self.weights]
         return ffn.replayed(runs) if self.on_gpu else runs[0]
 
@@ -85,7 +86,7 @@ def tune(
     only: Sequence[str] = KERNELS,
     progress: Callable[[int, int], None] = lambda tried, total: None,
 ) -> Iterator[tuple[str, Neurons | Sums, float, float]]:
-    """(kernel, tile, ms of a layer, that in terms of the usual tile's): the usual tile first."""
+    """Yield (kernel, tile, ms of a layer, ms over the usual tile's ms), the usual tile first."""
     layers = Layers(workload, M, D, F, dtype, device)
     neurons, sums = usual = layers.usual()
     capability, processors = device_facts(layers.x.device.index) if layers.on_gpu else (0, 1)
@@ -118,7 +119,7 @@ def _run_and_result(layers: Layers, tiles: Tiles) -> tuple[Callable[[], Tensor],
 
 
 def result_of(run: Callable[[], R], device: torch.device) -> R | None:
-    """None where it does not compile, or needs more than the GPU has: Triton has no one class of error for that."""
+    """None where ``run`` does not compile or needs more than the GPU has; Triton raises several classes of error."""
     try:
         result = run()
         if device.type == "cuda":
@@ -129,6 +130,6 @@ def result_of(run: Callable[[], R], device: torch.device) -> R | None:
 
 
 def require_same(result: Tensor, expected: Tensor, otherwise: str) -> None:
-    """Up to roundings."""
+    """Raise RuntimeError with the text ``otherwise`` where the results differ by more than rounding."""
     if not torch.allclose(result.float(), expected.float(), rtol=2e-2, atol=2e-2 * float(expected.abs().max())):
         raise RuntimeError(otherwise)

@@ -1,0 +1,253 @@
+"""The commands that measure the rows in results/; publish.py runs them."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class Step(NamedTuple):
+    """A command of ``twell`` and the file in results/ that its rows go to.
+
+    ``command`` may name {trace}, a trace of a trained model; {data}, a folder with train.u16.xz, val.u16,
+    tokenizer.json and, in eval/, WikiText-2, LAMBADA and the seven tasks; {work}, where models are kept.
+    """
+
+    name: str
+    file: str  # in results/, without .jsonl
+    seconds: float  # about how long it takes on an H200; on two cores for the steps of the CPU
+    command: str
+    gives: Literal["rows", "run", "sweep"] = "rows"  # by --out; summary.json of {work}/NAME; {work}/NAME/sweep.jsonl
+    scores: str = ""  # a second command, whose scores of other texts are added to the row of a run
+    machine: Literal["gpu", "cpu"] = "gpu"
+    label: str = ""  # of a run in its table; default: the step's name
+
+
+def _each(option: str, values: str) -> str:
+    """
+    >>> _each("-m", "1 8")
+    '-m 1 -m 8'
+    """
+    return " ".join(f"{option} {value}" for value in values.split())
+
+
+_FFN = "bench ffn --device cuda"
+_FFN_16 = f"{_FFN} --no-fp8"
+_FFN_SWEEP = f"{_FFN_16} --no-called"
+_WIDE = "-d 4096 -f 14336"
+_WORKLOADS = "skew29 skew2800 iid100 skew300 skew100 iid29"
+
+FFN = [
+    Step("ffn-skew29", "ffn-h200", 60, f"{_FFN_16} -w skew29 {_each('-m', '4096 16384 131072')}"),
+    Step(
+        "ffn-workloads",
+        "ffn-h200",
+        120,
+        f"{_FFN_SWEEP} -m 16384 " + _each("-w", "iid29 skew10 skew100 skew300 skew1000 skew2800 iid10 iid60 iid100"),
+    ),
+    Step("ffn-plain", "ffn-h200", 30, f"{_FFN_SWEEP} -w skew29 -m 16384 --plain"),
+    Step("ffn-wide", "ffn-h200", 40, f"{_FFN_SWEEP} -w skew72 -m 8192 {_WIDE}"),
+    Step("ffn-layers", "ffn-h200", 120, f"{_FFN_16} --trace {{trace}} -m 16384"),
+    Step(
+        "few-workloads",
+        "ffn-few-h200",
+        150,
+        f"{_FFN_SWEEP} --graph {_each('-w', 'skew10 skew100 skew300 iid29')} -m 1 -m 8 -m 64",
+    ),
+    Step(
+        "few-skew29",
+        "ffn-few-h200",
+        180,
+        f"{_FFN_16} --graph -w skew29 {_each('-m', '1 8 16 32 64 128 256 512 1024 2048')}",
+    ),
+    Step("few-wide", "ffn-few-h200", 90, f"{_FFN_SWEEP} --graph -w skew72 {_WIDE} {_each('-m', '1 8 32 64 256')}"),
+    Step("few-layers", "ffn-few-h200", 240, f"{_FFN_16} --trace {{trace}} -m 256 -m 1024"),
+    Step(
+        "fp8-graphs", "ffn-fp8-h200", 400, f"{_FFN} --graph -w skew29 {_each('-m', '1 8 32 64 128 512 1024 2048 4096')}"
+    ),
+    Step("fp8-large", "ffn-fp8-h200", 40, f"{_FFN} -w skew29 -m 16384"),
+    Step("fp8-layers", "ffn-fp8-h200", 200, f"{_FFN} --trace {{trace}} -m 16384"),
+    *(
+        Step(
+            f"fp8-{w}", "ffn-fp8-sweep-h200", 200, f"{_FFN} --no-called --graph -w {w} {_each('-m', '1 8 64 512 2048')}"
+        )
+        for w in ("skew100", "iid29", "skew300", "skew2800")
+    ),
+    Step(
+        "fp8-large-workloads",
+        "ffn-fp8-sweep-h200",
+        120,
+        f"{_FFN} --no-called {_each('-w', 'skew100 iid29 skew300 skew2800')} -m 16384",
+    ),
+    Step("fp8-skew29", "ffn-fp8-sweep-h200", 150, f"{_FFN} --no-called --graph -w skew29 {_each('-m', '1 8 4096')}"),
+    *(
+        Step(f"half-{w}", "ffn-half-h200", 180, f"{_FFN} --no-called --graph -w {w} {_each('-m', '1 8 64 4096')}")
+        for w in ("skew2816", "skew1126", "skew563", "skew282")
+    ),
+    Step(
+        "half-large",
+        "ffn-half-h200",
+        120,
+        f"{_FFN} --no-called {_each('-w', 'skew2816 skew1126 skew563 skew282')} -m 16384",
+    ),
+    *(
+        Step(
+            f"sweep-{w}-graphs",
+            "ffn-sweep-h200",
+            180,
+            f"{_FFN_SWEEP} --graph -w {w} {_each('-m', '1 8 32 64 65 128 256 512 1024 2048 3071 3072')}",
+        )
+        for w in _WORKLOADS.split()
+    ),
+    *(
+        Step(f"sweep-{w}", "ffn-sweep-h200", 80, f"{_FFN_SWEEP} -w {w} {_each('-m', '4096 8192 32768 131072')}")
+        for w in _WORKLOADS.split()
+    ),
+]
+
+_TRAIN, _STEPS = "bench train --device cuda", "bench train --device cuda --model -w skew29"
+MODELS = [
+    *(
+        Step(f"model-{p}", "model-h200", seconds, f"bench model --preset {p} -w skew29 --paper --no-called")
+        for p, seconds in (("0.5b", 40), ("1b", 60), ("1.5b", 80), ("2b", 100))
+    ),
+    Step("model-compiled", "model-h200", 120, "bench model --preset 1.5b -w skew29 --paper --no-called --compile"),
+    *(
+        Step(
+            f"model-{p}-trace",
+            "model-h200",
+            seconds,
+            f"bench model --preset {p} --batch 32 --trace {{trace}} --no-called",
+        )
+        for p, seconds in (("0.5b", 60), ("1b", 70), ("1.5b", 80), ("2b", 90))
+    ),
+    Step(
+        "model-shapes",
+        "model-h200",
+        120,
+        "bench model --preset 1.5b --depth 16 -w skew29 --generate "
+        + _each("--shape", "1x1 1x64 1x1024 1x2048 2x2048 4x2048"),
+    ),
+    Step("decode", "decode-h200", 300, "bench decode --preset 1.5b -w skew29 --batch 1 --batch 8 --compile"),
+    Step("train-ffn", "train-h200", 60, f"{_TRAIN} -w skew29 -w skew100 -m 16384"),
+    Step("train-ffn-tokens", "train-h200", 60, f"{_TRAIN} -w skew29 -m 4096 -m 65536"),
+    Step("train-ffn-plain", "train-h200", 30, f"{_TRAIN} -w skew29 -m 16384 --plain --no-called"),
+    Step("train-layers", "train-h200", 120, f"{_TRAIN} --trace {{trace}} -m 16384"),
+    Step("train-17", "train-h200", 80, f"{_STEPS} --preset 1.5b --batch 17"),
+    *(Step(f"train-{p}", "train-h200", 60, f"{_STEPS} --preset {p} --batch 12") for p in ("0.5b", "1b", "1.5b", "2b")),
+    *(Step(f"largest-{p}", "train-h200", 150, f"{_STEPS} --preset {p} --largest") for p in ("1b", "1.5b", "2b")),
+]
+
+_DATA = "--data {data}/train.u16.xz --validation {data}/val.u16"
+_TOKENIZED = f"{_DATA} --tokenizer {{data}}/tokenizer.json"
+_SMALL = f"train --preset small --compile {_TOKENIZED} --out {{work}}"
+_TEXTS = "--text {data}/eval/wikitext2_raw_test.txt --last-words {data}/eval/lambada_test.jsonl --dtype bfloat16"
+_SHORT = "activation=silu l1=0 sequences_per_step=32 micro_batch=32 save_every=5000 eval_every=400"
+_SWEPT = _each("--l1", "0 5e-5 1e-4 2e-4 4e-4 8e-4 1.5e-3 3e-3") + _each(" --ablation", "silu plain restart")
+_RECIPE = "steps=400 sequences_per_step=32 micro_batch=32 eval_every=200 dead_after_tokens=2000000"
+
+
+def _small(name: str, changes: str) -> Step:
+    scores = f"eval {{work}}/{name}/model {_TEXTS}"
+    return Step(name, "train-small", 260, f"{_SMALL}/{name} steps=1225 {changes}", "run", scores)
+
+
+def _converted(name: str, label: str, changes: str) -> Step:
+    how = f"--relufy --train --compile {_DATA} --out {{work}}/{name} micro_batch=32 steps=400 {changes} save_every=5000"
+    return Step(name, "convert-small", 90, f"convert {{work}}/silu-800/model {how}", "run", label=label)
+
+
+def _silu(steps: int, label: str) -> Step:
+    command = f"{_SMALL}/silu-{steps} {_SHORT} steps={steps}"
+    return Step(f"silu-{steps}", "convert-small", 160, command, "run", label=label)
+
+
+TRAINING = [
+    _small("silu", "activation=silu l1=0"),
+    _small("relu-0", "l1=0"),
+    _small("relu-1e-4", "l1=1e-4"),
+    _small("relu-4e-4", "l1=4e-4"),
+    _small("relu-1e-3", "l1=1e-3"),
+    _small("restart", "l1=4e-4 restart_every=100 restart_until=800"),
+    _small("warmup", "l1=4e-4 l1_warmup_start=100 l1_warmup_end=500"),
+    _small("plain", "l1=4e-4 gated=false intermediate_size=3072"),
+    Step("target-small", "target-small", 200, f"{_SMALL}/target-small steps=1225", "run"),
+    _silu(800, "SiLU, 800 steps: the original"),
+    _converted("l1-4e-4-lr-1e-3", "converted, l1 4e-4", "l1=4e-4 lr=1e-3 seed=1"),
+    _converted("l1-1e-3-lr-1e-3", "converted, l1 1e-3", "l1=1e-3 lr=1e-3 seed=1"),
+    _converted("l1-4e-4-lr-3e-4", "converted, l1 4e-4, lr 3e-4", "l1=4e-4 seed=1"),
+    _silu(1200, "SiLU from scratch"),
+    Step(
+        "sweep-small",
+        "sweep-small",
+        1500,
+        f"sweep --preset small --compile {_TOKENIZED} --out {{work}}/sweep-small --seconds 1.5 {_SWEPT} {_RECIPE}",
+        "sweep",
+    ),
+    Step(
+        "eval-small",
+        "eval-small",
+        200,
+        "eval "
+        + " ".join(f"{{work}}/sweep-small/l1-{l1}/model" for l1 in ("0", "0.0002", "0.0004"))
+        + " --data {data}/eval",
+    ),
+    Step(
+        "eval-fp8",
+        "eval-fp8-small",
+        240,
+        "eval {work}/relu-4e-4/model --fp8 --data {data}/eval --validation {data}/val.u16",
+    ),
+]
+
+_CPU_FFN, _TINY_TOKENIZER = "bench ffn --device cpu", "--tokenizer {work}/tiny-silu/tokenizer"
+
+
+def _tiny(name: str, changes: str, seconds: float = 120) -> Step:
+    return Step(
+        name, "target-tiny", seconds, f"train --preset tiny --out {{work}}/{name} {changes}", "run", machine="cpu"
+    )
+
+
+def _tiny_converted(name: str, label: str, changes: str) -> Step:
+    how = f"--relufy --train --data src/twell/train/sample.txt --out {{work}}/{name} steps=300"
+    command = f"convert {{work}}/tiny-silu/model {how} sequences_per_step=16 micro_batch=16 {changes}"
+    return Step(name, "convert-tiny", 120, command, "run", machine="cpu", label=f"converted, {label}")
+
+
+def _tiny_beside(name: str, label: str, changes: str) -> Step:
+    command = f"train --preset tiny --out {{work}}/{name} {changes}"
+    return Step(name, "convert-tiny", 240, command, "run", machine="cpu", label=label)
+
+
+CPU = [
+    Step("cpu-ffn", "cpu-ffn", 200, f"{_CPU_FFN} {_each('-w', 'skew29 skew300 skew1000 skew2800')}", machine="cpu"),
+    Step("cpu-plain", "cpu-ffn", 100, f"{_CPU_FFN} -w skew29 -w skew2800 --plain", machine="cpu"),
+    Step("cpu-bf16", "cpu-ffn", 100, f"{_CPU_FFN} -w skew29 -w skew2800 --dtype bfloat16", machine="cpu"),
+    Step(
+        "cpu-decode",
+        "cpu-decode",
+        120,
+        "bench decode --preset 0.5b --context 128 --seconds 10 --device cpu",
+        machine="cpu",
+    ),
+    _tiny("tiny", ""),
+    _tiny("tiny-seed-1", "seed=1"),
+    _tiny("tiny-l1-8e-3", "l1=8e-3"),
+    _tiny("tiny-l1-1e-2", "l1=1e-2"),
+    _tiny("tiny-5-percent", "target_active=0.05"),
+    _tiny("tiny-800", "steps=800", 320),
+    _tiny("tiny-800-l1-6e-3", "steps=800 l1=6e-3", 320),
+    _tiny("tiny-800-l1-8e-3", "steps=800 l1=8e-3", 320),
+    _tiny_beside("tiny-silu", "SiLU, 600 steps: the original", "activation=silu l1=0 steps=600"),
+    _tiny_converted("tiny-converted-l1-0", "l1 0", "lr=3e-3 l1=0"),
+    _tiny_converted("tiny-converted-l1-3e-3", "l1 3e-3", "lr=3e-3 l1=3e-3"),
+    _tiny_converted("tiny-converted-l1-1e-2", "l1 1e-2", "lr=3e-3 l1=1e-2"),
+    _tiny_converted("tiny-converted-l1-3e-3-at-once", "l1 3e-3, no warm-up", "lr=3e-3 l1=3e-3 l1_warmup_end=0"),
+    _tiny_converted("tiny-converted-l1-1e-2-at-once", "l1 1e-2, no warm-up", "lr=3e-3 l1=1e-2 l1_warmup_end=0"),
+    _tiny_converted("tiny-converted-lr-1e-3", "l1 3e-3, lr 1e-3", "lr=1e-3 l1=3e-3"),
+    _tiny_converted("tiny-converted-lr-3e-4", "l1 3e-3, lr 3e-4", "lr=3e-4 l1=3e-3"),
+    _tiny_beside("tiny-relu-900", "ReLU from scratch, l1 3e-3", f"{_TINY_TOKENIZER} l1=3e-3 steps=900"),
+    _tiny_beside("tiny-silu-900", "SiLU from scratch", f"{_TINY_TOKENIZER} activation=silu l1=0 steps=900"),
+]
+
+STEPS = [*FFN, *MODELS, *TRAINING, *CPU]
