@@ -79,7 +79,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def small_shapes_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are small; the CPU path would leave all of them to the dense reference."""
-    monkeypatch.setattr(cpu, "_MIN_WORK", 0)
+    monkeypatch.setattr(cpu.block, "MIN_WORK", 0)
 
 
 @pytest.fixture(autouse=True)

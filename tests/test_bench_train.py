@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from interpreted import shorten_lists
-from twell import cpu, energy, reference
-from twell.nn import layers as nn
+from twell import cpu, energy, nn, reference
 from twell.ops import backends
 from twell.reference import Weights
 from twell.workbench import cli

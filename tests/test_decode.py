@@ -445,7 +445,7 @@ def test_weights_that_change_are_read_again(frozen: bool, calls: list[int]) -> N
 def test_layers_plan_for_few_tokens_by_the_first_ones(
     kind: type, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twell.nn.layers.FIRST_LOOK", 8)
+    monkeypatch.setattr("twell.nn.planned.FIRST_LOOK", 8)
     monkeypatch.setattr("twell.plan.choose.FEW_COSTS", dict.fromkeys((1, 2, 4, 8, 16, 32, 64), (0.0, 2.0)))
     layer = kind(32, 64, bias=True, backend="triton")
     neuron_major_(layer.down_proj)

@@ -24,11 +24,10 @@ from transformers import (
 
 from command_line import Twell
 from interpreted import shorten_lists
-from twell import cpu, plan
+from twell import cpu, nn, plan
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.convert import sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
-from twell.nn import layers as nn
 from twell.ops import backends
 from twell.workbench import doctor
 
@@ -303,8 +302,8 @@ def test_the_self_test_passes_here(twell: Twell) -> None:
 
 
 def test_a_broken_cpu_path_is_found(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MIN_WORK", 20e6)  # as users have it: the self-test must still reach the fast path
-    dots, backward = cpu._sampled_dots, cpu._tail_backward
+    monkeypatch.setattr(cpu.block, "MIN_WORK", 20e6)  # as users have it: the self-test must still reach the fast path
+    dots, backward = cpu.rows.sampled_dots, cpu.training.tail_backward
 
     def wrong(*args: Any) -> Any:
         gradients = backward(*args)
@@ -312,10 +311,10 @@ def test_a_broken_cpu_path_is_found(twell: Twell, monkeypatch: pytest.MonkeyPatc
         return gradients
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "_sampled_dots", lambda *args: dots(*args) * 1.01)
+        patch.setattr(cpu.rows, "sampled_dots", lambda *args: dots(*args) * 1.01)
         result = twell("doctor", "--json")
     assert result.returncode == 1 and "sparse y is wrong" in json.loads(result.stdout)["self-test"]
-    monkeypatch.setattr(cpu, "_tail_backward", wrong)
+    monkeypatch.setattr(cpu.training, "tail_backward", wrong)
     assert "dw_gate is wrong" in str(doctor._self_test())
 
 

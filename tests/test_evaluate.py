@@ -280,7 +280,7 @@ def test_fp8_layers_are_planned_to_run_sparsely_always(model: Any) -> None:
     rare.counts, rare.tokens = torch.ones(F, dtype=torch.int64), 1000
     plan_all_(quantized, [rare, fired[1]])
     few, many = (ffn.plan for _, ffn in sparse_ffns(quantized))
-    assert few is not None and few.in_parts(1, captured=False) and few.tail is None  # so it stays
+    assert few is not None and few.runs_split(1, captured=False) and few.tail is None  # so it stays
     assert many is not None and many.is_dense  # half of the neurons fire
     rare.counts.zero_()
     plan_all_(quantized, [rare, rare])

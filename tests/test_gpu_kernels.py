@@ -179,7 +179,7 @@ def test_gate_in_twell(workload: str, M: int, F: int, dtype: torch.dtype) -> Non
     error, allowed = ((t[fits].double() - expected[fits]).norm() for t in (r, torch.relu(x @ w.T)))
     assert error <= 2 * allowed + 1e-6 * expected[fits].norm()
     if dtype != f32:  # the same sums as cuBLAS's, where the reference packs what that gives
-        packed = reference.gate_and_pack(x, w, compact=True, overflow="mark")
+        packed = TwELL.pack(torch.relu(x @ w.T), compact=True, overflow="mark")
         others = torch.arange(M, device="cuda") != 5
         assert (packed.counts[others] != checked.counts[others]).float().mean() < 1e-3
 
@@ -475,7 +475,7 @@ def test_a_layer_plans_itself_and_stays_right() -> None:
     first = layer(inputs.x[:3000])
     assert layer.plan is not None and layer.plan.is_dense and layer.plan.few_tokens > 0
     y = layer(inputs.x)  # plans, then runs by the plan
-    assert layer.plan.in_parts(8192, captured=False) and 0 < len(layer.plan.hot) < 5632
+    assert layer.plan.runs_split(8192, captured=False) and 0 < len(layer.plan.hot) < 5632
     ffn.check(inputs.x, inputs, True, dense(inputs), y)
     assert ffn.relative_error(layer(inputs.x[:3000]), first.double()) < 1e-2
     assert_within_the_law(layer(inputs.x[:8]), inputs.x[:8], layer._weights())

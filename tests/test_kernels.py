@@ -473,9 +473,9 @@ def test_bench_of_a_trace_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_plan_by_their_first_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twell.nn.layers.LOOK_TOKENS", 40)
-    monkeypatch.setattr("twell.nn.layers.LOOK_AT_LEAST", 10)
-    monkeypatch.setattr("twell.nn.layers.FIRST_LOOK", 0)
+    monkeypatch.setattr("twell.nn.planned.LOOK_TOKENS", 40)
+    monkeypatch.setattr("twell.nn.planned.LOOK_AT_LEAST", 10)
+    monkeypatch.setattr("twell.nn.planned.FIRST_LOOK", 0)
     layer = GatedSparseFFN(32, 2048, bias=True, backend="triton")
     with torch.no_grad():
         layer.gate_proj.weight.mul_(0.1)
@@ -496,7 +496,7 @@ def test_layers_plan_by_their_first_batches(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_training_and_other_backends_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twell.nn.layers.LOOK_AT_LEAST", 1)
+    monkeypatch.setattr("twell.nn.planned.LOOK_AT_LEAST", 1)
     layer = GatedSparseFFN(32, 256, backend="triton")
     layer(torch.randn(9, 32))  # with gradients
     assert layer._first_batches is None

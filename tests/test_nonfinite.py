@@ -52,7 +52,7 @@ def test_weights_of_silent_neurons_reach_no_result(
     dy, dl1 = torch.randn(n_tokens, D), torch.tensor(0.1)
     want = reference.forward(x, finite)
     for min_work in (0, 1e12):  # the CPU's sparse code, and what small layers take
-        monkeypatch.setattr(cpu, "_MIN_WORK", min_work)
+        monkeypatch.setattr(cpu.block, "MIN_WORK", min_work)
         for run in (cpu.forward, reference.forward):
             assert_reaches_only(run(x, odd, want_stats=False).y, want.y, wakes)  # type: ignore[operator]
             got: Any = run(x, odd, token_mask=~wakes)  # type: ignore[operator]
@@ -90,9 +90,6 @@ def test_fp16_gradients_that_overflow_stay_at_active_neurons(gated: bool, activa
         for name, gradient in zip(("x", *Weights._fields[:3]), (got.x, *got.weights[:3]), strict=True):
             assert gradient is None or not gradient.isnan().any(), name
         assert not got.x[1].any()
-        _, _, _, saved = reference.hybrid_forward(x, w, activation)
-        hybrid = reference.hybrid_backward(dy, dl1, x, w, saved, activation, masked)
-        assert not hybrid.x.isnan().any() and not hybrid.x[1].any()
 
 
 def test_what_is_no_tensor_is_refused() -> None:

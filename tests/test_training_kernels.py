@@ -24,7 +24,7 @@ from twell.gpu.training import hot, hybrid, tail_backward, transpose
 from twell.ops import functional as ops
 from twell.plan import Costs, Plan
 from twell.reference import Weights
-from twell.saved import Parts, runs_in_parts
+from twell.saved import SavedSplit, runs_split
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -212,7 +212,7 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
     inputs = Inputs(Case(M=70, F=48, n_hot=0, cap=32))
     plan, rows = inputs.plan.on(inputs.x.device), split.by_rows(inputs.w)
     *_, kept = gpu.train(inputs.x, inputs.w, "relu", plan, None, want_stats=True, save=True)
-    parts = Parts.of(kept, 70, 48, 0, 32, gated=True)
+    parts = SavedSplit.of(kept, 70, 48, 0, 32, gated=True)
     columns = transpose.Columns(parts.offsets, parts.pair_of)
     found = lists.Lists(parts.rows, parts.values, parts.turns, 32)
     tile = gpu._INTERPRETED.tail_backward
@@ -407,8 +407,8 @@ def test_few_tokens_and_dense_plans_train_densely(used_parts: Callable[[], bool]
     for plan in (dataclasses.replace(inputs.plan, min_tokens=21), everything):
         ops.gated_ffn(*tensors, backend="triton", plan=plan)
         assert not used_parts()
-    assert runs_in_parts(1 << 20, 128, 16, 1024, 0)
-    assert not runs_in_parts(1 << 21, 128, 16, 1024, 0)  # as many pairs as 32 bits do not count
+    assert runs_split(1 << 20, 128, 16, 1024, 0)
+    assert not runs_split(1 << 21, 128, 16, 1024, 0)  # as many pairs as 32 bits do not count
 
 
 def test_only_some_weights_train() -> None:

@@ -21,7 +21,7 @@ from twell.gpu.shared.tiles import GateTile, RowTile, Tiles, device_facts, tiles
 from twell.gpu.training import hybrid
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
 from twell.reference import Gradients, Weights, is_neuron_major
-from twell.saved import runs_in_parts
+from twell.saved import runs_split
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -150,7 +150,7 @@ def train(
     """(y, l1_sum, counts, what the backward needs: saved.py)."""
     token_mask = split.plain(token_mask)
     given: Sequence[Tensor]
-    if plan is not None and _runs_in_parts(len(x), len(w.gate), plan):
+    if plan is not None and _runs_split(len(x), len(w.gate), plan):
         facts = plan.order, plan.places, Split.of(plan), activation, token_mask, *launch_facts(x)
         *given, kept = hybrid.forward(x, w, *facts, want_stats=want_stats)
     else:
@@ -158,9 +158,9 @@ def train(
     return *given, kept if save else x.new_empty(0)  # type: ignore[return-value]
 
 
-def _runs_in_parts(tokens: int, n_neurons: int, plan: PlanTensors) -> bool:
+def _runs_split(tokens: int, n_neurons: int, plan: PlanTensors) -> bool:
     n_hot, cap, _ = sizes_of(plan)
-    return bool(runs_in_parts(tokens, n_neurons, n_hot, cap, tokens_of(plan)[2]))
+    return bool(runs_split(tokens, n_neurons, n_hot, cap, tokens_of(plan)[2]))
 
 
 @_where_the_tensors_are
@@ -177,7 +177,7 @@ def backward(
 ) -> Gradients:
     """Empty or None where a gradient is not needed."""
     dy, dl1, token_mask = split.plain(dy), split.plain(dl1), split.plain(token_mask)
-    if plan is not None and _runs_in_parts(len(x), len(w.gate), plan):
+    if plan is not None and _runs_split(len(x), len(w.gate), plan):
         given = plan.order, plan.places, Split.of(plan), activation, token_mask, *launch_facts(x), needs
         return hybrid.backward(dy, dl1, x, w, kept, *given)
     return dense.backward(dy, dl1, x, w, kept, activation, token_mask, needs)

@@ -254,8 +254,8 @@ def frozen_bytes(layer: SparseFFNBase, chosen: plan.Plan | None) -> int | None:
     F, D, dtype = gate.out_features, gate.in_features, gate.weight.dtype
     gpu = _gpu()
     if gpu is None or backends.why_unavailable("triton", gpu) is not None:
-        pays = dtype == torch.float32 and F * D >= cpu._MIN_INT8_GATE and D % cpu._INT8_WIDTH == 0
-        return F * (D + 6) if pays and cpu._blas_habits().int8_gate else 0
+        pays = dtype == torch.float32 and F * D >= cpu.frozen.MIN_INT8_GATE and D % cpu.frozen.INT8_WIDTH == 0
+        return F * (D + 6) if pays and cpu.products.blas_habits().int8_gate else 0
     if chosen is None:
         return None
     from twell.gpu.decode import screen  # needs triton

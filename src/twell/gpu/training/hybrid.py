@@ -32,7 +32,7 @@ from twell.gpu.training.tail_backward import write_tail_gradients
 from twell.gpu.training.transpose import Columns, bits_shape, write_columns
 from twell.gpu.training.weight_gradients import NeuronGradients, write_weight_gradients
 from twell.reference import Gradients, Weights, is_neuron_major
-from twell.saved import Parts, Sizes, saved_length
+from twell.saved import SavedSplit, TailSizes, saved_length
 
 # The sums y += h Wd_hot and dx += [dz du] W_hot: a kernel of ours takes 15 % longer than cuBLAS's (2 % of a step), and
 # 30 us less of host time, which is what one waits for in smaller batches.
@@ -72,7 +72,7 @@ def forward(
     biases = biases_of(w, order, n_hot) if has_bias else (None, None)
     of_gate: tuple[Tensor | None, ...] = None, None, None
     if cold_gate is not None:  # which else sets counters and bits to 0
-        Parts.of(kept, M, F, n_hot, cap, gated=up is not None).turns.counters.zero_()
+        SavedSplit.of(kept, M, F, n_hot, cap, gated=up is not None).turns.counters.zero_()
         of_gate = cold_gate.words, cold_gate.counts, order.new_zeros(*bits_shape(M, F - n_hot))
     key = (
         x.shape, x.stride(0), x.dtype, F, split, activation, transposes, up is None, b_up is None, b_down is None,
@@ -114,7 +114,7 @@ def _launch_forward(
     programs: int,
 ) -> tuple[Tensor, ...]:
     M, F, gated, (n_hot, cap, first) = len(x), len(gate), up is not None, split
-    parts = Parts.of(kept, M, F, n_hot, cap, gated=gated)
+    parts = SavedSplit.of(kept, M, F, n_hot, cap, gated=gated)
     cold = gathered(gate, up, down, order, n_hot, hot=False, space=space) if n_hot else gate
     with beside():  # while the cold gate's GEMM runs
         rows = Weights(gate, up, transposed(down, space) if transposes else down, cold_bias, up_bias, down_bias)
@@ -122,7 +122,7 @@ def _launch_forward(
         signals()
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     l1, tile = space.take(M, dtype=torch.float32), tail_tile(tiles, x, first)
-    seen = space.take(Sizes.of(M, F - n_hot, cap).chunks, F - n_hot, dtype=torch.int32) if want_stats else None
+    seen = space.take(TailSizes.of(M, F - n_hot, cap).chunks, F - n_hot, dtype=torch.int32) if want_stats else None
     if bits is None:
         bits = space.take(*bits_shape(M, F - n_hot), dtype=torch.int32)
     h = space.take(M, n_hot) if n_hot else None
@@ -245,7 +245,7 @@ def _launch_backward(
     them: gradients of z and u, interleaved, [2 H, M], h [H, M], and [2 H, D] and [H, D]; in large batches also the hot
     neurons' rows (see Layout), whose part of dx is yet to be added."""
     M, (F, D), gated, (n_hot, cap, _) = len(x), gate.shape, up is not None, split
-    parts, down = Parts.of(kept, M, F, n_hot, cap, gated=gated), transposed(down, space) if transposes else down
+    parts, down = SavedSplit.of(kept, M, F, n_hot, cap, gated=gated), transposed(down, space) if transposes else down
     out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
     columns = Columns(parts.offsets, parts.pair_of) if any(g is not None for g in out) else None
     lists = Lists(parts.rows, parts.values, parts.turns, cap)

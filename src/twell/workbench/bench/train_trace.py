@@ -40,7 +40,7 @@ def measure_trace(
         name: functools.partial(p.solve, forward) for name, forward in train.dense_forwards(p).items()
     }
     errors = None
-    if not plan.in_parts(M, captured=False):
+    if not plan.runs_split(M, captured=False):
         runs["sparse"] = functools.partial(p.solve, train.sparse_forward("triton", None))
         times = timing.compare(runs, seconds=seconds, device=device)
     else:
