@@ -271,14 +271,14 @@ def test_a_broken_part_of_the_kernels_is_found(
     assert all(4 < tokens < (49 if part == "hot_activations" else 48) for tokens in changed)  # some light, some heavy
 
 
-@pytest.mark.parametrize(("module", "part"), [("decode", "forward"), ("hybrid", "backward")])
+@pytest.mark.parametrize(("module", "part"), [("decode", "forward"), ("split_training", "backward")])
 def test_broken_kernels_for_few_tokens_and_for_training_are_found(
     interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, module: str, part: str
 ) -> None:
     from twell.gpu.decode import few as decode
-    from twell.gpu.training import hybrid
+    from twell.gpu.training import split_training
 
-    broken = {"decode": decode, "hybrid": hybrid}[module]
+    broken = {"decode": decode, "split_training": split_training}[module]
     right = getattr(broken, part)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,9 @@ INT_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SMALLEST_SUBNORMAL, NAN_WITH_PAYLOAD = 1, -1  # as bit patterns, the same for every float dtype
 
 
-# -- Helpers: matrices to pack, and slow, obvious statements of what the formats must hold ---------------
+# ---------------------------------------------------------------------------------------------------------
+# Helpers: matrices to pack, and slow, obvious statements of what the formats must hold
+# ---------------------------------------------------------------------------------------------------------
 
 
 def bits(t: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def active_by_tile(g: Tensor, tile: int) -> list[list[list[int]]]:
 
 
 def stored_lists(g: Tensor, tile: int, slots: int) -> list[list[list[int]]]:
-    """Lists as stored: empty for a row that overflows."""
+    """Nothing of a row that overflows."""
     return [[c if max(map(len, row)) <= slots else [] for c in row] for row in active_by_tile(g, tile)]
 
 
@@ -107,7 +107,7 @@ def pack_whole(g: Tensor, tile: int, compact: bool = False) -> TwELL:
 
 
 def as_a_kernel_writes(packed: TwELL) -> TwELL:
-    """The words of each tile in falling order; -1 (NaN in no column) in unused slots, which must not be read."""
+    """The words of each tile in falling order; -1, which is NaN in no column, in slots that nobody may read."""
     last = packed.counts.long().unsqueeze(-1) - 1 - torch.arange(packed.slots)
     used = (last >= 0) & ~packed.overflowed[:, None, None]
     words = packed.words.gather(-1, last.where(used, 0)).where(used, -1)
@@ -118,7 +118,21 @@ def sample(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor([[0, 5, 0, 0, 6, 7], [0, 0, 0, 8, 0, 0]], dtype=dtype)
 
 
-# -- TwELL: packing and reading --------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
+# TwELL: packing and reading
+# ---------------------------------------------------------------------------------------------------------
+
+
+@given(matrices(), tiles)
+def test_twell_plain_round_trip_is_bit_exact(g: Tensor, tile: int) -> None:
+    assert same_bits(pack_whole(g, tile).unpack(), canonical(g))
+
+
+@given(matrices(DTYPES_IN_WORDS), tiles)
+def test_twell_word_round_trip_is_bit_exact(g: Tensor, tile: int) -> None:
+    packed = pack_whole(g, tile, compact=True)
+    assert packed.words is not None and packed.values is None and packed.indices is None
+    assert same_bits(packed.unpack(), canonical(g))
 
 
 @given(matrices(), tiles, st.integers(1, 12))
@@ -161,7 +175,7 @@ def test_twell_entries_come_by_row_then_column(g: Tensor, tile: int, in_words: b
 
 
 @given(matrices(DTYPES_IN_WORDS), tiles, st.integers(1, 8))
-def test_twell_forms_convert_both_ways_for_any_order_of_words(g: Tensor, tile: int, slots: int) -> None:
+def test_twell_forms_convert_both_ways_whatever_the_order_of_words(g: Tensor, tile: int, slots: int) -> None:
     plain = TwELL.pack(g, tile=tile, slots=slots, overflow="mark")
     packed = TwELL.pack(g, tile=tile, slots=slots, compact=True, overflow="mark")
     words = as_a_kernel_writes(packed)
@@ -194,7 +208,7 @@ def test_twell_without_check_reads_nothing() -> None:
 
 
 @pytest.mark.parametrize("words", [[[[0]]], torch.zeros(2, 4, dtype=torch.int32)])
-def test_twell_from_words_refuses_other_objects(words: object) -> None:
+def test_twell_from_words_refuses_what_are_no_words(words: object) -> None:
     with pytest.raises(ValueError, match=r"words must be a tensor \[M, n_tiles, slots\]"):
         TwELL.from_words(words, torch.zeros(2, 2, dtype=torch.uint8), shape=(2, 6), tile=3, dtype=torch.bfloat16)
 
@@ -204,6 +218,20 @@ def test_twell_from_words_takes_words_that_are_not_contiguous() -> None:
     strided = packed.words.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     assert not strided.is_contiguous()
     assert TwELL.from_words(strided, packed.counts, shape=(2, 6), tile=3, dtype=torch.bfloat16) == packed
+
+
+def test_twell_last_tile_may_be_partial() -> None:
+    g = torch.arange(1.0, 8.0).view(1, 7)
+    packed = TwELL.pack(g, tile=3, slots=3)
+    assert packed.counts.tolist() == [[3, 3, 1]]
+    assert packed.columns.tolist() == [[[0, 1, 2], [3, 4, 5], [6, 0, 0]]]
+    assert same_bits(packed.unpack(), g)
+
+
+def test_twell_tile_wider_than_the_matrix() -> None:
+    packed = TwELL.pack(sample(), tile=256, slots=3)
+    assert packed.counts.tolist() == [[3], [1]]
+    assert same_bits(packed.unpack(), sample())
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (3, 0), (0, 0)])
@@ -237,7 +265,7 @@ def test_twell_counts_a_full_row_of_65536() -> None:
     assert packed.counts.tolist() == [[65536]] and packed.overflowed.tolist() == [True]
 
 
-def test_twell_words_take_any_number_of_columns_and_the_plain_form_65536() -> None:
+def test_twell_words_take_any_number_of_columns_and_the_plain_form_16_bits_of_them() -> None:
     g = torch.zeros(1, 65537)
     g[0, 65536] = 1
     packed = TwELL.pack(g, compact=True)
@@ -254,7 +282,9 @@ def test_twell_defaults() -> None:
     assert (packed.tile, packed.slots, packed.words) == (128, 12, None)
 
 
-# -- TwELL: overflow -------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
+# TwELL: overflow
+# ---------------------------------------------------------------------------------------------------------
 
 TWELL_OVERFLOW = re.compile(
     r"row (?P<row>\d+), tile (?P<tile>\d+) \(columns (?P<low>\d+) to (?P<high>\d+)\) has (?P<count>\d+) active"
@@ -279,6 +309,12 @@ def test_twell_overflow_error_names_the_place_and_the_smallest_slots(g: Tensor, 
     assert same_bits(TwELL.pack(g, tile=tile, slots=smallest, compact=compact).unpack(), canonical(g))
 
 
+def test_twell_overflow_error_names_slots_for_the_longest_list_not_the_first() -> None:
+    g = torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 1]])
+    with pytest.raises(ValueError, match=r"row 0, tile 0 .* has 2 active .* smallest slots that fit are 4"):
+        TwELL.pack(g, tile=4, slots=1)
+
+
 @given(matrices(), tiles, st.integers(1, 6), st.booleans())
 def test_twell_mark_marks_exactly_the_rows_that_do_not_fit(g: Tensor, tile: int, slots: int, compact: bool) -> None:
     compact = compact and g.dtype in DTYPES_IN_WORDS
@@ -299,7 +335,9 @@ def test_twell_mark_marks_exactly_the_rows_that_do_not_fit(g: Tensor, tile: int,
         assert same_bits(packed.unpack(), kept)
 
 
-# -- Hybrid: packing and reading -------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
+# Hybrid: packing and reading
+# ---------------------------------------------------------------------------------------------------------
 
 caps = st.sampled_from((0, 1, 2, 5, 20, 128))
 backups = st.sampled_from((None, 0, 1, 3, 12))
@@ -311,6 +349,11 @@ def backup_rows_of(g: Tensor, backup: int | None) -> int:
 
 def pack_all(g: Tensor, cap: int) -> Hybrid:
     return Hybrid.pack(g, cap=cap, backup=g.shape[0])
+
+
+@given(matrices(), caps)
+def test_hybrid_round_trip_is_bit_exact(g: Tensor, cap: int) -> None:
+    assert same_bits(pack_all(g, cap).unpack(), canonical(g))
 
 
 @given(matrices(), caps, backups)
@@ -350,6 +393,14 @@ def test_hybrid_mark_leaves_exactly_the_overflowed_rows_out(g: Tensor, cap: int,
         assert same_bits(h.unpack(), kept)
 
 
+@given(matrices(), caps)
+def test_hybrid_entries_come_by_row_then_column(g: Tensor, cap: int) -> None:
+    row, col, value = pack_all(g, cap).entries()
+    expected = [(m, c) for m, cols in enumerate(active_columns(g)) for c in cols]
+    assert list(zip(row.tolist(), col.tolist(), strict=True)) == expected
+    assert same_bits(value, g[row, col])
+
+
 @given(matrices(), caps, caps, backups)
 def test_hybrid_transpose_is_the_packed_transpose(g: Tensor, cap: int, cap_t: int, backup_t: int | None) -> None:
     h = pack_all(g, cap)
@@ -378,6 +429,16 @@ def test_hybrid_indexes_a_long_transpose_with_32_bits() -> None:
     assert t.transpose(cap=1, backup=0) == h
 
 
+@pytest.mark.parametrize(("F", "index_dtype"), [(65536, torch.int16), (65537, torch.int32)])
+def test_hybrid_index_dtype_changes_above_65536_columns(F: int, index_dtype: torch.dtype) -> None:
+    g = torch.zeros(2, F)
+    g[1, [0, 40000, F - 1]] = 1.0
+    h = Hybrid.pack(g, cap=3, backup=0)
+    assert h.indices.dtype == index_dtype
+    assert h.columns.tolist() == [[0, 0, 0], [0, 40000, F - 1]]
+    assert same_bits(h.unpack(), g)
+
+
 @pytest.mark.parametrize("shape", [(0, 6), (3, 0), (0, 0)])
 def test_hybrid_empty_matrices(shape: tuple[int, int]) -> None:
     g = torch.zeros(shape)
@@ -386,16 +447,48 @@ def test_hybrid_empty_matrices(shape: tuple[int, int]) -> None:
     assert same_bits(h.transpose(cap=2).unpack(), g.T)
 
 
+def test_hybrid_without_ell_part_keeps_every_active_row_in_the_backup() -> None:
+    g = torch.tensor([[0.0, 0], [1, 0], [0, 2]])
+    h = Hybrid.pack(g, cap=0, backup=2)
+    assert h.values.shape == (3, 0) and h.backup_rows.tolist() == [1, 2] and h.row_backup.tolist() == [-1, 0, 1]
+    assert same_bits(h.unpack(), g)
+    with pytest.raises(ValueError, match="smallest backup that fits is 2, or with this backup the smallest cap 1"):
+        Hybrid.pack(g, cap=0, backup=1)
+
+
+def test_hybrid_without_backup_marks_every_long_row() -> None:
+    g = torch.tensor([[1.0, 1], [1, 0], [2, 2]])
+    h = Hybrid.pack(g, cap=1, backup=0, overflow="mark")
+    assert h.backup.shape == (0, 2) and h.overflowed.tolist() == [True, False, True]
+    assert h.counts.tolist() == [2, 1, 2]
+    assert h.values.tolist() == [[0], [1], [0]]
+    assert same_bits(Hybrid.pack(g, cap=2, backup=0).unpack(), g)
+
+
+HYBRID_OVERFLOW = re.compile(
+    r"row (?P<row>\d+) has (?P<count>\d+) active elements, more than cap=(?P<cap>\d+).* (?P<over>\d+) rows are over"
+    r".*backup=(?P<backup>\d+);.*smallest backup that fits is (?P<rows>\d+),.*smallest cap (?P<smallest_cap>\d+)"
+)
+
+
 @given(matrices(), caps, backups)
-def test_hybrid_overflow_error_names_the_row_and_the_backup_that_fits(g: Tensor, cap: int, backup: int | None) -> None:
-    n_backup, counts = backup_rows_of(g, backup), [len(cols) for cols in active_columns(g)]
+def test_hybrid_overflow_error_names_the_smallest_backup_and_cap(g: Tensor, cap: int, backup: int | None) -> None:
+    n_backup = backup_rows_of(g, backup)
+    counts = [len(cols) for cols in active_columns(g)]
     long_rows = [m for m, n in enumerate(counts) if n > cap]
     assume(len(long_rows) > n_backup)
-    m = long_rows[n_backup]
-    problem = rf"row {m} has {counts[m]} .* more than cap={cap}, .*backup={n_backup}, and {len(long_rows)} rows"
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises(ValueError) as raised:
         Hybrid.pack(g, cap=cap, backup=backup)
-    assert same_bits(Hybrid.pack(g, cap=cap, backup=len(long_rows)).unpack(), canonical(g))
+    said = {k: int(v) for k, v in HYBRID_OVERFLOW.search(str(raised.value)).groupdict().items()}
+
+    assert (said["row"], said["count"]) == (long_rows[n_backup], counts[long_rows[n_backup]])
+    assert (said["cap"], said["over"], said["backup"]) == (cap, len(long_rows), n_backup)
+    assert same_bits(Hybrid.pack(g, cap=cap, backup=said["rows"]).unpack(), canonical(g))
+    assert same_bits(Hybrid.pack(g, cap=said["smallest_cap"], backup=n_backup).unpack(), canonical(g))
+    with pytest.raises(ValueError, match="finds no backup row"):
+        Hybrid.pack(g, cap=cap, backup=said["rows"] - 1)
+    with pytest.raises(ValueError, match="finds no backup row"):
+        Hybrid.pack(g, cap=said["smallest_cap"] - 1, backup=n_backup)
 
 
 def test_hybrid_transpose_raises_or_marks_what_does_not_fit() -> None:
@@ -405,7 +498,9 @@ def test_hybrid_transpose_raises_or_marks_what_does_not_fit() -> None:
     assert h.transpose(cap=1, backup=0, overflow="mark").overflowed.tolist() == [True, False]
 
 
-# -- Both: equality, bytes, names ------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
+# Both: equality, bytes, names
+# ---------------------------------------------------------------------------------------------------------
 
 FORMS = {
     "plain": lambda g: TwELL.pack(g, tile=3, slots=2),
@@ -425,10 +520,17 @@ def test_equality_sees_a_single_bit(pack, at: tuple[int, int]) -> None:
 
 
 @each_form
-def test_equality_compares_the_bits_of_nan(pack) -> None:
+def test_equality_takes_nan_for_itself_but_not_for_another_nan(pack) -> None:
     g = edited(sample(torch.bfloat16), (0, 4), float("nan"))
     assert pack(g) == pack(g.clone())
     assert pack(g) != pack(flipped(g, (0, 4)))
+
+
+@each_form
+def test_equality_sees_a_moved_entry(pack) -> None:
+    g = sample(torch.bfloat16)
+    moved = edited(edited(g, (0, 1), 0), (0, 2), 5)
+    assert pack(g) != pack(moved)
 
 
 def test_equality_sees_parameters_shape_dtype_and_form() -> None:
@@ -497,7 +599,9 @@ def test_repr_says_shape_parameters_and_overflow() -> None:
     )
 
 
-# -- Invariants: a valid form, one field corrupted -------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
+# Invariants: a valid form, one field corrupted
+# ---------------------------------------------------------------------------------------------------------
 
 
 def plain_form() -> TwELL:
@@ -507,18 +611,27 @@ def plain_form() -> TwELL:
 
 PLAIN_CORRUPTIONS = {
     "counts is a list": (lambda t: {"counts": t.counts.tolist()}, "counts must be a tensor, got list"),
+    "counts shape": (lambda t: {"counts": t.counts[:, :1]}, r"counts must have shape \(2, 2\), got \(2, 1\)"),
     "counts dtype": (lambda t: {"counts": t.counts.long()}, "counts must be int32, or uint8 .*got torch.int64"),
     "counts too narrow": (
         lambda t: {"tile": 256, "counts": t.counts[:, :1], "values": t.values[:, :1], "indices": t.indices[:, :1]},
         "counts must be int32, or uint8 if tile <= 255, got torch.uint8 for tile=256",
     ),
     "values missing": (lambda t: {"values": None}, "values must be a tensor, got NoneType"),
+    "values shape": (lambda t: {"values": t.values[..., :1]}, r"values must have shape \(2, 2, 2\)"),
     "values dtype": (lambda t: {"values": t.values.double()}, "values must be torch.float32"),
     "dtype": (lambda t: {"dtype": torch.float64}, "values must be torch.float64, got torch.float32"),
+    "indices missing": (lambda t: {"indices": None}, "indices must be a tensor"),
+    "indices shape": (lambda t: {"indices": t.indices[:1]}, r"indices must have shape \(2, 2, 2\)"),
+    "indices dtype": (lambda t: {"indices": t.indices.int()}, "indices must be torch.int16, got torch.int32"),
     "words besides values": (lambda t: {"words": torch.zeros(2, 2, 2, dtype=torch.int64)}, "not both"),
+    "tile": (lambda t: {"tile": 2}, r"counts must have shape \(2, 3\)"),
     "tile 0": (lambda t: {"tile": 0}, "tile must be at least 1, got 0"),
+    "slots": (lambda t: {"slots": 3}, r"values must have shape \(2, 2, 3\)"),
     "slots 0": (lambda t: {"slots": 0}, "slots must be at least 1, got 0"),
+    "M": (lambda t: {"shape": (3, 6)}, r"counts must have shape \(3, 2\)"),
     "M negative": (lambda t: {"shape": (-1, 6)}, "M must not be negative"),
+    "F": (lambda t: {"shape": (2, 7)}, r"counts must have shape \(2, 3\)"),
     "F negative": (lambda t: {"shape": (2, -1)}, "F must not be negative, got -1"),
     "F too large": (
         lambda t: {"shape": (2, 65537), "tile": 65536},
@@ -528,6 +641,10 @@ PLAIN_CORRUPTIONS = {
     "count above the tile": (
         lambda t: {"counts": edited(t.counts, (0, 1), 4)},
         "row 0, tile 1 has count 4, expected 0 to 3",
+    ),
+    "count above the columns left": (
+        lambda t: {"shape": (2, 5), "counts": edited(t.counts, (1, 1), 3)},
+        "row 1, tile 1 has count 3, expected 0 to 2",
     ),
     "count negative": (
         lambda t: {"counts": edited(t.counts.int(), (1, 0), -1)},
@@ -542,6 +659,7 @@ PLAIN_CORRUPTIONS = {
         r"a stored value is zero, first at \[0, 0, 1\]",
     ),
     "zero stored": (lambda t: {"values": edited(t.values, (1, 1, 0), 0)}, r"a stored value is zero.*\[1, 1, 0\]"),
+    "-0.0 stored": (lambda t: {"values": edited(t.values, (0, 1, 1), -0.0)}, r"a stored value is zero.*\[0, 1, 1\]"),
     "indices descend": (
         lambda t: {"indices": swapped(t.indices, (0, 1, 0), (0, 1, 1))},
         r"do not ascend, first at \[0, 1, 0\]",
@@ -556,7 +674,12 @@ PLAIN_CORRUPTIONS = {
         r"outside its range, first at \[0, 0, 0\]",
     ),
     "index behind the columns": (lambda t: {"shape": (2, 5)}, r"outside its range, first at \[0, 1, 1\]"),
+    "index negative": (lambda t: {"indices": edited(t.indices, (1, 1, 0), -1)}, "outside its range"),
     "value in an unused slot": (lambda t: {"values": edited(t.values, (1, 0, 1), 9)}, "unused slot is not zero"),
+    "NaN in an unused slot": (
+        lambda t: {"values": edited(t.values, (0, 0, 1), float("nan"))},
+        r"unused slot is not zero, first at \[0, 0, 1\]",
+    ),
     "index in an unused slot": (lambda t: {"indices": edited(t.indices, (0, 0, 1), 2)}, "unused slot is not zero"),
 }
 
@@ -578,9 +701,20 @@ def word(value: float, column: int) -> int:
 
 
 WORD_CORRUPTIONS = {
+    "words shape": (lambda t: {"words": t.words[:, :1]}, r"words must have shape \(2, 2, 2\), got \(2, 1, 2\)"),
     "words dtype": (lambda t: {"words": t.words.long()}, "words must be torch.int32, got torch.int64"),
+    "words of another dtype": (lambda t: {"dtype": torch.float32}, "words must be torch.int64, got torch.int32"),
+    "words is a list": (lambda t: {"words": t.words.tolist()}, "words must be a tensor, got list"),
     "dtype": (lambda t: {"dtype": torch.float64}, "words hold values of bfloat16, float16, float32, got torch.float64"),
+    "slots": (lambda t: {"slots": 3}, r"words must have shape \(2, 2, 3\)"),
     "values besides words": (lambda t: {"values": torch.zeros(2, 2, 2).half()}, "not both"),
+    "indices besides words": (lambda t: {"indices": torch.zeros(2, 2, 2, dtype=torch.int16)}, "not both"),
+    "devices": (lambda t: {"words": t.words.to("meta")}, "tensors lie on different devices: cpu, meta"),
+    "count above the tile": (
+        lambda t: {"counts": edited(t.counts, (0, 1), 4)},
+        "row 0, tile 1 has count 4, expected 0 to 3",
+    ),
+    "count too large": (lambda t: {"counts": edited(t.counts, (0, 0), 2)}, "a stored value is zero"),
     "zero stored": (lambda t: {"words": edited(t.words, (0, 0, 0), word(0, 1))}, "a stored value is zero"),
     "column twice": (
         lambda t: {"words": edited(t.words, (0, 1, 1), word(7, 1))},
@@ -590,6 +724,7 @@ WORD_CORRUPTIONS = {
         lambda t: {"words": edited(t.words, (0, 0, 0), word(5, 3))},
         r"outside its range, first at \[0, 0, 0\]",
     ),
+    "column behind the columns": (lambda t: {"shape": (2, 5)}, r"outside its range, first at \[0, 1, 1\]"),
     "column with its top bit set": (
         lambda t: {"words": edited(t.words, (0, 0, 0), word(5, 0x8001))},
         "outside its range",
@@ -630,19 +765,31 @@ def int32(*values: int) -> Tensor:
 
 
 HYBRID_CORRUPTIONS = {
+    "values is a list": (lambda h: {"values": h.values.tolist()}, "values must be a tensor, got list"),
+    "values shape": (lambda h: {"values": h.values[:3]}, r"values must have shape \(4, 2\), got \(3, 2\)"),
     "values not a matrix": (lambda h: {"values": h.values.flatten()}, r"values must have shape \(4, 0\), got \(8,\)"),
     "values dtype": (lambda h: {"values": h.values.half()}, "backup must be torch.float16, got torch.float32"),
+    "indices shape": (lambda h: {"indices": h.indices[:, :1]}, r"indices must have shape \(4, 2\)"),
     "indices dtype": (lambda h: {"indices": h.indices.int()}, "indices must be torch.int16, got torch.int32"),
     "indices too narrow": (
         lambda h: {"shape": (4, 65537), "backup": torch.zeros(3, 65537)},
         "indices must be torch.int32, got torch.int16",
     ),
+    "counts shape": (lambda h: {"counts": h.counts[:3]}, r"counts must have shape \(4,\)"),
     "counts dtype": (lambda h: {"counts": h.counts.long()}, "counts must be torch.int32"),
+    "backup shape": (lambda h: {"backup": h.backup[:, :3]}, r"backup must have shape \(3, 4\)"),
     "backup dtype": (lambda h: {"backup": h.backup.double()}, "backup must be torch.float32, got torch.float64"),
     "backup rows of another backup": (lambda h: {"backup_rows": int32(0, 2)}, r"backup must have shape \(2, 4\)"),
+    "backup_rows dtype": (lambda h: {"backup_rows": h.backup_rows.long()}, "backup_rows must be torch.int32"),
     "backup_rows is a list": (lambda h: {"backup_rows": [], "backup": h.backup[:0]}, "backup_rows must be a tensor"),
+    "row_backup shape": (lambda h: {"row_backup": h.row_backup[:3]}, r"row_backup must have shape \(4,\)"),
+    "row_backup dtype": (lambda h: {"row_backup": h.row_backup.long()}, "row_backup must be torch.int32"),
+    "M": (lambda h: {"shape": (5, 4)}, r"values must have shape \(5, 2\)"),
     "M negative": (lambda h: {"shape": (-4, 4)}, "shape must not be negative"),
+    "F negative": (lambda h: {"shape": (4, -4)}, "shape must not be negative"),
+    "devices": (lambda h: {"counts": h.counts.to("meta")}, "tensors lie on different devices: cpu, meta"),
     "count above F": (lambda h: {"counts": int32(3, 1, 5, 2)}, "row 2 has count 5, expected 0 to 4"),
+    "count negative": (lambda h: {"counts": int32(3, -1, 3, 2)}, "row 1 has count -1, expected 0 to 4"),
     "count too small": (lambda h: {"counts": int32(3, 0, 3, 2)}, r"an unused slot is not zero, first at \[1, 0\]"),
     "count too large": (lambda h: {"counts": int32(3, 2, 3, 2)}, r"a stored value is zero, first at \[1, 1\]"),
     "count of a backup row": (
@@ -663,6 +810,8 @@ HYBRID_CORRUPTIONS = {
     ),
     "negative zero in a free backup row": (lambda h: {"backup": edited(h.backup, (2, 3), -0.0)}, "holds -0.0"),
     "negative zero in an unused slot": (lambda h: {"values": edited(h.values, (1, 1), -0.0)}, r"unused slot.*\[1, 1\]"),
+    "backup_rows a scalar": (lambda h: {"backup_rows": int32(0)[0], "backup": h.backup[:1]}, "backup_rows must have"),
+    "values are integers": (lambda h: {"values": h.values.int(), "backup": h.backup.int()}, "must be floating-point"),
     "element lost from the backup": (
         lambda h: {"backup": edited(h.backup, (0, 1), 0)},
         "backup row 0 has 2 active elements, counts say 3",
@@ -672,8 +821,15 @@ HYBRID_CORRUPTIONS = {
         "backup row 2 has 1 active elements, counts say 0",
     ),
     "row_backup too large": (lambda h: {"row_backup": int32(0, -1, 3, -1)}, r"row_backup\[2\] must be 1, got 3"),
+    "row_backup too small": (lambda h: {"row_backup": int32(0, -2, 1, -1)}, r"row_backup\[1\] must be -1, got -2"),
+    "backup_rows too large": (lambda h: {"backup_rows": int32(0, 4, -1)}, r"backup_rows\[1\] must be 2, got 4"),
+    "backup_rows too small": (lambda h: {"backup_rows": int32(0, 2, -2)}, r"backup_rows\[2\] must be -1, got -2"),
+    "maps crossed": (lambda h: {"row_backup": int32(1, -1, 0, -1)}, r"row_backup\[0\] must be 0, got 1"),
     "map to a free backup row": (lambda h: {"row_backup": int32(0, -1, 2, -1)}, r"row_backup\[2\] must be 1, got 2"),
+    "row forgets its backup": (lambda h: {"row_backup": int32(0, -1, -1, -1)}, r"row_backup\[2\] must be 1, got -1"),
     "backup forgets its row": (lambda h: {"backup_rows": int32(0, -1, -1)}, r"backup_rows\[1\] must be 2, got -1"),
+    "one row, two backups": (lambda h: {"backup_rows": int32(0, 2, 2)}, r"backup_rows\[2\] must be -1, got 2"),
+    "two rows, one backup": (lambda h: {"row_backup": int32(0, 1, 1, -1)}, r"row_backup\[1\] must be -1, got 1"),
     "backup for a row that fits": (
         lambda h: {"row_backup": int32(0, 2, 1, -1), "backup_rows": int32(0, 2, 1)},
         r"backup_rows\[2\] must be -1, got 1",
@@ -682,8 +838,13 @@ HYBRID_CORRUPTIONS = {
         lambda h: {"counts": int32(4, 1, 3, 2), "backup": edited(h.backup, (1, 0), 1)},
         "backup row 0 has 3 active elements, counts say 4",
     ),
+    "zero stored": (lambda h: {"values": edited(h.values, (3, 1), 0)}, r"a stored value is zero, first at \[3, 1\]"),
+    "indices descend": (lambda h: {"indices": swapped(h.indices, (3, 0), (3, 1))}, r"do not ascend.*\[3, 0\]"),
+    "index twice": (lambda h: {"indices": edited(h.indices, (3, 1), 1)}, r"do not ascend, first at \[3, 0\]"),
     "index behind the columns": (lambda h: {"indices": edited(h.indices, (1, 0), 4)}, r"outside its range.*\[1, 0\]"),
+    "index negative": (lambda h: {"indices": edited(h.indices, (1, 0), -1)}, "outside its range"),
     "value in an unused slot": (lambda h: {"values": edited(h.values, (1, 1), 9)}, r"unused slot.*\[1, 1\]"),
+    "index in an unused slot": (lambda h: {"indices": edited(h.indices, (1, 1), 3)}, r"unused slot.*\[1, 1\]"),
     "entry in the lists of a backup row": (lambda h: {"values": edited(h.values, (0, 0), 1)}, r"unused slot.*\[0, 0\]"),
 }
 
@@ -695,7 +856,14 @@ def test_hybrid_refuses_a_corrupted_field(changes, problem: str) -> None:
         dataclasses.replace(form, **changes(form))
 
 
-# -- Bad input -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [plain_form, word_form, hybrid_form])
+def test_forms_survive_a_copy_of_their_fields(make) -> None:
+    assert dataclasses.replace(make()) == make()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Bad input
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pack", [TwELL.pack, Hybrid.pack], ids=["TwELL", "Hybrid"])
@@ -711,9 +879,23 @@ def test_hybrid_refuses_a_corrupted_field(changes, problem: str) -> None:
     ],
     ids=["1-D", "3-D", "int", "bool", "sparse", "list"],
 )
-def test_pack_refuses_all_but_dense_float_matrices(pack, g: Tensor, problem: str) -> None:
+def test_pack_refuses_what_is_no_dense_float_matrix(pack, g: Tensor, problem: str) -> None:
     with pytest.raises(ValueError, match=rf"(TwELL|Hybrid)\.pack: {problem}"):
         pack(g)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tile": 0}, "tile must be at least 1, got 0"),
+        ({"tile": -3}, "tile must be at least 1, got -3"),
+        ({"slots": 0}, "slots must be at least 1, got 0"),
+        ({"overflow": "clip"}, "overflow must be 'error' or 'mark', got 'clip'"),
+    ],
+)
+def test_twell_pack_refuses_bad_options(options: dict, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        TwELL.pack(torch.zeros(2, 3), **options)
 
 
 def test_twell_words_refuse_values_of_64_bits() -> None:
@@ -723,20 +905,16 @@ def test_twell_words_refuse_values_of_64_bits() -> None:
             refused()
 
 
-BAD_OPTIONS = [
-    (TwELL.pack, {"tile": 0}, "tile must be at least 1, got 0"),
-    (TwELL.pack, {"slots": 0}, "slots must be at least 1, got 0"),
-    (TwELL.pack, {"overflow": "clip"}, "overflow must be 'error' or 'mark', got 'clip'"),
-    (Hybrid.pack, {"cap": -1}, "cap must not be negative, got -1"),
-    (Hybrid.pack, {"backup": -1}, "backup must not be negative, got -1"),
-    (Hybrid.pack, {"overflow": "drop"}, "overflow must be 'error' or 'mark', got 'drop'"),
-]
-
-
-@pytest.mark.parametrize(("pack", "options", "problem"), BAD_OPTIONS)
-def test_bad_options_are_refused(pack: Callable[..., Any], options: dict[str, Any], problem: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"cap": -1}, "cap must not be negative, got -1"),
+        ({"backup": -1}, "backup must not be negative, got -1"),
+        ({"overflow": "drop"}, "overflow must be 'error' or 'mark', got 'drop'"),
+    ],
+)
+def test_hybrid_pack_and_transpose_refuse_bad_options(options: dict, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        pack(torch.zeros(2, 3), **options)
-    if pack == Hybrid.pack:
-        with pytest.raises(ValueError, match=problem):
-            Hybrid.pack(torch.zeros(2, 3)).transpose(**options)
+        Hybrid.pack(torch.zeros(2, 3), **options)
+    with pytest.raises(ValueError, match=problem):
+        Hybrid.pack(torch.zeros(2, 3)).transpose(**options)

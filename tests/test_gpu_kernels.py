@@ -162,9 +162,10 @@ def test_gate_in_twell(workload: str, M: int, F: int, dtype: torch.dtype) -> Non
     tiles = tiles_for(capability, dtype)
     facts = {"tile": tiles.gate, "programs": processors, "use_tma": tiles.use_tma}
     if capability == 90 and dtype != f32:  # else it would still be right, and slower
-        options = {"saves": False, "gated": False, "squared": False, "has_bias": False, "whole": True, "aligned": True}
-        flags = *options.values(), True, True
-        kernel = gate._kernel(dtype, tiles.gate, True, False, *flags, dtype)
+        flags = dict.fromkeys(("HOT", "SAVES", "GATED", "SQUARED", "HAS_BIAS"), False)
+        kernel = gate._kernel(
+            dtype, dtype, tiles.gate, True, True, **flags, WHOLE=True, BY_REGISTERS=True, OVERLAPS=True
+        )
         assert kernel.constants["BY_REGISTERS"]
     got = gate.gate_in_twell(x, w, None, bits=bits, **facts)
     assert got.words is not None and not bits.any()

@@ -18,7 +18,8 @@ each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain
 
 
 def layer(gated: bool, value: float, where: str, share: float) -> tuple[Weights, Weights]:
-    """Weights of which about ``share`` of the neurons fire, ODD for tokens with x[0] > 0; and the same, but finite."""
+    """Weights with which about ``share`` of the neurons fire, ODD for tokens with x[0] > 0; and the same weights, but
+    finite."""
     gate, up, down = torch.randn(F, D), torch.randn(F, D), torch.randn(D, F)
     bias = torch.full((F,), -math.sqrt(2 * D) * torch.erfinv(torch.tensor(1 - 2 * share)).item())
     gate[ODD], bias[ODD] = 0, 0
@@ -40,7 +41,7 @@ def layer(gated: bool, value: float, where: str, share: float) -> tuple[Weights,
 def test_weights_of_silent_neurons_reach_no_result(
     gated: bool, value: float, where: str, share: float, n_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many tokens there are, and whichever way the CPU takes; tokens that wake the neuron are not finite."""
+    """For any number of tokens and any CPU path; tokens that fire the neuron are not finite."""
     if where == "up" and not gated:
         pytest.skip("a plain FFN has no up projection")
     odd, finite = layer(gated, value, where, share)
@@ -77,7 +78,7 @@ def assert_reaches_only(got: Tensor, want: Tensor, wakes: Tensor, must_reach: bo
 @each_kind
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_fp16_gradients_that_overflow_stay_at_active_neurons(gated: bool, activation: str) -> None:
-    """A scaled loss makes dh or dl1 inf; where dense has 0 so have we."""
+    """A scaled loss makes dh or dl1 inf; gradients are 0 where dense ones are."""
     half = torch.float16
     x = torch.tensor([[1.0] * 16, [-1.0] * 16], dtype=half)  # the second token wakes no neuron
     w = Weights(torch.ones(32, 16, dtype=half), torch.ones(32, 16, dtype=half) if gated else None, torch.ones(16, 32))

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from transformers.distributed import DistributedConfig
 
 import twell
-from interpreted import look_through_triton_once, shorten_lists
+from interpreted import shorten_lists, speed_up_triton
 from twell import cpu
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.counts import NeuronCounts
@@ -165,7 +165,7 @@ def share_out(ffn: Any, mesh: Any) -> None:
 def run_by_plan(ffn: Any) -> dict[str, Tensor]:
     """y by the sparse kernels in Triton's interpreter: hot neurons, light and heavy tokens."""
     shorten_lists()
-    look_through_triton_once()
+    speed_up_triton()
     ffn.backend = "triton"
     ffn.set_plan(Plan(n_neurons=48, hot=torch.tensor([5, 1]), cap=16, min_tokens=0))
     with torch.no_grad():

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from interpreted import shorten_lists
 from twell import GatedSparseFFN, SparseFFN, Stats
-from twell.gpu.training import hybrid
+from twell.gpu.training import split_training
 from twell.nn import SparseFFNBase
 from twell.ops import backends
 from twell.plan import Plan, costs_for
@@ -263,14 +263,14 @@ def test_the_trainer_moves_layers_and_resumes_with_them(tmp_path: Path, monkeypa
     cheap = costs_for(torch.device("cpu"), training=True)._replace(dense=1e6)  # besides dense: all is sparse
     monkeypatch.setattr("twell.plan.costs._TRAINING_COSTS", {90: cheap})
     by_kernels = 0
-    right = hybrid.backward
+    right = split_training.backward
 
     def spy(*args: Any, **options: Any) -> Any:
         nonlocal by_kernels
         by_kernels += 1
         return right(*args, **options)
 
-    monkeypatch.setattr(hybrid, "backward", spy)
+    monkeypatch.setattr(split_training, "backward", spy)
     trainer = trainer_of(RECIPE, "triton", tmp_path / "planned")
     trainer.train()
     assert logged(trainer, "sparse_layers") == [0, 0, 2, 2]

@@ -140,9 +140,11 @@ class Hybrid(Format):
         long_rows = (counts > cap).nonzero().flatten()
         if overflow == "error" and len(long_rows) > n_backup:
             m = int(long_rows[n_backup])
+            smallest_cap = int(counts.sort(descending=True).values[n_backup])
             raise ValueError(
                 f"Hybrid.pack: row {m} has {int(counts[m])} active elements, more than cap={cap}, and finds no backup "
-                f"row: backup={n_backup}, and {len(long_rows)} rows are over the cap"
+                f"row: {len(long_rows)} rows are over the cap, backup={n_backup}; the smallest backup that fits is "
+                f"{len(long_rows)}, or with this backup the smallest cap {smallest_cap}"
             )
         backup_rows, row_backup = _backup_maps(counts, cap, n_backup)
         dense = torch.zeros(n_backup, F, dtype=value.dtype, device=device)

@@ -90,7 +90,7 @@ def _kernels(gpu: torch.device | None) -> str:
     why_none = "torch sees no GPU" if gpu is None else backends.why_unavailable("triton", gpu)
     if gpu is None or why_none:
         return f"none: {why_none}; plans: {plan.costs_are(torch.device('cpu'))}"
-    from twell.gpu.decode import tiles as few_tiles
+    from twell.gpu.decode import few_tiles
     from twell.gpu.shared import tiles
 
     major, minor = torch.cuda.get_device_capability(gpu)

@@ -1,8 +1,8 @@
-"""Rows in e4m3, each with a scale of its own: x of every FP8 FFN, and h of a dense one.
+"""Rows rounded to e4m3, each with its own scale: x of every FP8 FFN, and h of a dense one.
 
     scale = max(largest |x|, 1e-12) * (1 / 448)    q = x * (1 / scale), rounded to nearest even    (reference.to_fp8)
 
-inf or NaN anywhere in a row make its scale NaN, and so whatever is computed from it.
+inf or NaN anywhere in a row makes its scale NaN, and with it every result of that row.
 Bytes, M 16384, D 2048, bf16: 67 MB in, 34 MB out, 23 us at 4.3 TB/s.
 """
 
@@ -20,12 +20,13 @@ from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.tiles import INTERPRETED, relu, start_after
 from twell.reference import E4M3
 
-_AT_ONCE = 8192  # elements of a program: some short rows, or a long one
+_AT_ONCE = 8192  # elements per program: several short rows, or a long one
 
 
 @triton.jit
 def _to_e4m3(q):
-    """To nearest even. The interpreter's own conversion drops a carry into the exponent: 125 becomes 64, not 128."""
+    """Rounds to nearest even. The interpreter's own conversion drops a carry into the exponent: 125 becomes 64, not
+    128."""
     if INTERPRETED:
         bits = q.to(tl.int32, bitcast=True)
         usual = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -36,7 +37,7 @@ def _to_e4m3(q):
 
 @triton.jit
 def _round_kernel(
-    i_x,  # [M, N]; of h: z
+    i_x,  # [M, N]; ACTIVATES: z
     i_u,  # [M, N] or unused
     o_q,  # [M, N]
     o_scale,  # [M]
@@ -62,11 +63,11 @@ def _round_kernel(
             x = x * x
         if GATED:
             x = x * tl.load(i_u + at, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(i_x.dtype.element_ty).to(tl.float32)  # as a dense FFN has h
+        x = x.to(i_x.dtype.element_ty).to(tl.float32)  # a dense FFN rounds h
     largest = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-12)
     scale = largest * (1 / 448.0) + tl.sum(x * 0.0, axis=1)
     q = x * tl.div_rn(1.0 + tl.zeros_like(scale), scale)[:, None]
-    q = tl.where(q > 448.0, 448.0, tl.where(q < -448.0, -448.0, q))  # which keeps NaN
+    q = tl.where(q > 448.0, 448.0, tl.where(q < -448.0, -448.0, q))  # min and max would drop NaN
     tl.store(o_q + row[:, None].to(tl.int64) * N + col[None, :], _to_e4m3(q), mask=inside)
     tl.store(o_scale + row, scale, mask=row < M)
 
@@ -81,7 +82,7 @@ def _kernel(dtype: torch.dtype, N: int, activates: bool, gated: bool, squared: b
 
 
 def round_rows(x: Tensor, out: tuple[Tensor, Tensor]) -> None:
-    """Write (q [M, D] e4m3, scale [M] fp32) of x [M, D], whose rows lie apart at multiples of 16 elements."""
+    """Write (q [M, D] e4m3, scale [M] fp32) of x [M, D], whose row stride is a multiple of 16 elements."""
     M, D = x.shape
     kernel = _kernel(x.dtype, D, False, False, False, can_overlap())
     kernel(ceil_div(M, kernel.constants["ROWS"]), x, 0, *out, M, D, x.stride(0))
@@ -95,5 +96,5 @@ def round_hidden(z: Tensor, u: Tensor | None, squared: bool, out: tuple[Tensor, 
 
 
 def room_for(rows: int, columns: int, new: Any) -> tuple[Tensor, Tensor]:
-    """``new``: of a Space, or a tensor's new_empty."""
+    """Buffers for q and scale. ``new``: a Space's take, or a tensor's new_empty."""
     return new(rows, columns, dtype=E4M3), new(rows, dtype=torch.float32)

@@ -1,11 +1,13 @@
-"""Training in three parts: the forward of ``split.py`` that keeps what a backward needs, and that backward.
+"""Training with the split: the forward of ``prefill/split.py``, which also keeps what a backward needs, and the
+backward.
 
-What is kept, besides x and the weights, per token: z and u of the H hot neurons; for the cold tail a narrow list of
-16-bit neurons, r and u (``lists.py``), and their pairs by neurons (``transpose.py``). At H 512 and lists of 48 this is
-2.6 kB, where a dense FFN keeps r, u and h of all neurons: 34 kB.
+Kept per token, besides x and the weights: z and u of the H hot neurons; for the tail a narrow list of 16-bit neuron
+numbers, r and u (``lists.py``), and their pairs by neurons (``transpose.py``). At H 512 and lists of 48 this is 2.6 kB,
+where a dense FFN keeps r, u and h of all neurons: 34 kB.
 
 A heavy token keeps nothing: its cold neurons are computed again from x. Only the device knows how many there are; the
-host never asks."""
+host never asks.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from twell.formats import TwELL
 from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy import write_heavy_
 from twell.gpu.prefill.lists import Lists, list_active
-from twell.gpu.prefill.split import Split, aligned, biases_of, lay_out, ready, tail_tile
-from twell.gpu.prefill.up_down import write_tail
+from twell.gpu.prefill.split import SplitSizes, aligned, biases_of, lay_out, ready, tail_tile
+from twell.gpu.prefill.tail import write_tail
 from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
 from twell.gpu.shared.rows import gathered, put_rows_, transposed
 from twell.gpu.shared.tiles import Tiles
@@ -34,9 +36,9 @@ from twell.gpu.training.weight_gradients import NeuronGradients, write_weight_gr
 from twell.reference import Gradients, Weights, is_neuron_major
 from twell.saved import SavedSplit, TailSizes, saved_length
 
-# The sums y += h Wd_hot and dx += [dz du] W_hot: a kernel of ours takes 15 % longer than cuBLAS's (2 % of a step), and
-# 30 us less of host time, which is what one waits for in smaller batches.
-_BY_CUBLAS = 8192  # tokens
+# y += h Wd_hot and dx += [dz du] W_hot: our kernel takes 15 % longer than cuBLAS's (2 % of a step), but 30 us less host
+# time, which limits smaller batches.
+_BY_CUBLAS = 8192  # tokens, from which on cuBLAS runs
 
 # ---------------------------------------------------------------------------------------------------------
 # Forward
@@ -48,7 +50,7 @@ def forward(
     w: Weights,
     order: Tensor,
     places: Tensor,
-    split: Split,
+    split: SplitSizes,
     activation: str,
     token_mask: Tensor | None,
     tiles: Tiles,
@@ -57,8 +59,8 @@ def forward(
     want_stats: bool,
     cold_gate: TwELL | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y [M, D], l1_sum, counts [F], what to keep) for x [M, D]. ``cold_gate``: see ``gate_in_twell``, where it is
-    there already."""
+    """(y [M, D], l1_sum, counts [F], tensor to keep) for x [M, D]. ``cold_gate``: the result of ``gate_in_twell``, if
+    it exists already."""
     x, w = aligned(x), ready(w)
     gate, up, down, b_gate, b_up, b_down = w
     (M, _), F, (n_hot, cap, _) = x.shape, gate.shape[0], split
@@ -71,7 +73,7 @@ def forward(
     transposes, has_bias = not is_neuron_major(down), b_gate is not None or b_up is not None
     biases = biases_of(w, order, n_hot) if has_bias else (None, None)
     of_gate: tuple[Tensor | None, ...] = None, None, None
-    if cold_gate is not None:  # which else sets counters and bits to 0
+    if cold_gate is not None:  # otherwise the gate kernel sets counters and bits to 0
         SavedSplit.of(kept, M, F, n_hot, cap, gated=up is not None).turns.counters.zero_()
         of_gate = cold_gate.words, cold_gate.counts, order.new_zeros(*bits_shape(M, F - n_hot))
     key = (
@@ -106,7 +108,7 @@ def _launch_forward(
     words: Tensor | None,
     counts_in_tiles: Tensor | None,
     bits: Tensor | None,
-    split: Split,
+    split: SplitSizes,
     squared: bool,
     transposes: bool,
     want_stats: bool,
@@ -116,7 +118,7 @@ def _launch_forward(
     M, F, gated, (n_hot, cap, first) = len(x), len(gate), up is not None, split
     parts = SavedSplit.of(kept, M, F, n_hot, cap, gated=gated)
     cold = gathered(gate, up, down, order, n_hot, hot=False, space=space) if n_hot else gate
-    with beside():  # while the cold gate's GEMM runs
+    with beside():  # the cold gate's GEMM
         rows = Weights(gate, up, transposed(down, space) if transposes else down, cold_bias, up_bias, down_bias)
         layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), cold=False, space=space)._replace(cold=cold)
         signals()
@@ -168,7 +170,7 @@ def backward(
     kept: Tensor,
     order: Tensor,
     places: Tensor,
-    split: Split,
+    split: SplitSizes,
     activation: str,
     token_mask: Tensor | None,
     tiles: Tiles,
@@ -235,15 +237,17 @@ def _launch_backward(
     d_down: Tensor | None,
     d_gate_bias: Tensor | None,
     d_up_bias: Tensor | None,
-    split: Split,
+    split: SplitSizes,
     squared: bool,
     transposes: bool,
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    """dx, and the cold neurons' rows of the weights' gradients. Returns what the hot ones' are made of and room for
-    them: gradients of z and u, interleaved, [2 H, M], h [H, M], and [2 H, D] and [H, D]; in large batches also the hot
-    neurons' rows (see Layout), whose part of dx is yet to be added."""
+    """Write dx, and the cold neurons' rows of the weights' gradients.
+
+    Returns operands and outputs of the hot neurons' GEMMs: gradients of z and u, interleaved [2 H, M], h [H, M], and
+    buffers [2 H, D] and [H, D]; in large batches also the hot neurons' rows (see Layout), whose part of dx is still to
+    be added."""
     M, (F, D), gated, (n_hot, cap, _) = len(x), gate.shape, up is not None, split
     parts, down = SavedSplit.of(kept, M, F, n_hot, cap, gated=gated), transposed(down, space) if transposes else down
     out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
@@ -299,7 +303,7 @@ def _launch_last(
     n_hot: int,
     gated: bool,
 ) -> tuple[Tensor, ...]:
-    """The hot neurons' rows into their places, and Wd's gradient as Wd lies."""
+    """Put the hot neurons' rows into their places, and transpose Wd's gradient if Wd is not neuron-major."""
     if inputs is not None and downs is not None:
         put_rows_((d_gate, d_up, d_down), order, inputs, downs, n_hot, gated=gated)
     if turned_down is not None and d_down is not None:

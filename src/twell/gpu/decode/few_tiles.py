@@ -1,4 +1,4 @@
-"""Tiles of the kernels for few tokens, and where Hopper's own can run."""
+"""Tile sizes of the kernels for few tokens, and where the Gluon kernels for Hopper can run."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from twell.gpu.shared.replay import INTERPRETED
 from twell.gpu.shared.tiles import device_facts
 from twell.plan import MAX_FEW_TOKENS
 
-_SHARED_KIB = {80: 163, 90: 227, 100: 227}  # a program may have, where it is not 99
-_GLUON = ("3.6.", "3.7.")  # versions of Triton with whose Gluon hopper.py was tried
-HOPPER_CHAINS = 8  # warps of hopper.py's kernel, each with a share of D
-_CHAINS_FP8 = {1: 8, 8: 16, 16: 8}  # of hopper_one.py's and hopper_fp8.py's first kernels, by the most tokens
-WORDS = 128  # of bits that the sums kernel takes at once
+_SHARED_KIB = {80: 163, 90: 227, 100: 227}  # per program; 99 elsewhere
+_GLUON = ("3.6.", "3.7.")  # versions of Triton with which hopper.py was tested
+HOPPER_CHAINS = 8  # warps of hopper_neurons_kernel, each with a share of D
+_CHAINS_FP8 = {1: 8, 8: 16, 16: 8}  # hopper_one_kernel and hopper_fp8_neurons_kernel; key: the largest M
+WORDS = 128  # mask words that a sums kernel processes at once
 
 
 class NeuronTile(NamedTuple):
     """Neurons (16, 32 or 64) and depth of a tile, warps, stages.
 
-    slots: neurons that fire are taken so many at once for up (16, not in fp32); 0: all of the tile's at once.
-    TN: neurons of a program, where they are fewer than a tile's 64; 0: all.
-    programs: at least so many.
-    """
+    slots: how many neurons that fire compute u at once (16, not in fp32); 0: all of the tile's
+    TN: neurons of a program, if fewer than BN; 0: BN
+    programs: the minimum"""
 
     BN: int
     BK: int
@@ -37,17 +36,17 @@ class NeuronTile(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """Of hopper.py's kernel: neurons of a program, at least so many programs, depth of a chain, and chains."""
+    """hopper_neurons_kernel: neurons of a program, minimum number of programs, depth of a chain, and chains."""
 
     TN: int
     programs: int
     depth: int
-    BN: int = 64  # bits of a program
+    BN: int = 64  # mask bits of a program
     chains: int = HOPPER_CHAINS
 
 
 class SumTile(NamedTuple):
-    """Columns of y, warps, stages; so many bits of each word (1 or 2), and words, are taken at once."""
+    """Columns of y, warps, stages; bits of each word (1 or 2) and words processed at once."""
 
     BD: int
     warps: int
@@ -57,34 +56,30 @@ class SumTile(NamedTuple):
 
 
 class HopperSumTile(NamedTuple):
-    """Of hopper.py's kernel: so many bits of each word are taken at once; warps; columns of y."""
+    """hopper_sums_kernel: bits of each word processed at once; warps; columns of y."""
 
     BS: int
     chains: int
     BD: int = 16
 
 
-_SUMS_ON_HOPPER: dict[int, SumTile | HopperSumTile] = {  # by the most tokens
+_SUMS_ON_HOPPER: dict[int, SumTile | HopperSumTile] = {  # key: the largest M
     8: HopperSumTile(3, 4),
     16: HopperSumTile(2, 4),
     32: HopperSumTile(10, 8),
     64: SumTile(16, 4, 4, BS=2),
 }
-
-
 _SUMS_OF_FP8: dict[int, HopperSumTile] = {
     4: HopperSumTile(2, 4),
     16: HopperSumTile(3, 4),
     32: HopperSumTile(5, 8),
     64: HopperSumTile(6, 4),
 }
-
-
 _INTERPRETED = NeuronTile(16, 32, 4, 2), SumTile(32, 4, 2, BS=2, BW=2)  # tiny
 
 
 def why_not_hopper(capability: int, version: str = triton.__version__) -> str | None:
-    """Why the kernels of hopper.py cannot run, or None."""
+    """Why the Gluon kernels cannot run, or None."""
     if capability != 90:
         return "for sm_90"
     return None if version.startswith(_GLUON) else f"tried with Triton 3.6 and 3.7, not {version}"
@@ -100,7 +95,7 @@ def tiles_of(x: Tensor, F: int) -> tuple[NeuronTile | HopperTile, SumTile | Hopp
 
 
 def fp8_tiles_of(x: Tensor, F: int) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
-    """Likewise, of e4m3 weights."""
+    """As ``tiles_of``, for e4m3 weights."""
     if INTERPRETED:
         return _INTERPRETED
     capability, processors = device_facts(x.device.index)
@@ -117,7 +112,7 @@ def tiles_for(
     capability: int = 90,
     processors: int = 132,
 ) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
-    """Measured on an H200 at D 2048, F 5632 and at D 4096, F 14336; right anywhere."""
+    """Measured on an H200 at D 2048, F 5632 and at D 4096, F 14336; correct for any shape and GPU."""
     shared = 1024 * _SHARED_KIB.get(capability, 99)
     BM = max(16, power_of_2(tokens))
     sums: SumTile | HopperSumTile
@@ -127,36 +122,37 @@ def tiles_for(
         if hopper_tile is not None:
             return hopper_tile, sums
     else:
-        room = shared * 3 // 4 // (WORDS * (16 + BM) * element_size)  # blocks; a stage has BS
+        room = shared * 3 // 4 // (WORDS * (16 + BM) * element_size)  # blocks; a stage takes BS
         BS = min(1 if tokens <= 16 else 2, max(1, room))
         sums = SumTile(16, 4, max(1, min(4, 1 + room // BS)), BS)
     has_room = shared > 99 * 1024 and element_size == 2
     BN = 32 if 100 <= capability < 120 else 64  # Triton 3.7 cannot compile tcgen05's narrow tiles
     BK = 512 // element_size**2
-    warps = 8 if tokens > 32 and (capability < 90 or element_size == 4) else 4  # without wgmma: registers
+    warps = (
+        8 if tokens > 32 and (capability < 90 or element_size == 4) else 4
+    )  # more registers, where there is no wgmma
     stages = max(1, min(6, shared // ((BN + BM) * BK * element_size)))
     neurons = NeuronTile(BN, BK, warps, stages, slots=16 if tokens <= 16 and has_room else 0)
     if capability >= 90 and BN == 64:
         TN, programs = _divided(F, BN, processors)
         neurons = neurons._replace(TN=TN, programs=programs)
         if programs > processors and tokens > 16 and capability == 90 and element_size == 2:
-            neurons = neurons._replace(stages=4 if tokens <= 32 else 3)  # so that a processor has two at once
+            neurons = neurons._replace(stages=4 if tokens <= 32 else 3)  # so that two programs fit an SM
             sums = HopperSumTile(6, 8) if isinstance(sums, HopperSumTile) else SumTile(32, 4, 4, BS=2)
     return neurons, sums
 
 
 def _divided(F: int, most: int, processors: int) -> tuple[int, int]:
-    """(neurons of a program, at most ``most``; programs), so that all processors have as many programs.
+    """(neurons of a program, at most ``most``; programs), with equally many programs for every SM.
 
-    The words of bits are a multiple of what the sums kernel takes at once, if there are so many.
-    """
+    If possible, the number of mask words is a multiple of the words that a sums kernel processes at once."""
     programs = processors * ceil_div(F, most * processors)
     words = programs // WORDS * WORDS or programs
     return (ceil_div(F, words), programs) if ceil_div(F, words) <= most else (ceil_div(F, programs), programs)
 
 
 def _hopper_tile(tokens: int, D: int, F: int, processors: int) -> HopperTile | None:
-    """None where one processor's rows of the gate do not fit into its shared memory, beside a program of sums."""
+    """None where an SM's rows of the gate do not fit its shared memory beside a program of the sums kernel."""
     if tokens > 16:
         return None
     TN, programs = _divided(F, 64, processors)
@@ -168,7 +164,7 @@ def _hopper_tile(tokens: int, D: int, F: int, processors: int) -> HopperTile | N
 def fp8_tiles_for(
     tokens: int, D: int, F: int, *, capability: int = 90, processors: int = 132
 ) -> tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]:
-    """Of e4m3 weights. Measured on an H200 at D 2048, F 5632; right anywhere."""
+    """For e4m3 weights. Measured on an H200 at D 2048, F 5632; correct for any shape and GPU."""
     TN, programs = _divided(F, 64, processors)
     depth, stages = (256, 6) if tokens <= 32 else (128, 8)
     neurons: NeuronTile | HopperTile = NeuronTile(64, depth, 4, stages, TN=TN, programs=programs)

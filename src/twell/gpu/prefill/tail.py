@@ -1,16 +1,16 @@
-"""The cold tail, token by token: y = sum over a token's listed neurons n of a(r_n) * (Wu_n . x + bu_n) * Wd_n + bd.
+"""The tail, token by token: y = sum over a token's listed neurons n of a(r_n) * (Wu_n . x + bu_n) * Wd_n + bd.
 
-One program a token, long and early ones first, so that none of them is what the others wait for at the end. It gathers
-its neurons' rows of Wu and Wd, a few at a time; u and h stay in registers, sums are fp32. Heavy tokens are left to
-``heavy.py``.
+One program per token, long and early ones first, so that the others do not wait for them at the end. It gathers its
+neurons' rows of Wu and Wd, a few at a time; u and h stay in registers, sums are fp32. ``heavy.py`` computes the heavy
+tokens.
 
-A dense FFN multiplies u with the 0 of every inactive neuron, which makes NaN of a token with inf or NaN in x. For a
-token without any active or hot neuron the tail does it: y += 0 * sum(x).
+A dense FFN multiplies u with the 0 of every inactive neuron, which gives NaN for a token with inf or NaN in x. For a
+token without any active or hot neuron the tail adds that NaN: y += 0 * sum(x).
 
-Weights: Wu [F, D] as the model has it, Wd neuron-major [F, D]. FP8: x and both in e4m3, with scales of x [M], of up's
-rows [F] and of y's columns [D]; sums are fp32, and h is not rounded.
-Bytes: two rows of D a (token, neuron) pair; at 10 cold neurons a token, M 16384, D 2048, bf16: 1.3 GB, mostly from L2
-(about 9 TB/s seen on an H200: 0.15 ms), x once in and y once out (0.13 GB).
+Weights: Wu [F, D] as the model has it, Wd neuron-major [F, D]. FP8: x and both weights are e4m3, with scales of x [M],
+of up's rows [F] and of y's columns [D]; sums are fp32, and h is not rounded.
+Bytes: two rows of D for each (token, neuron) pair; at 10 cold neurons per token, M 16384, D 2048, bf16: 1.3 GB, mostly
+from L2 (about 9 TB/s seen on an H200: 0.15 ms), x once in and y once out (0.13 GB).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from twell.reference import Weights
 @triton.jit
 def _tail_kernel(
     i_x,  # [M, D]
-    i_rows,  # [size]: rows of Wd and Wu
-    i_values,  # [size]
-    i_counters,  # see Turns; likewise the three after it
+    i_rows,  # [size]: row numbers in Wu and Wd
+    i_values,  # [size]: r
+    i_counters,  # see Turns, as the next three
     i_entries,
     i_heavy,
     i_early,
@@ -84,7 +84,7 @@ def _tail_kernel(
             if SQUARED:
                 a = a * a
             inside = there[:, None] & in_d[None, :]
-            # Both rows are asked for before the first is used: the sum over D is a barrier to the loads after it.
+            # Issue both rows' loads before the first is used: the sum over D is a barrier to later loads.
             down = tl.load(i_down + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
             if GATED:
                 up = tl.load(i_up + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
@@ -108,7 +108,7 @@ def _tail_kernel(
         if SAVES:
             tl.store(o_l1 + token, tl.sum(l1, axis=0))
         if SPOIL:
-            if n == 0:  # else u is inf or NaN, too. A store of its own keeps the loop's registers few
+            if n == 0:  # otherwise u is inf or NaN. A separate store saves registers in the loop
                 tl.store(y, (acc + tl.sum(x * x_scale * 0.0, axis=0)).to(o_y.dtype.element_ty), mask=in_d)
 
 
@@ -118,16 +118,11 @@ def _kernel(
     narrow: torch.dtype,
     D: int,
     tile: RowTile,
-    gated: bool,
-    squared: bool,
-    spoil: bool,
-    saves: bool,
-    has_up_bias: bool,
-    has_down_bias: bool,
-    overlaps: bool,
     factors: torch.dtype,
+    **flags: bool,
 ) -> Kernel:
-    """``factors``: the dtype of x and the weights."""
+    """``factors``: the dtype of x and the weights. ``flags``: GATED, SQUARED, SPOIL, SAVES, HAS_UP_BIAS, HAS_DOWN_BIAS,
+    OVERLAPS."""
     wide = power_of_2(D)
     weights, f32 = (factors, dtype, factors, dtype), torch.float32
     pointers = (factors, narrow, dtype, *[torch.int32] * 4, *weights, f32, f32, f32, dtype, dtype, f32)
@@ -138,16 +133,10 @@ def _kernel(
             "BD": wide,
             "WHOLE": wide == D,
             "NEURONS": tile.neurons,
-            "GATED": gated,
-            "SQUARED": squared,
-            "SPOIL": spoil,
-            "SAVES": saves,
             "SCALED": factors != dtype,
-            "HAS_UP_BIAS": has_up_bias,
-            "HAS_DOWN_BIAS": has_down_bias,
             "LONG": LONG,
             "STAGES": tile.stages,
-            "OVERLAPS": overlaps,
+            **flags,
         },
         warps=tile.warps_for(wide),
         stages=tile.stages,
@@ -169,17 +158,17 @@ def write_tail(
 ) -> None:
     """Write the rows of y [M, D] that belong to tokens that are not heavy. ``w``: all rows [F, D], Wd too.
 
-    Where ``l1`` [M] is given, write their sums of abs(h) there, and u of every entry into ``saved_up``.
-    ``scales``: of x [M], up [F] and down [D], where these are e4m3.
-    """
+    ``l1`` [M], if given, receives the tokens' sums of abs(h), and ``saved_up`` the u of every entry. ``scales``: of x
+    [M], up [F] and down [D], where these are e4m3."""
     M, D = x.shape
     if M == 0:
         return
     rows, values, turns, cap = lists
     gated, b_up, b_down = w.up is not None, w.up_bias, w.down_bias
-    spoil, saves = gated and not has_hot, l1 is not None
-    flags = gated, squared, spoil, saves, b_up is not None, b_down is not None, can_overlap()
-    kernel = _kernel(y.dtype, rows.dtype, D, tile, *flags, x.dtype)
+    kernel = _kernel(
+        y.dtype, rows.dtype, D, tile, x.dtype, GATED=gated, SQUARED=squared, SPOIL=gated and not has_hot,
+        SAVES=l1 is not None, HAS_UP_BIAS=b_up is not None, HAS_DOWN_BIAS=b_down is not None, OVERLAPS=can_overlap(),
+    )  # fmt: skip
     optional = (w.up, b_up, w.down, b_down, *(scales or (None,) * 3), y, saved_up, l1)
     tensors = (0 if t is None else t for t in optional)
     kernel(n_programs(M), x, rows, values, *turns, *tensors, M, D, cap, x.stride(0))

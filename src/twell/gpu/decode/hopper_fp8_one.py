@@ -1,22 +1,23 @@
-"""One token of an FFN with FP8 weights, for Hopper, in Gluon. What bounds it is a chain of latencies, not bytes.
+"""One token of an FFN with FP8 weights, for Hopper, in Gluon. A chain of latencies limits it, not bytes.
 
-hopper_one_kernel has a program for each processor, of TN neurons, as hopper_fp8_neurons_kernel, but it adds up its own
-share of y: who fires is known to the program itself, so no other has to read words of bits first and then rows. Rows of
-Wu and Wd are asked for together, for four neurons at once. hopper_add_kernel adds the shares, in the programs' order.
+hopper_one_kernel has one program of TN neurons per SM, like hopper_fp8_neurons_kernel, but each program also computes
+its own share of y. The program itself knows which of its neurons fire, so no other program has to read mask words first
+and rows then. Rows of Wu and Wd are loaded together, for four neurons at once. hopper_add_kernel adds the shares, in
+the programs' order.
 
     next layer's gate    wwwwwwwwwwwwww|
     this layer's         |x mma | who fires | rows of Wu and Wd: u, h | its share of y |
     shares                                                                             |y|
 
-Two layers' programs fit into a processor's shared memory and registers, so that the next layer's rows of the gate come
-while this one runs: 8 warps, REGISTERS, and one tile of the gate converted to fp16 before x is there.
+Two layers' programs fit an SM's shared memory and registers, so that the next layer's gate rows arrive while this layer
+runs: 8 warps, REGISTERS, and one tile of the gate converted to fp16 before x is there.
 
 Legend: D model width, F neurons (TN in a program, SUBS tiles of 16).
-Bytes, D 2048, F 5632: Wg 11.5 MB, then 4 KB for each neuron that fires, and 1 MB of shares, which the L2 cache holds.
+Bytes, D 2048, F 5632: Wg 11.5 MB, then 4 KB for each neuron that fires, and 1 MB of shares, which L2 holds.
 """
 
 # mypy: disable-error-code="assignment, misc, var-annotated"
-# (tuples that grow as a kernel is compiled)
+# (tuples that grow while a kernel is compiled)
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from twell.gpu.decode.hopper import barrier, popcount, prefetch, relu
 from twell.gpu.decode.hopper_fp8 import copy_gate, load_x, products_of, rounded, touch
 
-# Where two programs fit into a processor's shared memory, the most registers with which they fit beside two of
-# hopper_add_kernel. (121 and 113 registers: 7.4 and 7.8 us a layer, 112: 6.8; H200.)
+# If two programs (FITS_TWICE bytes each, at most) fit an SM's shared memory: the most registers with which they fit
+# beside two of hopper_add_kernel. (121 and 113 registers: 7.4 and 7.8 us per layer, 112: 6.8; H200.)
 REGISTERS, FITS_TWICE = 112, 96 * 1024
 
 
@@ -42,7 +43,7 @@ def hopper_one_kernel(
     i_up_scale,  # fp32 [F] or unused
     i_down,  # e4m3 [F, D]
     m_a,  # fp32 [F]: relu(z) of the neurons that fire
-    o_share,  # fp32 [programs, D]: of y, without the scales of its columns
+    o_share,  # fp32 [programs, D]: shares of y, before its columns' scales
     D,
     F,
     OVERLAPS: gl.constexpr,
@@ -51,12 +52,12 @@ def hopper_one_kernel(
     SUBS: gl.constexpr,
     CHAINS: gl.constexpr,
     DEPTH: gl.constexpr,
-    BU: gl.constexpr,  # neurons that fire, at once
+    BU: gl.constexpr,  # neurons that fire processed at once
     GATED: gl.constexpr,
     SQUARED: gl.constexpr,
 ):
     dtype: gl.constexpr = i_x.dtype.element_ty
-    BM: gl.constexpr = 8  # what tensor cores take; the first is the token
+    BM: gl.constexpr = 8  # the least that tensor cores take; the first is the token
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHAINS, 1, 1], [1, 16, 8])
     copied: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 512 // DEPTH, DEPTH // 16], [CHAINS, 1, 1], [2, 1, 0])
     summed: gl.constexpr = gl.BlockedLayout([CHAINS, 1, 1], [1, 32 // BM, BM], [1, CHAINS, 1], [2, 1, 0])
@@ -89,16 +90,16 @@ def hopper_one_kernel(
     products = (mma_v2(converted, x, gl.zeros((CHAINS, 16, BM), gl.float32, mma)),)
     for sub in gl.static_range(1, SUBS):
         products += (products_of(blocks[sub], x, CHAINS, BM),)
-    # Here, not before: it may lie where the rows were.
+    # Allocated here, so that it may reuse the rows' memory.
     sums = gl.allocate_shared_memory(gl.float32, [CHAINS, 64, BM], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    for sub in gl.static_range(SUBS):  # where the chains meet
+    for sub in gl.static_range(SUBS):  # the chains' sums meet here
         sums.slice(sub * 16, 16, dim=1).store(products[sub])
     w_scale = gl.load(i_gate_scale + first + row, mask=row < n, other=0.0)
     z = gl.sum(sums.load(summed), axis=0) * (w_scale[:, None] * x_scale)
     a = relu(z).to(dtype).to(gl.float32)
     fires = ((a != 0) | (z == float("-inf"))) & (m < 1)[None, :] & (row < n)[:, None]
     fired = gl.max(fires.to(gl.int32), axis=1)
-    if OVERLAPS:  # on their way before all of the program knows of them
+    if OVERLAPS:  # issued before all threads know which fire
         prefetch(i_down, first + row, fired, D, SAME)
         if GATED:
             prefetch(i_up, first + row, fired, D, SAME)
@@ -120,7 +121,7 @@ def hopper_one_kernel(
         at = (its.to(gl.int64) * D)[:, None] + d[None, :]
         there = filled[:, None] & (d < D)[None, :]
         down = gl.load(i_down + at, mask=there, other=0.0)
-        barrier()  # all of a is written
+        barrier()  # now all of a is written
         h = relu(gl.load(m_a + its))
         if SQUARED:
             h = h * h
@@ -141,7 +142,7 @@ def hopper_add_kernel(
     D,
     n_shares,
     OVERLAPS: gl.constexpr,
-    BP: gl.constexpr,  # a power of 2 from n_shares on
+    BP: gl.constexpr,  # power of 2 >= n_shares
     BD: gl.constexpr,
     WARPS: gl.constexpr,
 ):
@@ -150,7 +151,7 @@ def hopper_add_kernel(
     program = gl.arange(0, BP, gl.SliceLayout(1, layout))
     if OVERLAPS:
         gdc_launch_dependents()
-    scale = gl.load(i_down_scale + d, mask=d < D, other=0.0)  # a weight, which the kernel before does not write
+    scale = gl.load(i_down_scale + d, mask=d < D, other=0.0)  # a weight: the preceding kernel does not write it
     if OVERLAPS:
         gdc_wait()
     there = (program < n_shares)[:, None] & (d < D)[None, :]
