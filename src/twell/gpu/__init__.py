@@ -49,9 +49,10 @@ GEMMs. [brackets]: not launched for a frozen layer.
     otherwise                              dense.py              cuBLAS, _forward_kernel, _statistics_kernel; backward:
                                                                  cuBLAS, _backward_kernel (activation.py)
 
-hopper.py needs Triton 3.6 or 3.7 and an SM's share of the gate in shared memory (few_tiles.py). An int8 screen exists
-if the plan counted at most 1 % active neurons (screen.py). "One wave": the tiles of h fill the SMs once
-(``dense.fused_tile``). The split's files are the same for all architectures; tiles.py says where TMA reads.
+The hopper files need Triton 3.6 or 3.7 (steps.py replaces them), at most 64 neurons per SM, and an SM's share of the
+gate in shared memory: few_tiles.py. An int8 screen exists if the plan counted at most 1 % active neurons (screen.py).
+"One wave": the tiles of h fill the SMs once (``dense.fused_tile``). The split's files are the same for all
+architectures; shared/tiles.py says where TMA reads.
 """
 
 from __future__ import annotations
