@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -295,6 +296,38 @@ def test_nothing_is_kept_without_save(backend: str) -> None:
 
 
 # -- Gradients -------------------------------------------------------------------------------------------
+
+
+def smooth_case(gated: bool) -> tuple[Tensor, Weights]:
+    """A small case away from the kinks of relu and |h|, with a few active neurons."""
+    for seed in itertools.count():
+        x, w = case(4, gated=gated, bias=True, seed=seed, width=(4, 24))
+        linear = torch.nn.functional.linear
+        z = linear(x, w["w_gate"], w["b_gate"]) if gated else linear(x, w["w_up"], w["b_up"])
+        u = linear(x, w["w_up"], w["b_up"])
+        if min(z.abs().min(), u.abs().min()) > 2e-3 and 4 <= (z > 0).sum() <= 10:
+            return x.requires_grad_(), {n: None if t is None else t.requires_grad_() for n, t in w.items()}
+    raise AssertionError
+
+
+@each_backend
+@each_kind
+@each_activation
+def test_gradcheck(backend: str, gated: bool, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against numerical derivatives, in float64. gradcheck writes single elements through ``.data``."""
+    x, w = smooth_case(gated)
+    given = leaves(x, w)
+    mask = torch.tensor([True, True, False, True])
+    if backend == "cpu":  # the sparse backward must run, not the reference it falls back to
+        monkeypatch.setattr(reference, "backward", None)
+
+    def function(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        named = dict(zip(given, tensors, strict=True))
+        weights = {name: named.get(name) for name in w}
+        y, stats = call(named["x"], weights, activation=activation, token_mask=mask, backend=backend, return_stats=True)
+        return y, stats.l1_sum
+
+    assert torch.autograd.gradcheck(function, tuple(given.values()))
 
 
 @each_backend

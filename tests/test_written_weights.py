@@ -106,6 +106,12 @@ def part_of_data(layer: nn.Module) -> None:
         p.data[PART] = value[PART]
 
 
+def copy_to_data(layer: nn.Module) -> None:
+    """As frameworks for reinforcement learning send new weights to an engine."""
+    for p, value in pairs(layer):
+        p.data.copy_(value)
+
+
 def numpy(layer: nn.Module) -> None:
     for p, value in pairs(layer):
         p.detach().numpy()[PART] = value[PART].numpy()
@@ -151,6 +157,7 @@ def merge_lora(layer: nn.Module) -> None:
 
 UNSEEN = {
     "part of .data": part_of_data,
+    ".data.copy_": copy_to_data,
     "numpy": numpy,
     "storage": storage,
     "a fused kernel": fused_kernel,
@@ -617,6 +624,7 @@ GPU_WAYS = {
     name: (UNSEEN | SEEN)[name]
     for name in (
         "part of .data",
+        ".data.copy_",
         "fused AdamW",
         "in place",
         "load_state_dict",
@@ -625,7 +633,7 @@ GPU_WAYS = {
         "swap_tensors",
     )
 }
-IN_PLACE = ("part of .data", "fused AdamW", "in place", "load_state_dict")
+IN_PLACE = ("part of .data", ".data.copy_", "fused AdamW", "in place", "load_state_dict")
 
 
 def assert_planned_follows(layer: GatedSparseFFN, way: str, M: int, frozen: bool) -> None:
