@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from command_line import Twell
 from twell import __version__, cpu
-from twell.hf.convert import sparsify_
+from twell.hf.sparsify import sparsify_
 from twell.train.data import SAMPLE, read_texts
 from twell.workbench import doctor
 from twell.workbench.analyze import Analysis

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from twell.hf.convert import desparsify_, sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts, find_counts
+from twell.hf.sparsify import desparsify_, sparsify_
 
 SHAPE = {
     "hidden_size": 16,

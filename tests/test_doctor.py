@@ -23,8 +23,8 @@ from transformers import (
 from interpreted import shorten_lists
 from twell import plan
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
-from twell.hf.convert import sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
+from twell.hf.sparsify import sparsify_
 from twell.nn import layers as nn
 from twell.ops import backends
 from twell.workbench import cli, doctor

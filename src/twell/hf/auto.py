@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from twell.hf.convert import sparsify_
+from twell.hf.sparsify import sparsify_
 
 _METHODS = ("from_pretrained", "_from_config")  # the second is what AutoModel.from_config calls
 _logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 A class stands here by module and name, so that nothing is imported that is not there. A subclass is another class: it
 may compute something else. Blocks of other classes are converted only by request: ``sparsify_(model, also=...)``.
-``twell.hf.covered`` lists the models of transformers that have these blocks.
+``tools/covered_models.py`` lists the models of transformers that have these blocks.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
 from twell.hf.classify import activation_name, classify, find_ffns, sparse_ffn_of
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
-from twell.hf.convert import Report, Row, wrap
 from twell.hf.hooks import share_hooks
 from twell.hf.known import ACTIVATION_FIELDS, REFUSED, class_name
 from twell.hf.models import (
@@ -24,6 +23,7 @@ from twell.hf.models import (
     Qwen2SparseReluForCausalLM,
     Qwen2SparseReluModel,
 )
+from twell.hf.sparsify import Report, Row, wrap
 from twell.nn import find_activation
 
 _SPARSE_TYPES: dict[type, tuple[type, type, type, Any]] = {

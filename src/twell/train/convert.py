@@ -19,17 +19,17 @@ from transformers import PreTrainedTokenizerBase
 
 from twell.fp8.compressed import OWN_FIELD, is_rowwise_fp8
 from twell.hf.configs import SparsityFields
-from twell.hf.convert import NONE_FOUND, Report, sparsify_
 from twell.hf.known import ACTIVATION_FIELDS
 from twell.hf.loading import check_name, load_causal_lm, load_config
 from twell.hf.relufy import relufy_
+from twell.hf.sparsify import NONE_FOUND, Report, sparsify_
 from twell.nn import SparseFFNBase
 from twell.train.data import Blocks, Corpus, Progress, silent
 from twell.train.files import writing
 from twell.train.lora import ATTENTION, add_lora
+from twell.train.recipe_file import RECIPE_FILE, check_same_run
 from twell.train.recipes import Recipe, override
 from twell.train.run import SUMMARY_FILE, Begin, describe, read_summary, run
-from twell.train.saved import RECIPE_FILE, check_same_run
 from twell.train.tokenizer import load_tokenizer
 
 HAVE_A_SPARSE_TYPE = ("llama", "qwen2")

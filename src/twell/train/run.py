@@ -38,11 +38,11 @@ from twell.train.files import (
     write_whole,
     writing,
 )
+from twell.train.hub_data import find_dataset, read_dataset, stream_corpus
 from twell.train.live import LiveView
 from twell.train.lora import add_lora, merge_lora, save_adapter
+from twell.train.recipe_file import RECIPE_FILE, TOKENIZER_FOLDER, Saved, tokens_of
 from twell.train.recipes import Recipe
-from twell.train.saved import RECIPE_FILE, TOKENIZER_FOLDER, Saved, tokens_of
-from twell.train.stream import find_dataset, read_dataset, stream_corpus
 from twell.train.tokenizer import load_tokenizer, train_bpe
 from twell.train.trainer import METRICS_FILE, SparseTrainer, make_model, make_trainer, resume
 

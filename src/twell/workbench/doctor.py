@@ -220,9 +220,9 @@ def plans(model: str) -> list[LayerPlan]:
 
         from twell.fp8.compressed import is_rowwise_fp8, place_fp8_
         from twell.hf.classify import SPARSE
-        from twell.hf.convert import sparsify_empty_
         from twell.hf.counts import find_counts
         from twell.hf.loading import check_name, load_config, reading
+        from twell.hf.sparsify import sparsify_empty_
     except ImportError as error:
         raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
     check_name(model)

@@ -381,8 +381,8 @@ class _Layer:
 def _find_layers(model: nn.Module) -> list[_Layer]:
     """Every FFN that is sparse, or that ``sparsify_`` would take, in the model's order."""
     from twell.hf.classify import find_ffns, projection_names
-    from twell.hf.convert import NONE_FOUND
     from twell.hf.inline import InlineFFN
+    from twell.hf.sparsify import NONE_FOUND
 
     sparse = dict(sparse_ffns(model))
     for name, ffn in sparse.items():
@@ -406,7 +406,7 @@ def _find_layers(model: nn.Module) -> list[_Layer]:
 
 def _why_left_out(block: nn.Module) -> str | None:
     """Why ``sparsify_`` would skip a dense block, or None where it would take it: it is tried, and undone."""
-    from twell.hf.convert import desparsify_, sparsify_
+    from twell.hf.sparsify import desparsify_, sparsify_
 
     stand_in = nn.ModuleList([block])  # gets the sparse block in the place of the model
     row = sparsify_(stand_in).rows[0]

@@ -126,9 +126,9 @@ def quantize(
     Attention, embeddings and head stay as they are. No GPU is needed for it, but one to run the new model.
     """
     try:
-        from twell.hf.convert import NONE_FOUND, sparsify_
         from twell.hf.counts import COUNTS_FILE
         from twell.hf.loading import load_causal_lm
+        from twell.hf.sparsify import NONE_FOUND, sparsify_
         from twell.train.files import writing
         from twell.train.run import quiet_libraries
         from twell.train.tokenizer import load_tokenizer

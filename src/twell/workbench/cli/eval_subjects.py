@@ -73,7 +73,7 @@ def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -
 def _in_ways(subject: Subject, ways: str, device: Any) -> Iterator[Subject]:
     """A model densely, and sparsely; or with FP8 weights densely, then sparsely."""
     from twell.fp8 import Fp8Linear, why_unavailable
-    from twell.hf.convert import desparsify_, sparsify_
+    from twell.hf.sparsify import desparsify_, sparsify_
     from twell.nn import sparse_ffns
     from twell.nn.quantize import quantize_
     from twell.workbench.evaluate.fp8 import counting, plan_all_

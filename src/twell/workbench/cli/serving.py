@@ -128,7 +128,7 @@ def _takes_vllm(engine: str, model: str, own: list[str]) -> bool:
 
 def _make_sparse(model: Any, dense: bool) -> str:
     """Convert the model and freeze it, or make it dense, and say what its layers are."""
-    from twell.hf.convert import desparsify_, sparsify_
+    from twell.hf.sparsify import desparsify_, sparsify_
     from twell.nn import freeze_, sparse_ffns
 
     if dense:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from twell.train import data, stream
+from twell.train import data, hub_data
 from twell.train.data import Blocks, Corpus
-from twell.train.stream import DatasetName, find_dataset, read_dataset, stream_corpus
+from twell.train.hub_data import DatasetName, find_dataset, read_dataset, stream_corpus
 
 END = 0
 NAME = DatasetName("owner/name", "config")
@@ -197,7 +197,7 @@ def test_held_out_tokens_have_a_least_and_a_most(hub: FakeHub, tmp_path: Path, m
     corpus = corpus_of(tmp_path, tokens_needed=100, held_out_least=60)
     assert (len(corpus.train), len(corpus.held_out)) == (104, 65)
     assert documents_of(corpus.held_out) == [TEXTS[0], *TEXTS[9:13]]
-    monkeypatch.setattr(stream, "HELD_OUT_MOST", 30)
+    monkeypatch.setattr(hub_data, "HELD_OUT_MOST", 30)
     corpus = corpus_of(tmp_path, tokens_needed=3000, held_out=0.5)
     assert len(corpus.held_out) == 39  # the document that reaches it is the last
     assert len(corpus.train) >= 3000
