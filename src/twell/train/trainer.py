@@ -495,6 +495,10 @@ def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
         write_whole(Path(trainer.args.output_dir or ".") / METRICS_FILE, "".join(rows))
     if is_done:  # the Trainer would take one more step
         trainer.state = state
+        if trainer.accelerator.is_fsdp2:  # accelerate shards a model only together with its optimiser
+            trainer.create_optimizer()
+            trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+            trainer.model_wrapped = trainer.model
         trainer._load_from_checkpoint(str(checkpoint))
         return
     trainer.train(resume_from_checkpoint=str(checkpoint))
