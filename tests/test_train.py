@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from small_runs import mortal_runs
 from twell.nn.parallel import Share
-from twell.train import trainer as trainer_module
+from twell.train.attention import causal_without_a_mask
 from twell.train.data import SAMPLE, read_texts
 from twell.train.files import MANIFEST_FILE, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
@@ -339,10 +339,10 @@ def test_full_blocks_are_attended_to_without_a_mask() -> None:
     with torch.no_grad():
         expected = model(ids).logits
         assert all(mask is not None for mask, _ in masks(model, ids))
-        with trainer_module._causal_without_a_mask(model):
+        with causal_without_a_mask(model):
             assert masks(model, ids) == [(None, True)] * MINI.layers
             torch.testing.assert_close(model(ids).logits, expected)
         assert model.config._attn_implementation == "sdpa"
         model.config.layer_types = ["full_attention", "sliding_attention"]
-        with trainer_module._causal_without_a_mask(model):
+        with causal_without_a_mask(model):
             assert model.config._attn_implementation == "sdpa"

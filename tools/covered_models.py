@@ -1,6 +1,6 @@
 """Find out which of transformers' causal language models can run sparsely, from their default configurations.
 
-    python tools/covered_models.py docs/models.md      # rewrites the tables of that page for the installed transformers
+python tools/covered_models.py docs/models.md      # rewrites the tables of that page for the installed transformers
 """
 
 from __future__ import annotations

@@ -79,6 +79,22 @@ class Blocks(Dataset):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
+class PaddedBlocks(Dataset):
+    """Blocks, then blocks without labels up to a multiple of ``n``: equal shares for all, nothing counted twice."""
+
+    def __init__(self, blocks: Blocks, n: int) -> None:
+        self.blocks, self.length = blocks, -(-len(blocks) // n) * n
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index < len(self.blocks):
+            return self.blocks[index]
+        block = self.blocks[0]
+        return block | {"labels": torch.full_like(block["labels"], -100)}  # which cross-entropy ignores
+
+
 def load_corpus(
     paths: Sequence[Path | str],
     *,

@@ -142,9 +142,7 @@ class LiveView(TrainerCallback):
             l1, total = logs["l1"], logs["l1_loss"]
             facts.append(_named("L1 term", l1 * total, ".4g").append(f" = {l1:.3g} x {total:.4g}"))
         if logs.get("sparse_layers"):
-            facts.append(
-                _named("Sparse path", logs["sparse_layers"], ".0f").append(f" of {self.recipe.layers} layers")
-            )
+            facts.append(_named("Sparse path", logs["sparse_layers"], ".0f").append(f" of {self.recipe.layers} layers"))
         forms = {"dead_share": ".1%", "learning_rate": ".3g", "grad_norm": ".3g"}
         names = {"dead_share": "Dead neurons", "learning_rate": "Learning rate", "grad_norm": "Gradient norm"}
         return facts + [_named(names[key], logs[key], form) for key, form in forms.items() if key in logs]
