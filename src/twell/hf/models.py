@@ -274,7 +274,7 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
         output_sparsity: bool = False,
         **kwargs: Any,
     ) -> SparseCausalLMOutput:
-        """As the base model's forward, with both parts of the loss. ``output_sparsity``: statistics even without labels.
+        """As the base model's forward, with both parts of the loss. ``output_sparsity``: statistics without labels.
 
         The signature repeats the base model's: pipeline stages pass on, for example the cache, only by these names.
         """
