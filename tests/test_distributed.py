@@ -70,6 +70,7 @@ class Case:
     recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     resumes: str | None = None  # another case, from its checkpoint
+    at: int = RECIPE.save_every  # the step of that checkpoint
     counts_all_labels: bool = False  # as transformers 5.17 does for num_items_in_batch; 5.22 leaves out the first
 
 
@@ -82,20 +83,22 @@ ONE_PROCESS = {
 }
 TWO_PROCESSES = {
     "ddp": Case(),
-    "ddp-accumulated": Case(recipe={"micro_batch": 2}),
-    "ddp-checkpointed": Case(arguments={"gradient_checkpointing": True}),
-    "ddp-resumed": Case(resumes="ddp"),
+    "ddp-accumulated-checkpointed": Case(recipe={"micro_batch": 2}, arguments={"gradient_checkpointing": True}),
+    "ddp-finished": Case(resumes="ddp", at=RECIPE.steps),
     "ddp-silu": Case(recipe=SILU, like="one-silu"),
     "ddp-steered": Case(recipe=STEERED | {"micro_batch": 2}, like="one-steered"),
     "ddp-steered-resumed": Case(recipe=STEERED, resumes="ddp-steered", like="one-steered"),
     "ddp-all-labels": Case(counts_all_labels=True, like="one-all-labels"),
     "fsdp": Case(arguments=FSDP2),
-    "fsdp-accumulated": Case(recipe={"micro_batch": 2}, arguments=FSDP2),
-    "fsdp-checkpointed": Case(arguments=FSDP2 | {"fsdp_config": {"activation_checkpointing": True}}),
-    "fsdp-steered": Case(recipe=STEERED, arguments=FSDP2, like="one-steered"),
+    "fsdp-accumulated-checkpointed": Case(
+        recipe={"micro_batch": 2}, arguments=FSDP2 | {"fsdp_config": {"activation_checkpointing": True}}
+    ),
     "fsdp-resumed": Case(arguments=FSDP2, resumes="fsdp"),
-    "fsdp-sharded": Case(arguments=FSDP2 | SHARDED),
-    "fsdp-sharded-resumed": Case(arguments=FSDP2 | SHARDED, resumes="fsdp-sharded"),
+    "fsdp-finished": Case(arguments=FSDP2, resumes="fsdp", at=RECIPE.steps),
+    "fsdp-sharded-steered": Case(recipe=STEERED, arguments=FSDP2 | SHARDED, like="one-steered"),
+    "fsdp-sharded-resumed": Case(
+        recipe=STEERED, arguments=FSDP2 | SHARDED, resumes="fsdp-sharded-steered", like="one-steered"
+    ),
 }
 OTHERS = {
     "ddp-a-mean-of-each-process": Case(arguments={"average_tokens_across_devices": False}),
@@ -202,22 +205,24 @@ def train_case(name: str, folder: Path) -> dict[str, Any]:
     trainer.compute_loss = spy_loss
     with mock.patch.object(trainer_module, "restart_neurons_", spy_restarts):
         if CASES[name].resumes:
-            resume(trainer, folder / CASES[name].resumes / f"checkpoint-{RECIPE.save_every}")
+            resume(trainer, folder / CASES[name].resumes / f"checkpoint-{CASES[name].at}")
         else:
             trainer.train()
     trainer.save_model(str(folder / name / "model"))
     model: Any = trainer.model
     model.state_dict()  # FSDP2: shards again what the evaluation has left whole
-    state = trainer.optimizer.state
+    if CASES[name].at == RECIPE.steps:  # nothing is trained, so there is no optimiser
+        trainer.evaluate()
+    state = getattr(trainer.optimizer, "state", {})
     parameters = named_parameters(model)
     return {
         "log": trainer.state.log_history,
         "gradients": observer.gradients,
         "weights": {name: whole(p) for name, p in parameters},
-        "first moments": {name: whole(state[p]["exp_avg"]) for name, p in parameters},
-        "second moments": {name: whole(state[p]["exp_avg_sq"]) for name, p in parameters},
+        "first moments": {name: whole(state[p]["exp_avg"]) for name, p in parameters if p in state},
+        "second moments": {name: whole(state[p]["exp_avg_sq"]) for name, p in parameters if p in state},
         "clocks": [clock.tokens_since_fired for clock in trainer.clocks],
-        "restarted": restarted,
+        "restarted": None if CASES[name].at == RECIPE.steps else restarted,
         "dtypes": dtypes,
     }
 
@@ -276,7 +281,7 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 def compared(log: list[dict[str, float]]) -> list[dict[str, float]]:
     """Steps and evaluations, without how long they took."""
     rows = [row for row in log if "ce_loss" in row or "eval_loss" in row]
-    return [{k: v for k, v in row.items() if not k.endswith(("runtime", "per_second"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.endswith(("time", "per_second"))} for row in rows]
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -285,10 +290,11 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     if found["gradients"]:  # a resumed run does no first step
         assert difference(found["gradients"], expected["gradients"]) < 1e-5
     for kind in ("weights", "first moments", "second moments"):  # after steps that made differences larger
-        assert difference(found[kind], expected[kind]) < 1e-4, kind
+        assert not found[kind] or difference(found[kind], expected[kind]) < 1e-4, kind
+    assert found["weights"] and bool(found["first moments"]) == (found["restarted"] is not None)
     for a, b in zip(found["clocks"], expected["clocks"], strict=True):
         assert torch.equal(a, b)
-    assert found["restarted"] == expected["restarted"]
+    assert found["restarted"] in (expected["restarted"], None)
 
 
 def test_the_run_to_compare_with_has_what_can_go_wrong(one: dict[str, dict[str, Any]]) -> None:
@@ -318,6 +324,7 @@ def test_another_normalisation_would_be_seen(two: Path, one: dict[str, dict[str,
     assert difference(found["gradients"], one["one"]["gradients"]) > 1e-2
 
 
+@pytest.mark.slow
 def test_accelerate_launches_it_too(tmp_path: Path, one: dict[str, dict[str, Any]]) -> None:
     # --multi_gpu starts the processes, which choose the CPU; with --cpu accelerate starts several through MPI alone.
     options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
@@ -342,7 +349,7 @@ def test_a_checkpoint_is_finished_by_the_last_process(two: Path) -> None:
         assert flaw_of_checkpoint(folder) is None
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp-checkpointed", "fsdp-sharded"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp-finished", "fsdp-accumulated-checkpointed", "fsdp-sharded-steered"])
 def test_the_saved_model_is_whole(two: Path, name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(two / name / "model")
     assert type(model) is LlamaSparseReluForCausalLM
