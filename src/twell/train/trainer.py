@@ -11,8 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import shutil
 import time
@@ -32,7 +30,6 @@ from transformers import (
     PreTrainedModel,
     PrinterCallback,
     Trainer,
-    TrainerCallback,
     TrainerState,
     TrainingArguments,
 )
@@ -46,11 +43,11 @@ from twell.sparsity import FiringClock, L1Steering, Planner, l1_warmup, restart_
 from twell.train.attention import causal_without_a_mask
 from twell.train.data import Blocks, Corpus, PaddedBlocks
 from twell.train.files import checkpoint_folder, finish_checkpoint, remove_older, step_of, write_whole
+from twell.train.metrics import METRICS_FILE, SparsityCallback, active_neurons, metrics_line
 from twell.train.recipes import Recipe
 
 FSDP2: dict[str, Any] = {"fsdp": True}  # for TrainingArguments; the model's class says which layers to shard
 SPARSITY_FILE = "sparsity.pt"
-METRICS_FILE = "metrics.jsonl"
 
 
 def make_model(recipe: Recipe, vocab_size: int, end_of_text: int) -> PreTrainedModel:
@@ -183,7 +180,7 @@ class SparseTrainer(Trainer):
         # We delete older checkpoints after the new one is finished; the Trainer would delete them before.
         self.kept_checkpoints, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
-        self.add_callback(_SparsityCallback(self))
+        self.add_callback(SparsityCallback(self))
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
@@ -274,7 +271,7 @@ class SparseTrainer(Trainer):
             if self.recent:
                 logs["l1"] = self.l1
                 logs["dead_share"] = self.dead_share()
-                logs |= _active(self.recent, "") | self._plans()
+                logs |= active_neurons(self.recent, "") | self._plans()
                 for ffn, stats in zip(self.ffns, self.recent, strict=True):
                     ffn.reset_counts()
                     ffn.commit(stats)
@@ -291,7 +288,7 @@ class SparseTrainer(Trainer):
             logs["eval_loss"] = float(self._eval_sums[0] / self._eval_sums[1])
             if self.eval_stats:
                 self.eval_stats = sum_over_processes(self.eval_stats)
-                logs |= _active(self.eval_stats, "eval_")
+                logs |= active_neurons(self.eval_stats, "eval_")
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -377,59 +374,6 @@ def _add(total: Sequence[Stats], more: Sequence[Stats]) -> list[Stats]:
         return [Stats(s.l1_sum.detach(), s.counts.long(), s.tokens) for s in more]
     pairs = zip(total, more, strict=True)
     return [Stats(a.l1_sum + b.l1_sum.detach(), a.counts + b.counts, a.tokens + b.tokens) for a, b in pairs]
-
-
-def _active(stats: Sequence[Stats], prefix: str) -> dict[str, float]:
-    """Mean active neurons a token, of each layer and of all layers."""
-    active = torch.stack([s.counts.sum() / s.tokens.clamp(min=1) for s in stats]).tolist()
-    per_layer = {f"{prefix}active/{i}": a for i, a in enumerate(active)}
-    return {f"{prefix}active_mean": sum(active) / len(active), **per_layer}
-
-
-class _SparsityCallback(TrainerCallback):
-    def __init__(self, trainer: SparseTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.set_l1()
-        self.trainer.restart_stopwatch()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.finish_step()
-        self.trainer.set_l1()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if not logs:
-            return
-        if state.is_world_process_zero:
-            with (Path(args.output_dir) / METRICS_FILE).open("a", encoding="utf-8") as f:
-                f.write(metrics_line(state.global_step, logs))
-        for name, field in _MUST_BE_FINITE.items():
-            if not math.isfinite(value := logs.get(field, 0.0)):
-                raise RuntimeError(f"the {name} is {value} at step {state.global_step}: try a lower lr or l1; stopped")
-        self.trainer.restart_stopwatch()
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.restart_stopwatch()
-
-    on_save = on_evaluate
-
-
-_MUST_BE_FINITE = {
-    "cross-entropy": "ce_loss",
-    "L1": "l1_loss",
-    "loss": "loss",
-    "gradient": "grad_norm",
-    "validation cross-entropy": "eval_loss",
-}
-
-
-def metrics_line(step: int, logs: dict[str, Any]) -> str:
-    """An entry of ``metrics.jsonl``. JSON has no NaN, so ``not_finite`` lists the fields that are not finite."""
-    numbers = {key: value for key, value in logs.items() if not isinstance(value, float) or math.isfinite(value)}
-    not_finite = [key for key in logs if key not in numbers]
-    row = {"step": step, **numbers, **({"not_finite": not_finite} if not_finite else {})}
-    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
