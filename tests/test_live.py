@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
 from twell.train.live import LiveView, sparkline
-from twell.train.recipes import Recipe, tiny, two_b
+from twell.train.recipes import Recipe, preset, tiny
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -72,7 +72,7 @@ def example(recipe: Recipe, width: int = 80, height: int = 24) -> Run:
 @pytest.mark.parametrize("layers", [1, 10, 38])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 24), (20, 5)])
 def test_the_picture_fits_and_usual_screens_lose_nothing(width: int, height: int, layers: int) -> None:
-    run = example(dataclasses.replace(two_b(), layers=layers), width, height)
+    run = example(dataclasses.replace(preset("2b"), layers=layers), width, height)
     lines = run.picture()
     assert max(map(len, lines)) <= width
     if height > 12:

@@ -37,7 +37,7 @@ from twell.train.data import (
     silent,
     token_dtype,
 )
-from twell.train.files import describe_file, flaw_of_files
+from twell.train.files import PART, describe_file, flaw_of_files
 
 # The datasets' own default is everything, ordered by crawl. This is a random sample of all crawls, 10 billion tokens;
 # for more, name another: HuggingFaceFW/fineweb:sample-100BT.
@@ -199,9 +199,8 @@ class _Stored:
         """What is missing or damaged; None if the files are sound."""
         try:
             files = self._read_facts()["files"]
-            return flaw_of_files(
-                self.facts.parent, {path.name: files[path.name] for path in (self.train, self.held_out)}
-            )
+            described = {path.name: files[path.name] for path in (self.train, self.held_out)}
+            return flaw_of_files(self.facts.parent, described)
         except (OSError, ValueError, TypeError, KeyError):
             return f"{self.facts.name} cannot be read"
 
@@ -228,7 +227,7 @@ class _Stored:
         """Write under other names, then rename. An interrupted download starts again."""
         self.facts.parent.mkdir(parents=True, exist_ok=True)
         self.facts.unlink(missing_ok=True)
-        parts = {path: path.with_name(path.name + ".part") for path in (self.train, self.held_out, self.facts)}
+        parts = {path: path.with_name(path.name + PART) for path in (self.train, self.held_out, self.facts)}
         try:
             with parts[self.train].open("wb") as train_file, parts[self.held_out].open("wb") as held_out_file:
                 train, held_out = _Part(train_file), _Part(held_out_file)
@@ -237,10 +236,9 @@ class _Stored:
                 raise ValueError(f"{self.dataset} holds no documents")
             if train.documents == 0:
                 raise ValueError(f"{self.dataset}: {ONE_DOCUMENT}")
+            name = {"dataset": self.dataset.id, "config": self.dataset.config, "split": self.dataset.split}
             facts = {
-                "dataset": self.dataset.id,
-                "config": self.dataset.config,
-                "split": self.dataset.split,
+                **name,
                 "tokens_needed": tokens_needed,
                 "tokens": train.tokens,
                 "documents": train.documents,

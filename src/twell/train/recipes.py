@@ -156,29 +156,13 @@ def small() -> Recipe:
     )
 
 
-def half_b() -> Recipe:
-    return Recipe(layers=8, steps=10_000)
-
-
-def one_b() -> Recipe:
-    return Recipe(layers=18, steps=20_000)
-
-
-def one_and_a_half_b() -> Recipe:
-    return Recipe(layers=28, steps=30_000)
-
-
-def two_b() -> Recipe:
-    return Recipe(layers=38, steps=40_000)
-
-
 PRESETS: dict[str, Callable[[], Recipe]] = {
     "tiny": tiny,
     "small": small,
-    "0.5b": half_b,
-    "1b": one_b,
-    "1.5b": one_and_a_half_b,
-    "2b": two_b,
+    "0.5b": lambda: Recipe(layers=8, steps=10_000),
+    "1b": lambda: Recipe(layers=18, steps=20_000),
+    "1.5b": lambda: Recipe(layers=28, steps=30_000),
+    "2b": lambda: Recipe(layers=38, steps=40_000),
 }
 
 
