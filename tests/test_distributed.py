@@ -1,7 +1,7 @@
-"""Two processes compute what one does: losses, gradients, weights, clocks, restarts, checkpoints; DDP and FSDP2.
+"""Two processes compute the same as one: losses, gradients, weights, clocks, restarts, checkpoints; DDP and FSDP2.
 
-This file is also the program that torchrun and accelerate launch: it trains the cases it is told, one after another,
-since starting processes takes longer than training them, and leaves what it saw for the tests to compare.
+This file is also the program that torchrun and accelerate launch. It trains the given cases one after another, since
+starting processes takes longer than training, and saves its observations for the tests to compare.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from twell.train.run import read_metrics
 from twell.train.trainer import FSDP2, SparseTrainer, make_model, make_trainer, resume
 
 CONTEXT, VOCABULARY = 16, 64
-# L1 is a seventh of the loss at first, and silences neurons fast enough for restarts.
+# L1 is at first a seventh of the loss, and silences neurons fast enough for restarts.
 RECIPE = dataclasses.replace(
     tiny(),
     hidden_size=32,
@@ -47,7 +47,7 @@ RECIPE = dataclasses.replace(
     context=CONTEXT,
     vocab_size=VOCABULARY,
     l1=3.0,
-    dead_after_tokens=100,  # more than a step has: a resumed run needs its clocks
+    dead_after_tokens=100,  # more than a step's tokens: a resumed run needs its clocks
     restart_every=6,
     steps=7,
     sequences_per_step=8,
@@ -57,7 +57,7 @@ RECIPE = dataclasses.replace(
     log_every=1,
     eval_every=7,
     save_every=5,
-    seed=11,  # of many, one where each layer has both neurons that die and others
+    seed=11,  # one of the seeds with which each layer has both dead and live neurons
 )
 STEERED = {"l1": None, "target_active": 8.0}
 SILU = {"activation": "silu", "l1": 0.0, "restart_every": 0}
@@ -66,12 +66,12 @@ SHARDED = {"fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    like: str = "one"  # the case of one process that it must equal
+    like: str = "one"  # the case of one process with the same results
     recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    resumes: str | None = None  # another case, from its checkpoint
+    resumes: str | None = None  # another case, whose checkpoint it resumes
     at: int = RECIPE.save_every  # the step of that checkpoint
-    counts_all_labels: bool = False  # as transformers 5.17 does for num_items_in_batch; 5.22 leaves out the first
+    counts_all_labels: bool = False  # for num_items_in_batch: transformers 5.17 does, 5.22 leaves out the first
 
 
 ONE_PROCESS = {
@@ -112,7 +112,7 @@ CASES = ONE_PROCESS | TWO_PROCESSES | OTHERS | GOES_ON
 
 
 class MaskedBlocks(Dataset):
-    """Random tokens; of a quarter of the sequences nearly all labels are masked, of another none."""
+    """Random tokens. A quarter of the sequences has nearly all labels masked, another quarter none."""
 
     def __init__(self, n: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -148,7 +148,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def fsdp_on_cpu() -> Iterator[None]:
-    """accelerate 1.15 leaves ``fsdp`` unheeded on CPUs, though all it does works there: let it see another device."""
+    """accelerate 1.15 ignores ``fsdp`` on CPUs, though it works there: pretend another device."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     try:
         with mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_XPU)):
@@ -185,7 +185,7 @@ def slow(function: Any) -> Any:
 
 
 def train_case(name: str, folder: Path) -> dict[str, Any]:
-    """What a process sees of a case: comparable whatever the number of processes."""
+    """A process's observations of a case, comparable for any number of processes."""
     trainer = make_case(name, folder)
     observer = _Observer()
     trainer.add_callback(observer)
@@ -210,7 +210,7 @@ def train_case(name: str, folder: Path) -> dict[str, Any]:
             trainer.train()
     trainer.save_model(str(folder / name / "model"))
     model: Any = trainer.model
-    model.state_dict()  # FSDP2: shards again what the evaluation has left whole
+    model.state_dict()  # FSDP2: shards the parameters that the evaluation has gathered
     if CASES[name].at == RECIPE.steps:  # nothing is trained, so there is no optimiser
         trainer.evaluate()
     state = getattr(trainer.optimizer, "state", {})
@@ -249,7 +249,7 @@ def launch(launcher: list[str], folder: Path, names: list[str]) -> None:
     try:
         output, _ = process.communicate(timeout=300)
     finally:
-        process.terminate()  # where it still runs, it ends the processes it started
+        process.terminate()  # if it still runs: it then ends its child processes
     assert process.returncode == 0, output[-5000:]
 
 
@@ -263,7 +263,9 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     names = [*TWO_PROCESSES, *OTHERS]
-    names.sort(key=lambda name: name.startswith("fsdp"))  # DDP starts the process group, as accelerate does on CPUs
+    names.sort(
+        key=lambda name: name.startswith("fsdp")
+    )  # a DDP case starts the process group, as accelerate does on CPUs
     launch(["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], folder, names)
     return folder
 
@@ -279,7 +281,7 @@ def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def compared(log: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Steps and evaluations, without how long they took."""
+    """Steps and evaluations, without times."""
     rows = [row for row in log if "ce_loss" in row or "eval_loss" in row]
     return [{k: v for k, v in row.items() if not k.endswith(("time", "per_second"))} for row in rows]
 
@@ -344,7 +346,7 @@ def test_a_checkpoint_is_finished_by_the_last_process(two: Path) -> None:
     for step in (5, 7):
         folder = two / "ddp" / f"checkpoint-{step}"
         last = (folder / MANIFEST_FILE).stat().st_mtime_ns
-        assert (folder / "rng_state_1.pth").exists()  # of the process that was made slow
+        assert (folder / "rng_state_1.pth").exists()  # the slow process's
         assert all(path.stat().st_mtime_ns <= last for path in folder.iterdir())
         assert flaw_of_checkpoint(folder) is None
 
