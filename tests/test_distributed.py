@@ -263,9 +263,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     names = [*TWO_PROCESSES, *OTHERS]
-    names.sort(
-        key=lambda name: name.startswith("fsdp")
-    )  # a DDP case starts the process group, as accelerate does on CPUs
+    # DDP cases first: with them accelerate starts the process group as it does on CPUs.
+    names.sort(key=lambda name: name.startswith("fsdp"))
     launch(["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], folder, names)
     return folder
 
