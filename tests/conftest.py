@@ -46,11 +46,17 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+def pytest_collection_finish() -> None:
+    """Everything imported so far stays: garbage collections, of which each server makes several, skip it."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a GPU")
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):  # keywords contain folder names, too
                 item.add_marker(skip)
 
 
@@ -85,13 +91,13 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def small_shapes_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests are small; the CPU path would leave all of them to the dense reference."""
-    monkeypatch.setattr(cpu, "_MIN_WORK", 0)
+    monkeypatch.setattr(cpu.block, "MIN_WORK", 0)
 
 
 @pytest.fixture(autouse=True)
 def interpreter_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available() and "twell.gpu.prefill.split" in sys.modules:
-        interpreted.look_through_triton_once()
+        interpreted.speed_up_triton()
         interpreted.gather_in_torch(monkeypatch.setattr)
 
 
@@ -128,18 +134,19 @@ def twell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Servers of a tiny model, for tests of ``twell serve``. Their module needs what a server needs.
+# Servers of a tiny model, for tests of ``twell serve``: one for each engine, shared by all tests of a process.
+# Imported inside the fixtures, since serving.py needs the packages of a server.
 # ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from serving import make_model
 
     return make_model(tmp_path_factory.mktemp("my-run") / "model")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(folder: Path) -> Iterator[Any]:
     from serving import served
 
@@ -147,7 +154,7 @@ def server(folder: Path) -> Iterator[Any]:
         yield one
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sequential(folder: Path) -> Iterator[Any]:
     from serving import served
 

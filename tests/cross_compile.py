@@ -1,7 +1,8 @@
-"""Compile every kernel for an architecture without having it; prints a JSON line a kernel. Run by test_cross_compile.
+"""Compile all kernels for an architecture that need not be present; print one JSON line per kernel. test_cross_compile
+runs it.
 
-The kernels are those of the launchers, for a layer's shape, and compiled as they are at their first launch. Must run
-without TRITON_INTERPRET. Usage: python cross_compile.py CAPABILITY DTYPE D F
+Kernels come from the functions that the launchers call, with the arguments for one layer's shape. Must run without
+TRITON_INTERPRET. Usage: python cross_compile.py CAPABILITY DTYPE D F
 """
 
 from __future__ import annotations
@@ -18,24 +19,25 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 
 from twell.formats import n_tiles
 from twell.gpu import dense, dense_fp8
 from twell.gpu.decode import few as decode
-from twell.gpu.decode import few_fp8
-from twell.gpu.decode import tiles as few_tiles
-from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, split_fp8, union, up_down
-from twell.gpu.shared import fp8, rows
+from twell.gpu.decode import few_fp8, few_tiles
+from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, split_fp8, tail, union
+from twell.gpu.shared import round_fp8, rows
 from twell.gpu.shared.launch import Kernel, power_of_2
 from twell.gpu.shared.tiles import tiles_for
-from twell.gpu.training import activation, hot, statistics, tail_backward, transpose, weight_gradients
+from twell.gpu.training import activation, heavy_backward, hot, statistics, tail_backward, transpose, weight_gradients
+from twell.reference import E4M3
 from twell.saved import index_dtype
 
 FEW_TOKENS = (1, 8, 16, 32, 64)
 
 
 class Elsewhere:
-    """A GPU for Triton to compile for, which can run nothing."""
+    """A driver for Triton: a GPU to compile for, on which nothing can run."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -51,41 +53,55 @@ class Elsewhere:
 
 
 def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kernel]:
-    """Inference and training of a gated FFN, most with biases; C = F / 2 or what leaves a part of a tile."""
+    """Inference and training of a gated FFN, mostly with biases; C is F / 2, or leaves part of a tile."""
     tiles, overlaps, narrow = tiles_for(capability, dtype), capability >= 90, index_dtype(F)
     no, yes = False, True
     for is_hot, bias, whole in ((no, yes, no), (no, no, yes), (yes, yes, no)):
-        of_hot = {"saves": is_hot, "gated": is_hot, "squared": no}
-        ends = {"has_bias": bias, "whole": whole, "aligned": yes, "overlaps": overlaps}
         by_registers = not is_hot and capability == 90 and dtype.itemsize == 2
-        flags = *of_hot.values(), *ends.values(), by_registers, dtype
-        kernel = gate._kernel(dtype, tiles.gate, tiles.use_tma, is_hot, *flags)
-        assert kernel.constants["BY_REGISTERS"] == by_registers  # where Triton puts values is as words.py expects
+        kernel = gate._kernel(
+            dtype, dtype, tiles.gate, tiles.use_tma, yes, HOT=is_hot, SAVES=is_hot, GATED=is_hot, SQUARED=no,
+            HAS_BIAS=bias, WHOLE=whole, BY_REGISTERS=by_registers, OVERLAPS=overlaps,
+        )  # fmt: skip
+        assert kernel.constants["BY_REGISTERS"] == by_registers  # Triton's layout is as words.py expects
         yield kernel
     for marks in (no, yes):
         yield lists._kernel(dtype, narrow, power_of_2(n_tiles(F)), marks, overlaps)
     long_tail = tiles.long_tail if D * dtype.itemsize <= 8192 else tiles.tail
     for tile, saves in ((tiles.tail, no), (long_tail, yes)):
-        yield up_down._kernel(dtype, narrow, D, tile, yes, no, yes, saves, yes, yes, overlaps, dtype)
+        flags = {"GATED": yes, "SQUARED": no, "SPOIL": yes, "SAVES": saves}
+        biases = {"HAS_UP_BIAS": yes, "HAS_DOWN_BIAS": yes}
+        yield tail._kernel(dtype, narrow, D, tile, dtype, **flags, **biases, OVERLAPS=overlaps)
     for gated in (yes, no):
-        flags = (gated, not gated, (yes,) * 3, gated, gated)  # biases, a mask, statistics
-        yield heavy._kernel(dtype, tiles.heavy, tiles.heavy_tma, *flags, heavy.CHUNK, heavy.LONG)
+        flags = {"GATED": gated, "SQUARED": not gated}
+        biases = {"HAS_GATE_BIAS": yes, "HAS_UP_BIAS": yes, "HAS_DOWN_BIAS": yes}
+        statistics_too = {"HAS_MASK": gated, "HAS_STATISTICS": gated}
+        yield heavy._kernel(
+            dtype, tiles.heavy, tiles.heavy_tma, heavy.CHUNK, heavy.LONG, **flags, **biases, **statistics_too
+        )
+    yield heavy_backward._kernel(
+        dtype, torch.float32, yes, (yes,) * 6, heavy_backward.heavy_tiles(capability, dtype), GATED=yes, SQUARED=no,
+        HAS_GATE_BIAS=yes, HAS_UP_BIAS=yes, HAS_ORDER=yes, HAS_MASK=yes,
+    )  # fmt: skip
     yield transpose._kernel(yes, yes, overlaps)
     yield from transpose._adders(overlaps)
     yield transpose._pairs(narrow, overlaps)
     yield hot._adder(dtype, tiles.gate, tiles.use_tma, yes, overlaps)
-    yield hot._gradient(dtype, tiles.heavy, tiles.use_tma, yes, no, yes, yes, yes, overlaps)
-    yield statistics._kernel(yes, yes, yes, yes, overlaps)
-    flags = {"gated": yes, "squared": yes, "has_l1": yes, "has_mask": yes, "wants_dx": yes, "wants_pairs": yes}
+    l1 = {"HAS_L1": yes, "HAS_MASK": yes}
+    yield hot._gradient(dtype, tiles.heavy, tiles.use_tma, yes, overlaps, GATED=yes, SQUARED=no, **l1)
+    yield statistics._kernel(HAS_HOT=yes, HAS_COLD=yes, HAS_ORDER=yes, HAS_MASK=yes, OVERLAPS=overlaps)
+    flags = {"GATED": yes, "SQUARED": yes, **l1, "WANTS_DX": yes, "WANTS_PAIRS": yes}
     split = tail_backward.SPLIT
-    yield tail_backward._kernel(dtype, narrow, D, tiles.tail_backward, *flags.values(), split, overlaps)
+    yield tail_backward._kernel(dtype, narrow, D, tiles.tail_backward, split, **flags, OVERLAPS=overlaps)
     yield from weight_gradients._kernels(dtype, D, split, (yes,) * 5, overlaps)
     yield rows._transpose(dtype, overlaps)
     yield rows._put(dtype, yes, (yes,) * 3, overlaps)
     yield rows._gather(dtype, yes, overlaps)
     for interleaved in (no, yes):
-        yield activation._kernel(dtype, yes, yes, interleaved, not interleaved, yes, yes, yes, overlaps)
-    yield activation._gradient_kernel(dtype, yes, yes, yes, yes, yes, overlaps)
+        yield activation._kernel(
+            dtype, yes, GATED=yes, SQUARED=yes, INTERLEAVED=interleaved, WANTS_H=not interleaved, WANTS_STATISTICS=yes,
+            HAS_MASK=yes, OVERLAPS=overlaps,
+        )  # fmt: skip
+    yield activation._gradient_kernel(dtype, yes, GATED=yes, SQUARED=yes, **l1, OVERLAPS=overlaps)
     yield dense._kernel(dtype, yes, no, overlaps)
     if capability == 90 and dtype.itemsize == 2:
         for _, tile in dense._FUSED:
@@ -93,7 +109,7 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
 
 
 def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kernel]:
-    """For all numbers of tokens; on Hopper the kernels of hopper.py, frozen or not, and what runs where they cannot."""
+    """All numbers of tokens; on Hopper the Gluon kernels, frozen or not, and the Triton kernels that replace them."""
     overlaps, flags = capability >= 90, (True, False, False, False)
     if dtype != torch.float32:
         yield from decode._kernels_of_one(dtype, D, F, False, flags, overlaps)
@@ -110,34 +126,36 @@ def few_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[
                 if in_fp8 and M == 1 and isinstance(of_fp8[0], few_tiles.HopperTile):
                     yield from few_fp8._kernels_of_one(dtype, 128, of_fp8[0], settled, True, False, overlaps)
                 elif in_fp8:
-                    yield from decode.kernels_of(dtype, M, D, *of_fp8, settled, False, flags, overlaps, fp8.E4M3)
+                    yield from decode.kernels_of(dtype, M, D, *of_fp8, settled, False, flags, overlaps, E4M3)
 
 
 def between(capability: int, dtype: torch.dtype, F: int) -> Iterator[Kernel]:
-    """For numbers of tokens between few and many."""
+    """Numbers of tokens between few and many."""
     if dtype != torch.float32:
         of_gpu = tiles_for(capability, dtype)
         for M in (128, 256, 2048):
-            BW, flags = power_of_2(F // 32), (True, False, True, True)
-            yield from union._kernels(dtype, union.tiles_for(M, of_gpu), BW, of_gpu.use_tma, *flags, capability >= 90)
+            flags = {"GATED": True, "SQUARED": False, "HAS_UP_BIAS": True}
+            tiles, BW = union.tiles_for(M, of_gpu), power_of_2(F // 32)
+            yield from union._kernels(dtype, tiles, BW, of_gpu.use_tma, True, capability >= 90, **flags)
 
 
 def in_fp8(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator[Kernel]:
-    """Of layers with FP8 weights."""
+    """Layers with FP8 weights."""
     tiles = split_fp8.tiles_for(capability)
     if dtype != torch.bfloat16 or tiles is None:
         return
     overlaps, no, yes = True, False, True
     for is_hot in (no, yes):
-        flags = is_hot, no, is_hot, no, no, no, yes, overlaps, not is_hot, fp8.E4M3
-        yield gate._kernel(dtype, tiles.gate, tiles.use_tma, *flags)
-    flags = yes, no, yes, no, no, no, overlaps, fp8.E4M3
-    yield up_down._kernel(dtype, index_dtype(F), D, tiles.tail, *flags)
+        flags = {"HOT": is_hot, "SAVES": no, "GATED": is_hot, "SQUARED": no}
+        more = {"HAS_BIAS": no, "WHOLE": no, "BY_REGISTERS": not is_hot, "OVERLAPS": overlaps}
+        yield gate._kernel(dtype, E4M3, tiles.gate, tiles.use_tma, yes, **flags, **more)
+    flags = {"GATED": yes, "SQUARED": no, "SPOIL": yes, "SAVES": no, "HAS_UP_BIAS": no, "HAS_DOWN_BIAS": no}
+    yield tail._kernel(dtype, index_dtype(F), D, tiles.tail, E4M3, **flags, OVERLAPS=overlaps)
     yield heavy_fp8._kernel(dtype, tiles.heavy, yes, no, heavy_fp8.CHUNK, heavy.LONG)
-    yield fp8._kernel(dtype, D, no, no, no, overlaps)
-    yield fp8._kernel(dtype, F, yes, yes, no, overlaps)
+    yield round_fp8._kernel(dtype, D, no, no, no, overlaps)
+    yield round_fp8._kernel(dtype, F, yes, yes, no, overlaps)
     for _, tile in dense_fp8._GATE_UP:
-        yield dense._gate_up(dtype, fp8.E4M3, tile, no, overlaps)
+        yield dense._gate_up(dtype, E4M3, tile, no, overlaps)
     for _, tile in dense_fp8._DOWN:
         yield dense_fp8._down(dtype, tile, overlaps)
 
@@ -173,7 +191,13 @@ def row_of(kernel: Kernel, capability: int) -> dict[str, Any]:
     }
 
 
+def stop_at_ptx() -> None:
+    """Skip Triton's own run of ptxas: ``spills`` runs it with -v."""
+    CUDABackend.make_cubin = lambda *_: b""
+
+
 def main() -> None:
+    stop_at_ptx()
     capability, dtype, D, F = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     triton.runtime.driver.set_active(Elsewhere(capability))
     shape = capability, dtype, D, F

@@ -2,7 +2,7 @@
 
 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize_kernels.py
 
-(and --tool racecheck; what it would report of the API is the question for a kernel's parameter after the last one)
+(and --tool racecheck. Its API errors would be the query for a kernel's parameter after the last one.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def train(x: Tensor, w: Weights, plan: Plan | None) -> None:
 
 
 def fp8_layer(M: int, D: int, F: int) -> None:
-    """With FP8 weights: three parts with long and heavy tokens, and densely."""
+    """FP8 weights: the split with long and heavy tokens, and dense batches."""
     if torch.cuda.get_device_capability() < (8, 9):
         return
     x = torch.randn(M, D, device="cuda").bfloat16()

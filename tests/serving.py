@@ -1,4 +1,4 @@
-"""A tiny model, and servers of it in this process, for the tests of ``twell serve``."""
+"""A tiny model, and servers of it in the tests' own process, for tests of ``twell serve``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ class Server(NamedTuple):
     client: Any
     app: serve.ModelServer
     running_as: Running
-    expected: Callable[..., str]  # the text that model.generate gives, computed before a server had the model
+    expected: Callable[..., str]  # the text that model.generate gives
 
     @property
     def engine(self) -> Any:
@@ -72,62 +73,71 @@ class Server(NamedTuple):
         how = {"temperature": 0, "max_tokens": 12, **how}
         return self.client.completions.create(model="tiny", prompt=prompt, **how)
 
+    def complete_text(self, prompt: Any = "Once", **how: Any) -> str:
+        answer = self.complete(prompt, **how)
+        return "".join(part.choices[0].text for part in (answer if how.get("stream") else [answer]))
+
     def post(self, path: str, body: bytes | dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
-        return post(self.url, path, body, **headers)
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return request(self.url, "POST", path, data, {"Content-Type": "application/json", **headers})
+
+    def get(self, path: str, **headers: str) -> tuple[int, dict[str, Any]]:
+        return request(self.url, "GET", path, None, headers)
 
     def running(self) -> int:
-        return int(get(self.url, "/health")[1]["running"])
+        return int(self.get("/health")[1]["running"])
+
+    def send(self, data: bytes) -> socket.socket:
+        """A connection on which these bytes were sent."""
+        sock = socket.create_connection(("127.0.0.1", int(self.url.rpartition(":")[2])), timeout=60)
+        sock.sendall(data)
+        return sock
 
 
-def post(url: str, path: str, body: bytes | dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return _request(url, "POST", path, data, {"Content-Type": "application/json", **headers})
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-def get(url: str, path: str, **headers: str) -> tuple[int, dict[str, Any]]:
-    return _request(url, "GET", path, None, headers)
+def raw_request(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return HEAD + f"Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-def _request(url: str, *request: Any) -> tuple[int, dict[str, Any]]:
+def request(url: str, *asked: Any) -> tuple[int, dict[str, Any]]:
+    """The status and the JSON of an answer; ``asked``: method, path, body, headers."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     with contextlib.closing(connection):
-        connection.request(*request)
+        connection.request(*asked)
         response = connection.getresponse()
         return response.status, json.loads(response.read())
 
 
 @contextlib.contextmanager
-def served(
-    folder: Path, *, batched: bool, chat: bool = False, how: dict[str, Any] | None = None, **changes: Any
-) -> Iterator[Server]:
-    """A server in this process: uvicorn in a thread, on a port of loopback."""
+def served(folder: Path, *, batched: bool, api_key: str | None = None, **changes: Any) -> Iterator[Server]:
+    """A server in this process: uvicorn in a thread, on a port of loopback. ``changes``: to the generation config."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = CHAT_TEMPLATE if chat else None
-    model.generation_config.update(**changes)
     twin: Any = AutoModelForCausalLM.from_pretrained(folder).eval()  # batching may change how a model attends
-    twin.generation_config.update(**changes)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    for one in (model, twin):
+        one.generation_config.update(**changes)
     twell.desparsify_(twin)
 
     def expected(prompt: str, max_tokens: int = 12, special: bool = True) -> str:
-        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=special)
-        ids = twin.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-        return str(tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+        ids = tokenizer(prompt, add_special_tokens=special).input_ids
+        return str(tokenizer.decode(generated(twin, [ids], max_tokens)[0], skip_special_tokens=True))
 
     engine, why_not = serve.choose_engine(model, 4096) if batched else (serve.OneAtATime(model), "asked for")
     assert (why_not is None) == batched
-    with engine:
-        app = serve.ModelServer(model, tokenizer, "tiny", engine, CONTEXT, **how or {})
-        sock = serve.bind("127.0.0.1", 0)
+    with engine, serve.bind("127.0.0.1", 0) as sock:
+        app = serve.ModelServer(model, tokenizer, "tiny", engine, CONTEXT, api_key=api_key)
         server = Running(app)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
         thread.start()
         wait_until(lambda: server.started)
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        how: dict[str, Any] = {"api_key": api_key or "none", "max_retries": 0, "timeout": 60}
         try:
-            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-            with openai.OpenAI(
-                base_url=f"{url}/v1", api_key=(how or {}).get("api_key", "none"), max_retries=0, timeout=60
-            ) as client:
+            with openai.OpenAI(base_url=f"{url}/v1", **how) as client:
                 yield Server(url, client, app, server, expected)
         finally:
             server.should_exit = True

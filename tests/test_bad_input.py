@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -20,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from command_line import Result, Twell
 from twell.train.tokenizer import train_bpe
 from twell.workbench import doctor
-from twell.workbench.cli import common, errors, models
+from twell.workbench.cli import analyze, common, errors
 
 SENTENCE = "hello world this is a text "
 
@@ -230,7 +233,7 @@ def test_the_sound_model_is_taken(twell: Twell, place: Path, tmp_path: Path, com
 @pytest.mark.parametrize(
     "name", ["/nonexistent", "nonexistent", "./x/y", "../x", "~/x", "a/b/c", "x/", "", "no such/name"]
 )
-def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(
+def test_names_that_are_neither_folders_nor_hub_names_are_refused(
     twell: Twell, place: Path, tmp_path: Path, command: str, name: str
 ) -> None:
     assert_refused(twell(*filled([part.replace("MODEL", name) for part in ON_MODEL[command]], place, place, tmp_path)))
@@ -238,102 +241,96 @@ def test_what_is_neither_a_folder_nor_a_hub_name_is_refused(
 
 # -- options ----------------------------------------------------------------------------------------------
 
-FFN = ["bench", "ffn", "-w", "skew2", "-m", "2", "--width", "16", "--hidden", "32", "--seconds", "0"]
-TRAIN = ["bench", "train", *FFN[2:], "--device", "cpu"]
-OPTIONS: dict[tuple[str, ...], list[str]] = {
-    (*FFN,): [
-        *("--seconds -1", "--seconds nan", "--seconds inf", "--seconds x", "--dtype float8", "--dtype="),
-        *("--device cuda:99x", "--device=", "--device tpu", "--backend=", "--backend magic", "-w skew-1", "-w iid0"),
-        *("-w skew", "-w skew1e9", "-m -1", "-m x", "--width 0", "--hidden -5", "--out OUT", "--out /dev/full"),
-        *("--trace TEXT", "--graph", "--nonsense", "extra"),
-    ],
-    (*TRAIN,): [
-        *("--seconds -1", "--seconds nan", "--dtype=", "--device=", "-m 0", "--variant x", "--variant dense"),
-        *("--largest", "--model --tokens 2", "--trace TEXT", "--batch 0", "--length 0"),
-    ],
-    ("bench", "decode", "--preset", "tiny", "--device", "cpu", "--context", "2"): [
-        *("--seconds -1", "--seconds nan", "--preset x", "-w x", "--batch 0", "--context 0", "--device x", "--device="),
-    ],
-    ("bench", "model", "MODEL", "--device", "cpu"): [
-        *("--seconds -1", "--seconds nan", "--shape 0x1", "--shape x", "--shape 1x100000", "--length 65", "--batch -1"),
-        *(
-            "--preset tiny",
-            "--depth 1",
-            "--trace TEXT",
-            "--paper --batch 1",
-            "--text /none",
-            "--text MODEL",
-            "--device x",
-        ),
-        *("--shape 1x8 --batch 1", "--length 8 --generate --text OUT/empty.txt"),
-    ],
-    ("bench", "model", "--device", "cpu"): [
-        *("--preset tiny --depth 0", "--preset x", "--text TEXT", "--layers", "--preset tiny --trace /none.npz"),
-        *("--preset tiny --trace TEXT", "--preset tiny --trace TEXT --generate", "--preset tiny -w x"),
-    ],
-    ("bench", "plot"): ["", "/none --out OUT/x.png", "ROWS", "ROWS --out OUT/x.gif", "TEXT --out OUT/x.png"],
-    ("bench", "curves"): ["/none --out OUT/x.png", "MODEL --out OUT/x.png", "ROWS --out OUT/x.png", "TEXT --out OUT/x"],
-    ("trace", "MODEL", "--text", "TEXT", "--out", "OUT/trace.npz"): [
-        *("--tokens 0", "--tokens -5", "--tokens x", "--length 0", "--length -1", "--length 1000000", "--length 65"),
-        *("--out OUT", "--text /none", "--text OUT"),
-    ],
-    ("analyze", "MODEL", "--text", "TEXT"): [
-        *("--tokens 0", "--tokens 1", "--length 0", "--length 65", "--out OUT", "--report x.txt", "--metrics TEXT"),
-        *("--speed TEXT", "--report OUT/x.html --speed TEXT", "--report OUT/x.html --speed /none"),
-        *("--report OUT/x.html --metrics /none", "--figures OUT/f --suffix .gif", "--figures TEXT"),
-    ],
-    ("calibrate", "MODEL", "--text", "TEXT"): ["--tokens 0", "--tokens -5", "--text /none", "--text MODEL"],
-    ("eval", "MODEL", "--text", "TEXT"): [
-        *(
-            "--limit 0",
-            "--batch-size 0",
-            "--tasks x",
-            "--scorer x",
-            "--device x",
-            "--device=",
-            "--dtype x",
-            "--out OUT",
-        ),
-        *("--data /none --scorer own", "--data MODEL --scorer own", "--last-words /none", "--last-words TEXT"),
-        *("--text /none", "--text OUT", "--text MODEL/model.safetensors", "--text BAD.jsonl", "--text BAD.u16"),
-        *("--text BAD.parquet", "--text BAD.txt", "--last-words BAD.jsonl"),
-    ],
-    ("sweep", "--preset", "tiny", "--out", "OUT/sweep"): ["--seconds -1", "--seconds nan", "--l1 nan", "steps=0"],
-    ("generate", "MODEL", "-p", "hello", "--max-new-tokens", "2"): [
-        *("--temperature -1", "--temperature nan", "--temperature inf", "--top-p 0", "--top-p 2", "--top-p nan"),
-        *("--top-k 0", "--seed -1", f"--seed {2**80}", "--max-new-tokens 0", "--max-new-tokens 100000", "--chat"),
-        *("--repeats 0 --compare", "--dtype x", "--dtype int8", "--device x", "--stream --json", "--stream --compare"),
-        *("--temperature 1 --compare", "--prompt=", "--prompt-file /none", "--prompt-file MODEL/model.safetensors"),
-    ],
-    ("compare",): [
-        *("", "/none /none", "TEXT", "TEXT TEXT", "ROWS", "ROWS ROWS --floor -1", "ROWS ROWS --floor nan"),
-        *("ROWS ROWS --threshold -1", "ROWS ROWS --threshold nan", "ROWS ROWS --check x", "ROWS --by x", "OUT OUT"),
-        *("ROWS ROWS --first x",),
-    ],
-    ("results",): ["/none.md", "TEXT --rows /none", "TEXT --rows OUT", "OUT --rows OUT"],
-    ("convert", "MODEL"): [
-        *("", "--check --out OUT/c", "--check --train", "--check --tokenizer x", "--out OUT/c --data TEXT"),
-        "--out OUT/c lr=1",
-    ],
-    ("tune",): ["--tiles -m 0", "--tiles --dtype x", "--tiles --kernel x", "-m 8", "--dtype float16"],
-    ("train", "--out", "OUT/run"): ["--preset x", "nonsense=1", "steps=x", "l1=", "--data /none", "--resume l1=1"],
-    (): ["nonsense", "--nonsense", "bench nonsense"],
+FFN = "-w skew2 -m 2 --width 16 --hidden 32 --seconds 0"
+OPTIONS = {  # of each command, by line or semicolon; after -> what the error says
+    f"bench ffn {FFN}": """
+        --seconds -1; --seconds nan; --seconds inf; --seconds x; --dtype float8; --dtype=; --device cuda:99x; --device=
+        --backend=; -w skew-1; -w iid0; -w skew; -w skew1e9; -m -1; -m x; --width 0; --hidden -5; --out OUT
+        --out /dev/full; --trace TEXT; --nonsense; extra; -m 0 -> must be at least 1; --graph -> --graph needs a GPU
+        -w nonsense -> unknown workload 'nonsense'; --dtype int8 -> unknown dtype 'int8'
+        --backend magic -> unknown backend 'magic'; --backend triton -> backend 'triton' is not available
+        --device tpu -> unknown device 'tpu'; -w skew300 -> mean_nnz 300 does not fit 32 neurons
+        --trace none.npz -> --trace times gated FFNs as they were recorded""",
+    "bench ffn --trace none.npz": "-> backend 'triton' is not available",
+    f"bench train {FFN} --device cpu": """
+        --seconds -1; --seconds nan; --dtype=; --device=; -m 0; --variant x; --variant dense; --largest
+        --model --tokens 2; --trace TEXT; --batch 0; --length 0""",
+    "bench decode --preset tiny --device cpu --context 2": """
+        --seconds -1; --seconds nan; --preset x; -w x; --batch 0; --context 0; --device x; --device=""",
+    "bench model MODEL --device cpu": """
+        --seconds -1; --seconds nan; --shape 0x1; --shape x; --shape 1x100000; --length 65; --batch -1; --preset tiny
+        --depth 1; --trace TEXT; --paper --batch 1; --text /none; --text MODEL; --device x; --shape 1x8 --batch 1
+        --length 8 --generate --text OUT/empty.txt""",
+    "bench model --device cpu": """
+        --preset tiny --depth 0; --text TEXT; --layers; --preset tiny --trace /none.npz; --preset tiny --trace TEXT
+        --preset tiny --trace TEXT --generate; --preset tiny -w x; --preset huge -> unknown preset 'huge'
+        -w none -> unknown workload 'none'; --batch 0 -> --batch, --length and --depth must be at least 1
+        --preset tiny -> backend 'triton' is not available""",
+    "bench plot": "--out OUT/x.png; /none --out OUT/x.png; ROWS; ROWS --out OUT/x.gif; TEXT --out OUT/x.png",
+    "bench curves": "/none --out OUT/x.png; MODEL --out OUT/x.png; ROWS --out OUT/x.png; TEXT --out OUT/x",
+    "trace MODEL --text TEXT --out OUT/trace.npz": """
+        --tokens 0; --tokens -5; --tokens x; --length 0; --length -1; --length 1000000; --length 65; --out OUT
+        --text /none; --text OUT""",
+    "analyze MODEL --text TEXT": """
+        --tokens 0; --tokens 1; --length 0; --length 65; --out OUT; --metrics TEXT; --speed TEXT
+        --report OUT/x.html --speed TEXT; --report OUT/x.html --speed /none; --report OUT/x.html --metrics /none
+        --report page.txt -> must end in .html; --speed rows.jsonl -> need --report""",
+    "calibrate MODEL --text TEXT": "--tokens 0; --tokens -5; --text /none; --text MODEL",
+    "eval MODEL": "--device cpu -> nothing to evaluate on",
+    "eval MODEL --text TEXT": """
+        --limit 0; --batch-size 0; --tasks x; --scorer x; --device x; --device=; --dtype x; --out OUT
+        --data /none --scorer own; --data MODEL --scorer own; --last-words /none; --last-words TEXT; --text OUT
+        --text MODEL/model.safetensors; --text BAD.jsonl; --text BAD.u16; --text BAD.parquet; --text BAD.txt
+        --last-words BAD.jsonl; --text missing.txt -> missing.txt""",
+    "sweep --preset tiny --out OUT/sweep": "--seconds -1; --seconds nan; --l1 nan; steps=0",
+    "generate MODEL": "-> the prompt is empty; -p '' -> the prompt is empty; -p a -p '' -> prompt 2 is empty",
+    "generate MODEL -p hello": """
+        --temperature inf; --top-p 0; --top-p nan; --seed -1; --seed 1208925819614629174706176; --dtype x; --device x
+        --prompt-file /none; --prompt-file MODEL/model.safetensors; --prompt-file missing.txt -> missing.txt
+        --prompt ' ' -> prompt 2 is empty; --prompt-file TEXT -> leaves no room for new ones
+        --max-new-tokens 64 -> new ones fit; --max-new-tokens 0 -> max-new-tokens must be at least 1, got 0
+        --temperature -1 -> temperature must be 0 (greedy) or at least 0.0001, got -1
+        --temperature nan -> temperature must be 0 (greedy) or at least 0.0001, got nan
+        --top-p 1.5 -> top-p must be above 0 and at most 1, got 1.5; --top-k 0 -> top-k must be at least 1, got 0
+        --top-k 3 --seed -3 -> seed must be at least 0; --seed 3 -> seed has no effect on greedy generation
+        --temperature 0 --top-p 0.5 -> top-p has no effect on greedy generation
+        --stream --json -> --stream does not go with --json; --stream --compare -> --stream does not go with --compare
+        --top-k 3 --compare -> --compare is greedy; --compare --repeats 0 -> --repeats must be at least 1, got 0
+        --chat -> the model has no chat template; --device abacus -> unknown device 'abacus'
+        --dtype int8 -> unknown dtype 'int8'""",
+    "compare": """
+        --json; /none /none; TEXT; TEXT TEXT; ROWS; ROWS ROWS --floor -1; ROWS ROWS --floor nan
+        ROWS ROWS --threshold -1; ROWS ROWS --threshold nan; ROWS ROWS --check x; ROWS ROWS --first x; ROWS --by x
+        OUT OUT""",
+    "results": "/none.md; TEXT --rows /none; TEXT --rows OUT; OUT --rows OUT",
+    "convert MODEL": """
+        --relufy; --check --out OUT/c; --check --train; --check --tokenizer x; --out OUT/c --data TEXT
+        --out OUT/c lr=1""",
+    "tune": "--tiles -m 0; --tiles --dtype x; --tiles --kernel x; -m 8; --dtype float16",
+    "train --out OUT/run": """
+        steps=x; l1=; --data /none; --resume l1=1 -> run holds no run to resume; --preset huge -> unknown preset 'huge'
+        nonsense=1 -> expected key=value""",
+    "": "nonsense; --nonsense; bench nonsense",
 }
 
 
 @pytest.mark.parametrize(
-    ("command", "options"), [(command, options) for command, several in OPTIONS.items() for options in several]
+    ("command", "options"),
+    [(command, each) for command, several in OPTIONS.items() for each in re.split(r"\s*[;\n]\s*", several.strip())],
 )
 def test_bad_options_are_refused(
-    twell: Twell, place: Path, tmp_path: Path, command: tuple[str, ...], options: str, monkeypatch: pytest.MonkeyPatch
+    twell: Twell, place: Path, tmp_path: Path, command: str, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    result = twell(*filled([*command, *options.split()], place, place / "model", tmp_path))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    given, _, message = options.partition("->")
+    result = twell(*filled(shlex.split(f"{command} {given}"), place, place / "model", tmp_path))
     assert_refused(result)
+    assert message.strip() in result.stderr
     assert "BAD" not in options or str(place / "odd") in result.stderr
 
 
-def test_tune_recommends_nothing_that_it_does_not_have(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_does_not_recommend_an_option_it_lacks(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = twell("tune")
     assert_refused(result)
@@ -372,7 +369,7 @@ ROWS = [
 @pytest.fixture
 def analysed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are read before a model is: no time is lost."""
-    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("the model was loaded first"))
+    monkeypatch.setattr(analyze, "load_model", lambda *_: pytest.fail("the model was loaded first"))
 
 
 READERS = (
@@ -460,7 +457,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def test_without_extras_the_one_that_is_needed_is_named(place: Path, tmp_path: Path) -> None:
+def test_a_missing_extra_is_named(place: Path, tmp_path: Path) -> None:
     commands = [
         "sweep --preset tiny --out OUT/sweep",
         "eval MODEL --text TEXT",
@@ -475,6 +472,7 @@ def test_without_extras_the_one_that_is_needed_is_named(place: Path, tmp_path: P
         "convert MODEL --check",
         "train --out OUT/run",
         "doctor MODEL",
+        "serve MODEL --port 0",
     ]
     asked = "\n".join(" ".join(filled(command.split(), place, place / "model", tmp_path)) for command in commands)
     ran = subprocess.run(
@@ -483,15 +481,22 @@ def test_without_extras_the_one_that_is_needed_is_named(place: Path, tmp_path: P
     said = ran.stdout.splitlines()
     assert len(said) == len(commands), ran.stdout + ran.stderr
     for command, line in zip(commands, said, strict=True):
-        assert line.startswith("2 twell: error: ") and "pip install 'twell[train]'" in line, (command, line)
+        extra = "serve" if command.startswith("serve") else "train"
+        assert line.startswith("2 twell: error: ") and f"pip install 'twell[{extra}]'" in line, (command, line)
         assert " // " not in line
+
+
+def test_a_package_of_another_version_is_named() -> None:
+    said, code = errors.explain(ImportError("cannot import name 'X' from 'transformers' (path)", name="transformers"))
+    assert code == errors.BAD_INPUT and "another version of transformers (cannot import name 'X'" in said
+    assert said.endswith("pip install -U 'twell[train]'")
 
 
 def test_a_warning_is_one_line() -> None:
     assert errors.one_line(UserWarning("odd"), UserWarning, "file.py", 3) == "twell: warning: odd\n"
 
 
-def test_a_device_that_is_not_named_is_the_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_gpu, expected in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         assert common.device_of(None).type == expected

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from twell.nn import layers as nn
+from twell import nn
 from twell.ops import backends
 from twell.ops import functional as ops
 from twell.plan import Plan

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from twell import nn
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
-from twell.nn import layers as nn
 from twell.plan import Plan
 from twell.train import recipes
 from twell.workbench import cli

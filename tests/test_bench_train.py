@@ -13,8 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from interpreted import shorten_lists
-from twell import cpu, energy, reference
-from twell.nn import layers as nn
+from twell import cpu, energy, nn, reference
 from twell.ops import backends
 from twell.reference import Weights
 from twell.workbench import cli
@@ -186,13 +185,13 @@ def test_tokens_at_a_kink_are_replaced() -> None:
 @pytest.mark.usefixtures("small_splits")
 @pytest.mark.parametrize("gated", [True, False])
 def test_ffn_by_the_kernels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from twell.gpu.training import hybrid
+    from twell.gpu.training import split_training
 
     (row,) = train.run([case(workload="skew3", M=8, D=16, F=128, gated=gated, backend="triton")], seconds=0)
     assert row["backend"] == "triton" and row["plan"]["hot"] == 0
     assert max(row["error"]["sparse"].values()) < 2e-6
-    right = hybrid.backward
-    monkeypatch.setattr(hybrid, "backward", lambda *args: right(*args)._replace(x=torch.zeros_like(args[0])))
+    right = split_training.backward
+    monkeypatch.setattr(split_training, "backward", lambda *args: right(*args)._replace(x=torch.zeros_like(args[0])))
     with pytest.raises(ffn.WrongResult, match="sparse dx is wrong"):  # so it were the kernels that ran
         list(train.run([case(workload="skew3", M=8, D=16, F=128, gated=gated, backend="triton")]))
 
@@ -204,7 +203,7 @@ def test_ffn_by_the_kernels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("small_splits")
 def test_layers_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that splits, with hot neurons, long and heavy tokens, and one that runs densely."""
-    from twell.gpu.training import hybrid
+    from twell.gpu.training import split_training
     from twell.workbench.bench import traced, train_trace
 
     active = torch.rand(16, 384) < 0.01
@@ -218,8 +217,8 @@ def test_layers_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(json.dumps(row)) == row
     row = measure(traced.Layer("last", torch.rand(16, 384) < 0.9))
     assert row["plan"]["hot"] == 384 and row["error"] is None and "rest_ms" not in row
-    right = hybrid.backward
-    monkeypatch.setattr(hybrid, "backward", lambda *args: right(*args)._replace(x=torch.zeros_like(args[0])))
+    right = split_training.backward
+    monkeypatch.setattr(split_training, "backward", lambda *args: right(*args)._replace(x=torch.zeros_like(args[0])))
     with pytest.raises(ffn.WrongResult, match="sparse dx is wrong"):
         measure(traced.Layer("wrong", torch.rand(16, 128) < 0.02))
 

@@ -1,11 +1,13 @@
-"""The command line: help everywhere, rows as JSON, one clear line on bad input."""
+"""The command line: help everywhere, rows as JSON, what it needs; bad input is in test_bad_input.py."""
 
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,51 +15,47 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from command_line import Twell
-from twell import __version__, cpu
+from test_public_surface import LISTED
+from twell import __version__
+from twell.__main__ import main
 from twell.hf.sparsify import sparsify_
 from twell.train.data import SAMPLE, read_texts
-from twell.workbench import doctor
-from twell.workbench.analyze import Analysis
+from twell.workbench.analysis import Analysis
 from twell.workbench.bench import timing
 from twell.workbench.trace import Trace
 
+ROOT = Path(__file__).parent.parent
 SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0"]
 
 
-def test_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "twell", "--version"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"twell {__version__}\n"
+def test_version_and_help(twell: Twell) -> None:
+    assert twell("--version").stdout == f"twell {__version__}\n"
+    assert "Usage" in twell("--help").stdout
+    commands = [line.split()[1:] for line in LISTED.read_text().splitlines() if line.startswith("twell ")]
+    for command in commands:
+        names = [word for word in command if word.islower() and not word.startswith("-")]
+        result = twell(*names, "--help")
+        assert result.returncode == 0 and "Usage" in result.stdout and "Example" in result.stdout, names
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [],
-        ["bench", "ffn"],
-        ["bench", "model"],
-        ["bench", "decode"],
-        ["bench", "train"],
-        ["train"],
-        ["convert"],
-        ["generate"],
-        ["serve"],
-        ["trace"],
-        ["calibrate"],
-        ["eval"],
-        ["tune"],
-        ["analyze"],
-        ["sweep"],
-        ["compare"],
-        ["results"],
-        ["doctor"],
-        ["demo"],
-    ],
-)
-def test_help(twell: Twell, command: list[str]) -> None:
-    result = twell(*command, "--help")
-    assert result.returncode == 0
-    assert "Usage" in result.stdout
-    assert not command or "Example" in result.stdout
+WITHOUT_TYPER = """
+import runpy, sys
+sys.modules["typer"] = sys.modules["rich"] = None
+import twell
+runpy.run_module("twell", run_name="__main__")
+"""
+
+
+def test_the_library_needs_neither_typer_nor_rich_and_the_command_line_says_so() -> None:
+    for path in (ROOT / "src" / "twell").rglob("*.py"):
+        if "workbench" not in path.parts and path.name != "live.py":  # which train/run.py imports for a live view alone
+            assert not re.search(r"^(from|import) (rich|typer)\b", path.read_text(), re.M), path
+    facts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [re.split("[<>=]", needed)[0] for needed in facts["dependencies"]] == ["torch", "numpy"]
+    assert pkgutil.resolve_name(facts["scripts"]["twell"]) is main
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_TYPER], capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stdout == ""
+    assert ran.stderr == "twell: error: the command line needs typer and rich: pip install 'twell[cli]'\n"
 
 
 def test_bench_prints_and_appends_json_rows(twell: Twell, tmp_path: Path) -> None:
@@ -86,66 +84,7 @@ def test_bench_prints_a_table(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(re.findall(r"\d\.\d\dx", result.stdout)) == 4  # sparse and frozen: the device's, and as called
 
 
-def test_bench_train_prints_a_table(twell: Twell) -> None:
-    result = twell("bench", "train", "-w", "skew10", "-m", "4", *SMALL, "--dtype", "float32", "--device", "cpu")
-    assert result.returncode == 0, result.stderr
-    head = next(line for line in result.stdout.splitlines() if "workload" in line)
-    assert [word for word in head.split() if word in ("dense", "sparse", "speedup")] == ["dense", "sparse", "speedup"]
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["-w", "nonsense"], "unknown workload 'nonsense'"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--backend", "magic"], "unknown backend 'magic'"),
-        (["--backend", "triton"], "backend 'triton' is not available"),
-        (["--device", "tpu0"], "unknown device 'tpu0'"),
-        (["-m", "0"], "must be at least 1"),
-        (["-w", "skew300", "--hidden", "64"], "mean_nnz 300 does not fit 64 neurons"),
-        (["--graph"], "--graph needs a GPU"),
-        (["--trace", "none.npz"], "backend 'triton' is not available"),
-        (["--trace", "none.npz", "--plain"], "--trace times gated FFNs as they were recorded"),
-    ],
-)
-def test_bad_input_is_one_clear_line(
-    twell: Twell, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    result = twell("bench", "ffn", *args)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--preset", "huge", "--device", "cpu"], "unknown preset 'huge'"),
-        (["-w", "none", "--device", "cpu"], "unknown workload 'none'"),
-        (["--batch", "0", "--device", "cpu"], "--batch, --length and --depth must be at least 1"),
-        (["--preset", "tiny", "--device", "cpu"], "backend 'triton' is not available"),
-    ],
-)
-def test_bench_model_says_what_is_wrong(
-    twell: Twell, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    result = twell("bench", "model", *args)
-    assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-def test_bench_model_writes_a_row(twell: Twell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    out = tmp_path / "rows.jsonl"
-    command = ("bench", "model", "--preset", "tiny", "-w", "skew10", "--batch", "1", "--length", "8", "--device", "cpu")
-    result = twell(*command, "--seconds", "0", "--out", str(out))
-    assert result.returncode == 0, result.stderr
-    assert "tiny, skew10" in result.stdout and "1 x 8" in result.stdout
-    assert json.loads(out.read_text())["layers"] == 4
-
-
-def test_what_was_measured_before_an_interrupt_is_there(
+def test_rows_measured_before_an_interrupt_are_kept(
     twell: Twell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from twell.workbench.bench import ffn
@@ -184,40 +123,6 @@ def test_compare_says_noise_and_worse(twell: Twell, tmp_path: Path) -> None:
     assert alone.returncode == 2 and len(alone.stderr.splitlines()) == 1
 
 
-def test_doctor_reports_and_passes_here(twell: Twell) -> None:
-    result = twell("doctor", "--json")
-    assert result.returncode == 0, result.stdout
-    facts = json.loads(result.stdout)
-    assert facts["healthy"] is True
-    assert facts["backend on cpu"].startswith("cpu")
-    assert facts["self-test"] == "sparse equals dense, forward and backward"
-    assert "self-test" in twell("doctor").stdout
-
-
-def test_doctor_finds_a_broken_fast_path(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cpu._sampled_dots
-    monkeypatch.setattr(cpu, "_MIN_WORK", 20e6)  # as users have it: the self-test must still reach the fast path
-    monkeypatch.setattr(cpu, "_sampled_dots", lambda *args: right(*args) * 1.01)
-    result = twell("doctor", "--json")
-    assert result.returncode == 1
-    assert "sparse y is wrong" in json.loads(result.stdout)["self-test"]
-
-
-def test_unusable_amx_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(doctor, "_advertises_amx", lambda: True)
-    monkeypatch.setattr(doctor, "_BF16_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    problem = doctor.bf16_problem()
-    assert problem is not None
-    assert "AMX" in problem
-    assert doctor.AMX_REMEDY in problem
-    monkeypatch.setattr(doctor, "_BF16_PROBE", "pass")
-    assert doctor.bf16_problem() is None
-    monkeypatch.setattr(doctor, "_advertises_amx", lambda: False)
-    monkeypatch.setattr(doctor, "_BF16_PROBE", "raise SystemExit(1)")
-    assert doctor.bf16_problem() is None
-
-
 # -- train, trace, eval -----------------------------------------------------------------------------------
 
 MINI_RUN = (
@@ -249,12 +154,12 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
     assert "busiest tenth" in result.stdout
 
     written = tmp_path / "analysis.json"
-    page, figures = tmp_path / "report.html", tmp_path / "figures"
-    pictures = ("--report", str(page), "--figures", str(figures), "--suffix", ".svg")
-    result = twell("analyze", model, "--text", str(text), "--tokens", "256", "--out", str(written), *pictures)
-    assert "<title>run" in page.read_text() and (figures / "training.svg").stat().st_size > 1000
+    page = tmp_path / "report.html"
+    files = ("--out", str(written), "--report", str(page))
+    result = twell("analyze", model, "--text", str(text), "--tokens", "256", *files)
+    assert "<title>run" in page.read_text() and 'data-figure="training"' in page.read_text()
     assert result.returncode == 0, result.stderr
-    assert "layers.1.mlp" in result.stdout and "tokens that wake most neurons" in result.stdout
+    assert "layers.1.mlp" in result.stdout and "tokens that wake the most neurons" in result.stdout
     narrow = twell("analyze", model, "--text", str(text), "--tokens", "256", columns=80).stdout
     assert "…" not in narrow and max(map(len, narrow.splitlines())) <= 80
     facts = json.loads(twell("analyze", model, "--text", str(text), "--tokens", "256", "--json").stdout)
@@ -279,23 +184,3 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
     assert on_text["bytes"] == len(text.read_bytes())
     assert on_words["items"] == 1
     assert f"{on_text['bits_per_byte']:.4f} bits per byte" in twell("eval", model, *options).stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["train", "--resume", "l1=1"], "run holds no run to resume"),
-        (["train", "--preset", "huge"], "unknown preset 'huge'"),
-        (["train", "nonsense=1"], "expected key=value"),
-        (["eval", "nowhere"], "nothing to evaluate on"),
-        (["analyze", "nowhere", "--text", "t.txt", "--report", "page.txt"], "ends in .html"),
-        (["analyze", "nowhere", "--text", "t.txt", "--speed", "rows.jsonl"], "are for --report or --figures"),
-        (["calibrate", "nowhere", "--text", "t.txt"], "nowhere is no folder"),
-        (["eval", "nowhere", "--text", "missing.txt"], "missing.txt"),
-    ],
-)
-def test_bad_commands_are_one_clear_line(twell: Twell, args: list[str], message: str) -> None:
-    result = twell(*args)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1

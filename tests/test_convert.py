@@ -115,7 +115,7 @@ def test_a_relu_model_becomes_the_sparse_type_and_computes_the_same(tmp_path: Pa
     dense = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")).to(torch.bfloat16).eval()
     name = saved(dense, tmp_path / "relu", tokenizer)
     result = twell("convert", name, "--out", tmp_path / "out")
-    assert result.exit_code == 0 and "it computes what it did" in result.stdout
+    assert result.exit_code == 0 and "it computes the same as before" in result.stdout
     sparse = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert sparse.config.model_type == "llama_sparse_relu" and sparse.dtype == torch.bfloat16
     ids = torch.arange(20)[None]
@@ -297,7 +297,7 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
         ([mute, "--relufy", "--out", out], "has no tokenizer that can be loaded: give --tokenizer"),
         ([narrow, "--relufy", "--out", out], "has 300 tokens, the model's vocabulary 280"),
         ([llama, "--relufy", "--out", full], "is not empty"),
-        ([relu, "--train", "--out", out, "--data", text], "trains further by twell train --from"),
+        ([relu, "--train", "--out", out, "--data", text], "trains further with twell train --from"),
         ([llama, "--relufy", "--out", out, "--data", text], "--data is for --train"),
         ([llama, "--relufy", "--out", out, "steps=3"], "steps=3 is for --train"),
         ([llama, "--relufy", "--train", "--out", out], "give --data"),

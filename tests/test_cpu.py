@@ -1,4 +1,4 @@
-"""The CPU path against the reference: every way through it, at any shape, density and memory layout."""
+"""The CPU path against the reference: every way to compute, at any shape, density and memory layout."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ each_layer = pytest.mark.parametrize(("gated", "activation", "biases"), LAYERS)
 each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 each_m = pytest.mark.parametrize("M", [1, 2, 16, 64, 65, 257])
 
-SLOW_MATVEC = cpu._BlasHabits(slow_matvec=True)
-IN_PARTS = cpu._BlasHabits(rows_in_parts=range(1, 300))
-TRANSPOSED = cpu._BlasHabits(transposed_rows=range(1, 300), transposed_bf16_rows=range(1, 300))
-HABITS = [cpu._BlasHabits(), SLOW_MATVEC, TRANSPOSED, IN_PARTS]
+SLOW_MATVEC = cpu.products.BlasHabits(slow_matvec=True)
+IN_PARTS = cpu.products.BlasHabits(rows_in_pieces=range(1, 300))
+TRANSPOSED = cpu.products.BlasHabits(transposed_rows=range(1, 300), transposed_bf16_rows=range(1, 300))
+HABITS = [cpu.products.BlasHabits(), SLOW_MATVEC, TRANSPOSED, IN_PARTS]
 
 ALWAYS_ON, WAKES_HOT, WAKES_ALL, FREE = 0, 1, 2, 3  # what the columns of x are for, in `case`
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Helpers: inputs with a chosen sparsity, the ways taken, and comparisons
-# ---------------------------------------------------------------------------------------------------------
+# -- Helpers: inputs with a chosen sparsity, the ways taken, and comparisons -----------------------------
 
 
 def case(
@@ -81,8 +79,12 @@ def every_third_left_out(M: int) -> Tensor:
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ways taken, in order: one for each block or single token, and one or two for a backward."""
     taken: list[str] = []
-    run_dense, run_sparse, at_neurons = cpu._Block._run_dense, cpu._Block._run_sparse, cpu._at_neurons
-    one_token, tail_backward = cpu._one_token, cpu._tail_backward
+    run_dense, run_sparse, at_neurons = (
+        cpu.block.Block._run_dense,
+        cpu.block.Block._run_sparse,
+        cpu.one_token.at_neurons,
+    )
+    one_token, tail_backward = cpu.one_token.one_token, cpu.training.tail_backward
 
     def down(rows: Tensor | None, is_dense: bool) -> str:
         return ", dense down" if is_dense else ", columns" if rows is None else ""
@@ -91,13 +93,13 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken.append("dense")
         run_dense(block, *args)
 
-    def spy_sparse(block, y, parts, up_out):
-        run_sparse(block, y, parts, up_out)
-        taken.append(("hot" if len(parts.hot) else "tail") + down(block.down_FD, parts.down_is_dense))
+    def spy_sparse(block, y, split, up_out):
+        run_sparse(block, y, split, up_out)
+        taken.append(("hot" if len(split.hot) else "tail") + down(block.down_FD, split.down_is_dense))
 
     def spy_at_neurons(x, w, frozen, col, *args):
-        rows = cpu._down_rows(w.down, frozen)
-        is_dense = rows is None and len(col) > cpu._MAX_COLUMNS * w.down.shape[1]
+        rows = cpu.frozen.down_rows(w.down, frozen)
+        is_dense = rows is None and len(col) > cpu.one_token.MAX_COLUMNS * w.down.shape[1]
         taken[-1] = "one token" + down(rows, is_dense)
         return at_neurons(x, w, frozen, col, *args)
 
@@ -113,11 +115,11 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken.append("hot" if taken[-1:] and taken[-1].startswith("tail") else "reference")
         return reference_backward(*args)
 
-    monkeypatch.setattr(cpu._Block, "_run_dense", spy_dense)
-    monkeypatch.setattr(cpu._Block, "_run_sparse", spy_sparse)
-    monkeypatch.setattr(cpu, "_at_neurons", spy_at_neurons)
-    monkeypatch.setattr(cpu, "_one_token", spy_one_token)
-    monkeypatch.setattr(cpu, "_tail_backward", spy_tail_backward)
+    monkeypatch.setattr(cpu.block.Block, "_run_dense", spy_dense)
+    monkeypatch.setattr(cpu.block.Block, "_run_sparse", spy_sparse)
+    monkeypatch.setattr(cpu.one_token, "at_neurons", spy_at_neurons)
+    monkeypatch.setattr(cpu.one_token, "one_token", spy_one_token)
+    monkeypatch.setattr(cpu.training, "tail_backward", spy_tail_backward)
     monkeypatch.setattr(reference, "backward", spy_backward)
     return taken
 
@@ -127,15 +129,15 @@ DOWN = {"rows": "", "frozen": "", "columns": ", columns", "dense": ", dense down
 
 def price_columns(monkeypatch: pytest.MonkeyPatch, price: float) -> None:
     """0: neurons are always gathered as columns of Wd; inf: the down projection is dense instead."""
-    for name in ("_GATHER", "_GATHER_BF16"):
-        monkeypatch.setattr(cpu, name, getattr(cpu, name)._replace(column=price, read=0.0))
-    monkeypatch.setattr(cpu, "_MAX_COLUMNS", 0.0 if price else 1.0)
-    monkeypatch.setattr(cpu, "_SLICE", 7)  # D is no multiple of it
+    for name in ("GATHER", "GATHER_BF16"):
+        monkeypatch.setattr(cpu.block, name, getattr(cpu.block, name)._replace(column=price, read=0.0))
+    monkeypatch.setattr(cpu.one_token, "MAX_COLUMNS", 0.0 if price else 1.0)
+    monkeypatch.setattr(cpu.rows, "SLICE", 7)  # D is no multiple of it
 
 
 @pytest.fixture(params=DOWN)
 def down(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the rows of active neurons come out of Wd."""
+    """How the rows of active neurons are read from Wd."""
     price_columns(monkeypatch, INF if request.param == "dense" else 0.0)
     return request.param
 
@@ -199,9 +201,7 @@ def nonfinite_pattern(t: Tensor) -> Tensor:
     return t.isposinf() * 1 + t.isneginf() * 2 + t.isnan() * 3
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forward: values, statistics, saved activations
-# ---------------------------------------------------------------------------------------------------------
+# -- Forward: values, statistics, saved activations ------------------------------------------------------
 
 
 @each_layer
@@ -268,17 +268,15 @@ def test_forward_at_any_shape_and_density(M, D, F, density, layer, hot, masked, 
     x, w = case(M, D, F, density, gated=gated, biases=biases, hot=hot, seed=seed)
     mask = every_third_left_out(M) if masked else None
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(cpu, "_BLOCK_BYTES", block_rows * F * 8)
-        monkeypatch.setattr(cpu, "_MIN_HOT_ROWS", 8)
+        monkeypatch.setattr(cpu, "BLOCK_BYTES", block_rows * F * 8)
+        monkeypatch.setattr(cpu.block, "MIN_HOT_ROWS", 8)
         price_columns(monkeypatch, INF if down == "dense" else 0.0)
         w, frozen = laid(w, down)
         assert_forward(x, w, activation, mask, save=True)
         assert_forward(x, w, activation, mask, want_stats=False, frozen=frozen)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forward: the ways through it
-# ---------------------------------------------------------------------------------------------------------
+# -- Forward: the ways through it ------------------------------------------------------------------------
 
 
 @each_layer
@@ -320,12 +318,12 @@ def test_each_way(
     ],
 )
 def test_columns_are_gathered_where_they_are_few(way: str, M: int, F: int, density: float, ways: list[str]) -> None:
-    """By the costs as they are."""
+    """With the real costs."""
     assert_forward(*case(M, 64, F, density), want_stats=False)
     assert ways == [way]
 
 
-@pytest.mark.parametrize(("M", "way"), [(cpu._MIN_HOT_ROWS - 1, "tail"), (cpu._MIN_HOT_ROWS, "hot")])
+@pytest.mark.parametrize(("M", "way"), [(cpu.block.MIN_HOT_ROWS - 1, "tail"), (cpu.block.MIN_HOT_ROWS, "hot")])
 def test_few_tokens_have_no_hot_neurons(M: int, way: str, ways: list[str]) -> None:
     x, w = case(M, density=0.02, hot=8)
     assert_forward(x, laid(w, "rows")[0])
@@ -341,15 +339,15 @@ def test_a_single_token_with_statistics_runs_as_a_block(ways: list[str]) -> None
 
 
 @pytest.fixture(params=HABITS, ids=["plain", "slow_matvec", "transposed", "in_parts"])
-def habits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> cpu._BlasHabits:
-    """Each way to take a dense product, whatever CPU this is."""
-    monkeypatch.setattr(cpu, "_blas_habits", lambda: request.param)
+def habits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> cpu.products.BlasHabits:
+    """Each way to compute a dense product, on any CPU."""
+    monkeypatch.setattr(cpu.products, "blas_habits", lambda: request.param)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     return request.param
 
 
 @each_m
-def test_each_way_to_take_a_dense_product(M: int, habits: cpu._BlasHabits) -> None:
+def test_each_way_to_compute_a_dense_product(M: int, habits: cpu.products.BlasHabits) -> None:
     for density, layout in itertools.product((0.02, 0.9), (torch.clone, transposed)):
         x, w = case(M, density=density, biases="gud")
         w = w._replace(gate=layout(w.gate), up=layout(w.up), down=layout(w.down))
@@ -364,9 +362,9 @@ def test_large_matrix_vector_products(
     gated: bool, dtype: torch.dtype, density: float, ways: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = case(1, 512, 1408, density, gated=gated, biases="gud" if gated else "gd", dtype=dtype)
-    columns = mock.Mock(wraps=cpu._full_column)
-    monkeypatch.setattr(cpu, "_full_column", columns)
-    monkeypatch.setattr(cpu, "_blas_habits", lambda: SLOW_MATVEC)
+    columns = mock.Mock(wraps=cpu.products.full_column)
+    monkeypatch.setattr(cpu.products, "full_column", columns)
+    monkeypatch.setattr(cpu.products, "blas_habits", lambda: SLOW_MATVEC)
     got = cpu.forward(x, w, want_stats=False).y
     wide = reference.forward(x.double(), w.to(f64)).y
     torch.testing.assert_close(got.double(), wide, rtol=1e-4, atol=1e-5)
@@ -377,91 +375,81 @@ def test_large_matrix_vector_products(
 
 def test_an_unknown_cpu_takes_plain_products() -> None:
     with mock.patch("builtins.open", side_effect=FileNotFoundError):
-        assert cpu._blas_habits.__wrapped__() == cpu._BlasHabits()
+        assert cpu.products.blas_habits.__wrapped__() == cpu.products.BlasHabits()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("F", [32, 36])
-def test_every_way_of_a_linear_is_the_same(F: int, M: int, dtype: torch.dtype, habits: cpu._BlasHabits) -> None:
-    """Also where F does not divide into parts, and where weights do not lie row by row."""
+def test_every_way_of_a_linear_is_right(F: int, M: int, dtype: torch.dtype, habits: cpu.products.BlasHabits) -> None:
+    """Also if F does not divide into pieces, and if weights do not lie row by row."""
     x, bias = torch.randn(M, 48).to(dtype), torch.randn(F).to(dtype)
     error = 1e-5 if dtype == torch.float32 else 2e-2
     for layout, b in itertools.product((torch.clone, transposed, every_other_row), (None, bias)):
         weight = layout(torch.randn(F, 48).to(dtype) / 7)
-        y = cpu._linear(x, weight, b)
+        y = cpu.products.linear(x, weight, b)
         assert y.is_contiguous()
         torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b), rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("n", [0, 1, cpu._LONG_SUM, cpu._LONG_SUM + 1, 1000])
+@pytest.mark.parametrize("n", [0, 1, cpu.rows.LONG_SUM, cpu.rows.LONG_SUM + 1, 1000])
 def test_weighted_sums_of_any_length(n: int, dtype: torch.dtype) -> None:
     table, weight, bias = (random_like(torch.empty(s, dtype=dtype)) for s in ((1000, 24), (n,), (24,)))
     index = torch.randperm(1000)[:n]
     for b in (None, bias):
-        got = cpu._weighted_sum(table, index, weight, b)
+        got = cpu.rows.weighted_sum(table, index, weight, b)
         truth = (weight.double() @ table.double()[index]).unsqueeze(0) + (0 if b is None else b.double())
         dense = torch.nn.functional.linear(weight.unsqueeze(0), table[index].t(), b)
         assert_no_worse_than_dense(got, dense, truth)
 
 
-def test_slow_ways_are_not_for_weights_that_lie_by_column(habits: cpu._BlasHabits) -> None:
+def test_column_major_weights_avoid_slow_products(habits: cpu.products.BlasHabits) -> None:
     """sampled_addmm and W x^T take 20 to 100 times as long with them."""
     weight = transposed(torch.randn(32, 48))
     with mock.patch.object(torch, "mm") as mm, mock.patch.object(torch.sparse, "sampled_addmm") as sampled_addmm:
         for M in (1, 2, 16):
-            cpu._linear(torch.randn(M, 48), weight, None)
+            cpu.products.linear(torch.randn(M, 48), weight, None)
     assert not mm.called
     assert not sampled_addmm.called
 
 
-def test_products_in_parts_are_for_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_blas_habits", lambda: IN_PARTS)
-    in_parts = mock.Mock(wraps=cpu._linear_in_parts)
-    monkeypatch.setattr(cpu, "_linear_in_parts", in_parts)
+def test_products_in_pieces_need_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu.products, "blas_habits", lambda: IN_PARTS)
+    in_parts = mock.Mock(wraps=cpu.products.linear_in_pieces)
+    monkeypatch.setattr(cpu.products, "linear_in_pieces", in_parts)
     x, weight = torch.randn(2, 48), torch.randn(32, 48)
     for threads, calls in ((1, 0), (2, 1)):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
-        cpu._linear(x, weight, None)
+        cpu.products.linear(x, weight, None)
         assert in_parts.call_count == calls
 
 
 def test_small_work_is_left_to_the_reference(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = case(70)
-    work = w.gate.numel() * (70 + cpu._WEIGHT_READ_ROWS)
+    work = w.gate.numel() * (70 + cpu.block.WEIGHT_READ_ROWS)
     for min_work in (work, work + 1):
-        monkeypatch.setattr(cpu, "_MIN_WORK", min_work)
+        monkeypatch.setattr(cpu.block, "MIN_WORK", min_work)
         assert_forward(x, w, save=True)
         assert len(ways) == 1
 
 
 @each_layer
-def test_blocks_choose_their_ways_apart(
+def test_each_block_chooses_its_own_way(
     gated: bool, activation: str, biases: str, ways: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = case(210, density=0.02, hot=8, gated=gated, biases=biases)
     x[:70, WAKES_ALL] = 1
     x[70:140, WAKES_HOT] = 0
     w, _ = laid(w, "rows")
-    monkeypatch.setattr(cpu, "_BLOCK_BYTES", 70 * w.gate.shape[0] * 8)
+    monkeypatch.setattr(cpu, "BLOCK_BYTES", 70 * w.gate.shape[0] * 8)
     for mask, save in itertools.product((None, every_third_left_out(210)), (True, False)):
         ways.clear()
         assert_forward(x, w, activation, mask, save=save)
         assert ways == ["dense", "tail", "hot"]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7])
-def test_blocks_of_a_few_rows(rows: int, ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w = case(23, biases="gud")
-    monkeypatch.setattr(cpu, "_BLOCK_BYTES", rows * w.gate.shape[0] * 8)
-    assert_forward(x, w, "relu2", every_third_left_out(23), save=True)
-    assert len(ways) >= 23 / rows
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Forward: adversarial inputs
-# ---------------------------------------------------------------------------------------------------------
+# -- Forward: adversarial inputs -------------------------------------------------------------------------
 
 
 def all_full(x: Tensor) -> None:
@@ -504,7 +492,7 @@ def test_extreme_rows(
 @pytest.mark.parametrize("M", [1, 2, 65, 257])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_nonfinite_rows_come_out_as_the_reference_says(
+def test_nonfinite_rows_give_the_result_of_the_reference(
     layout: str, gated: bool, M: int, column: int, value: float, ways: list[str]
 ) -> None:
     """Infinity times a common sign empties or fills the row; in a free column it does some of both."""
@@ -520,26 +508,6 @@ def test_nonfinite_rows_come_out_as_the_reference_says(
         if want_stats:
             assert got.counts.sum() >= want.gate[row].count_nonzero()
     assert all("dense" in way for way in ways)
-
-
-@pytest.mark.parametrize("M", [1, 2, 65])
-def test_minus_infinity_at_every_gate(M: int) -> None:
-    """No neuron is active, and yet 0 * inf is NaN in a gated FFN; a plain one gives its bias."""
-    for gated in (True, False):
-        x, w = case(M, density=0.02, gated=gated, biases="d")
-        x[0, ALWAYS_ON] = INF
-        want = assert_forward(x, w, want_stats=False)
-        assert (want.gate[0] == 0).all()
-        assert want.y[0].isnan().all() if gated else torch.equal(want.y[0], w.down_bias)
-
-
-def test_padding_that_is_nan_stays_out_of_the_statistics() -> None:
-    x, w = case(20)
-    clean = reference.forward(x[1:], w)
-    x[0] = NAN
-    got = cpu.forward(x, w, token_mask=torch.arange(20) > 0)
-    close(got.l1_sum, clean.l1_sum)
-    assert torch.equal(got.counts, clean.counts)
 
 
 @pytest.mark.parametrize(
@@ -560,9 +528,7 @@ def test_huge_finite_values_are_not_taken_for_infinite(
     assert ways[0] in ("tail", "one token")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forward: memory layouts
-# ---------------------------------------------------------------------------------------------------------
+# -- Forward: memory layouts -----------------------------------------------------------------------------
 
 
 def transposed(t: Tensor) -> Tensor:
@@ -592,18 +558,6 @@ def test_noncontiguous_x(layout: Callable[[Tensor], Tensor], M: int) -> None:
         assert_forward(layout(x), w, want_stats=save, save=save)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@each_layout
-@each_m
-def test_noncontiguous_x_and_weights_at_lower_precision(
-    layout: Callable[[Tensor], Tensor], M: int, dtype: torch.dtype
-) -> None:
-    x, w = case(M, density=0.03, hot=4, dtype=dtype)
-    truth, dense = reference.forward(x.double(), w.to(f64)).y, reference.forward(x, w).y
-    w = w._replace(gate=layout(w.gate), up=layout(w.up), down=layout(w.down))
-    assert_no_worse_than_dense(cpu.forward(layout(x), w, want_stats=False).y, dense, truth)
-
-
 @pytest.mark.parametrize("M", [1, 16, 257])
 def test_one_row_expanded(M: int) -> None:
     x, w = case(1)
@@ -620,65 +574,7 @@ def test_noncontiguous_weights(name: str, layout: Callable[[Tensor], Tensor], M:
         assert_forward(x, w, want_stats=save, save=save)
 
 
-def test_noncontiguous_weights_of_large_matrix_vector_products(habits: cpu._BlasHabits) -> None:
-    x, w = case(1, 512, 1408, 0.02)
-    assert_forward(transposed(x), Weights(transposed(w.gate), inner_columns(w.up), w.down), want_stats=False)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Weights as they are now, and frozen state
-# ---------------------------------------------------------------------------------------------------------
-
-
-def write_through_data(w: Tensor) -> None:
-    w.data[1:] *= -3
-
-
-def write_one_element_through_data(w: Tensor) -> None:
-    w.data[5, 7] += 100
-
-
-def write_through_numpy(w: Tensor) -> None:
-    w.detach().numpy()[:] *= -0.5
-
-
-def write_through_numpy_in_part(w: Tensor) -> None:
-    w.detach().numpy()[-1, :] = 2
-
-
-each_write = pytest.mark.parametrize(
-    "write", [write_through_data, write_one_element_through_data, write_through_numpy, write_through_numpy_in_part]
-)
-
-
-@each_write
-@pytest.mark.parametrize("M", [1, 65])
-def test_weights_are_read_as_they_are_now(M: int, write: Callable[[Tensor], None], down: str) -> None:
-    """No write moves a version counter here. Frozen state is made again after it."""
-    x, w = case(M, density=0.05, hot=8 if M > 1 else 0)
-    w, frozen = laid(w, down)
-    for name in ("down", "up", "gate"):
-        before = assert_forward(x, w, want_stats=False, frozen=frozen)
-        weight = getattr(w, name)
-        version = weight._version
-        write(weight)
-        assert weight._version == version
-        frozen = cpu.freeze(w) if down == "frozen" else ()
-        after = assert_forward(x, w, want_stats=False, frozen=frozen)
-        if write in (write_through_data, write_through_numpy):
-            assert not torch.equal(before.y, after.y)
-
-
-@each_write
-def test_training_reads_weights_as_they_are_now(write: Callable[[Tensor], None], ways: list[str]) -> None:
-    for down in ("rows", "columns"):
-        x, w = case(257, density=0.02)
-        w, _ = laid(w, down)
-        for weight in (w.down, w.up, w.gate):
-            write(weight)
-            assert_forward(x, w, save=True)
-            assert_backward(x, w)
-    assert "tail" in ways and "tail, columns" in ways
+# -- Weights as they are now, and frozen state -----------------------------------------------------------
 
 
 @each_m
@@ -691,7 +587,7 @@ def test_layouts_and_frozen_state_give_equal_results(M: int, monkeypatch: pytest
     torch.testing.assert_close(ys[0], ys[2], rtol=1e-5, atol=1e-5)
 
 
-def test_what_freeze_makes() -> None:
+def test_freeze_copies_wd_by_rows() -> None:
     _, w = case(1)
     down_FD, *int8_gate = cpu.freeze(w)
     assert torch.equal(down_FD, w.down.t())
@@ -699,24 +595,6 @@ def test_what_freeze_makes() -> None:
     assert down_FD.untyped_storage().data_ptr() != w.down.untyped_storage().data_ptr()
     assert [t.numel() for t in int8_gate] == [0, 0, 0]
     assert cpu.freeze(laid(w, "rows")[0]) == ()
-
-
-@pytest.mark.parametrize("M", [1, 65])
-def test_frozen_state_is_that_of_its_layer_alone(M: int) -> None:
-    """Neither other layers nor what happens to them can be seen in a layer's result."""
-    x, a = case(M, density=0.02, dtype=torch.float32)
-    _, b = case(M, density=0.02, dtype=torch.float32, seed=1)
-    frozen_a, frozen_b = cpu.freeze(a), cpu.freeze(b)
-    copies = [t.clone() for t in frozen_a]
-    alone = cpu.forward(x, a, want_stats=False, frozen=frozen_a).y
-    cpu.forward(x, b, want_stats=False, frozen=frozen_b)
-    for weight in (b.gate, b.up, b.down):
-        weight.data.fill_(NAN)
-    frozen_b[0].fill_(NAN)
-    cpu.forward(x, b, want_stats=False, frozen=frozen_b)
-    del b, frozen_b
-    assert all(torch.equal(t, c) for t, c in zip(frozen_a, copies, strict=True))
-    assert torch.equal(cpu.forward(x, a, want_stats=False, frozen=frozen_a).y, alone)
 
 
 def test_frozen_state_is_not_for_training_or_other_dtypes() -> None:
@@ -730,20 +608,20 @@ def test_frozen_state_is_not_for_training_or_other_dtypes() -> None:
             assert torch.equal(got, cpu.forward(x.to(dtype), w.to(dtype), want_stats=False, save=save).y)
 
 
-def test_frozen_rows_give_way_to_those_of_the_weight() -> None:
-    """Layouts may change under frozen state: either is right."""
+def test_neuron_major_weights_are_read_instead_of_frozen_rows() -> None:
+    """The layout of a weight may change after freezing."""
     x, w = case(65, density=0.02)
     rows, _ = laid(w, "rows")
     assert_forward(x, rows, want_stats=False, frozen=cpu.freeze(w))
     assert_forward(x, w, want_stats=False, frozen=cpu.freeze(rows))
 
 
-def test_nothing_made_of_weights_outlives_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_of_a_weight_outlives_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def n_tensors() -> int:
         gc.collect()
         return sum(issubclass(type(o), Tensor) and o.numel() >= 24 * 96 for o in gc.get_objects())
 
-    monkeypatch.setattr(cpu, "_MIN_TRAIN_ROWS", 1)
+    monkeypatch.setattr(cpu.training, "MIN_TRAIN_ROWS", 1)
     x, w = case(257, density=0.02, hot=2)
     dy, before = random_like(x), n_tensors()
     for down in (w, laid(w, "rows")[0]):
@@ -755,9 +633,7 @@ def test_nothing_made_of_weights_outlives_a_call(monkeypatch: pytest.MonkeyPatch
     assert n_tensors() == before
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Backward
-# ---------------------------------------------------------------------------------------------------------
+# -- Backward --------------------------------------------------------------------------------------------
 
 
 def saved_activations(x: Tensor, w: Weights, activation: str) -> tuple[Tensor, Tensor | None]:
@@ -795,7 +671,7 @@ def assert_backward(
 
 @pytest.fixture
 def train_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MIN_TRAIN_ROWS", 1)
+    monkeypatch.setattr(cpu.training, "MIN_TRAIN_ROWS", 1)
 
 
 DL1 = torch.tensor(0.3, dtype=f64)
@@ -837,15 +713,15 @@ def test_backward_errs_at_most_twice_as_dense(
 @pytest.mark.parametrize(
     ("fewer", "density", "way"), [(1, 0.02, ["reference"]), (0, 0.02, ["tail"]), (0, 0.3, ["reference"])]
 )
-def test_backward_is_sparse_where_that_pays(fewer: int, density: float, way: list[str], ways: list[str]) -> None:
-    x, w = case(cpu._MIN_TRAIN_ROWS - fewer, density=density)
+def test_backward_is_sparse_if_that_pays(fewer: int, density: float, way: list[str], ways: list[str]) -> None:
+    x, w = case(cpu.training.MIN_TRAIN_ROWS - fewer, density=density)
     assert_backward(x, laid(w, "rows")[0])
     assert ways == way
 
 
-def test_backward_is_dense_where_columns_are_dear(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_is_dense_if_columns_are_expensive(ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     price_columns(monkeypatch, INF)
-    assert_backward(*case(cpu._MIN_TRAIN_ROWS, density=0.02))
+    assert_backward(*case(cpu.training.MIN_TRAIN_ROWS, density=0.02))
     assert ways == ["reference"]
 
 
@@ -858,7 +734,7 @@ ONE_NEEDED = [tuple(i == k for i in range(7)) for k in range(7)]
 
 @each_kind
 @pytest.mark.parametrize("needs", [(False,) * 7, (True,) + (False,) * 6, (False,) + (True,) * 6, *ONE_NEEDED])
-def test_backward_gives_what_is_needed_and_no_more(
+def test_backward_computes_only_needed_gradients(
     needs: tuple[bool, ...], gated: bool, ways: list[str], train_any_size: None
 ) -> None:
     x, w = case(65, density=0.02, hot=2, gated=gated, biases="gud" if gated else "gd")
@@ -928,14 +804,12 @@ def test_backward_at_any_shape_and_density(M, D, F, density, layer, needs, with_
     x, w = case(M, D, F, density, gated=gated, biases=biases, seed=seed)
     mask = every_third_left_out(M) if masked else None
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(cpu, "_MIN_TRAIN_ROWS", 1)
+        monkeypatch.setattr(cpu.training, "MIN_TRAIN_ROWS", 1)
         price_columns(monkeypatch, 0.0)
         assert_backward(x, laid(w, down)[0], activation, mask, dl1=DL1 if with_l1 else None, needs=needs)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Both
-# ---------------------------------------------------------------------------------------------------------
+# -- Both ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [*NARROW, f64])
@@ -950,7 +824,7 @@ def test_same_input_gives_the_same_bits(M: int, dtype: torch.dtype, train_any_si
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-def test_inputs_are_left_alone() -> None:
+def test_inputs_are_not_changed() -> None:
     x, w = case(257, density=0.03, hot=4, biases="gud")
     before = [t.clone() for t in (x, *w)]
     out = cpu.forward(x, w, save=True)
@@ -962,7 +836,7 @@ def test_inputs_are_left_alone() -> None:
 
 
 def test_one_token_keeps_to_one_thread_while_others_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a call takes far longer than it would on one thread; after a while all threads are tried again."""
+    """After a call that takes far longer than on one thread. After a while all threads are tried again."""
     now, threads, seen, takes = [100.0], [2], [], [1e-4]
 
     def one_token(x: Tensor, *_: object) -> Tensor:
@@ -970,16 +844,16 @@ def test_one_token_keeps_to_one_thread_while_others_are_busy(monkeypatch: pytest
         now[0] += takes[0]
         return x
 
-    monkeypatch.setattr(cpu, "_one_token", one_token)
-    monkeypatch.setattr(cpu, "_crowded_until", 0.0)
-    monkeypatch.setattr(cpu.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cpu.one_token, "one_token", one_token)
+    monkeypatch.setattr(cpu.one_token, "crowded_until", 0.0)
+    monkeypatch.setattr(cpu.one_token.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.__setitem__(0, n))
     w = Weights(torch.zeros(64, 32), None, torch.zeros(32, 64), None, None, None)
     for ms in (0.1, 30.0, 0.1, 0.1):
         takes[0] = ms / 1e3
-        cpu._in_time(torch.zeros(1, 32), w, "relu", None)
+        cpu.one_token.in_time(torch.zeros(1, 32), w, "relu", None)
     assert seen == [2, 2, 1, 1] and threads == [2]
-    now[0] += cpu._CROWDED
-    cpu._in_time(torch.zeros(1, 32), w, "relu", None)
+    now[0] += cpu.one_token.CROWDED
+    cpu.one_token.in_time(torch.zeros(1, 32), w, "relu", None)
     assert seen[4:] == [2]

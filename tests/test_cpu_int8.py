@@ -22,23 +22,23 @@ f32 = torch.float32
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
-    """What each look at an int8 gate found, on any CPU, for gates of any size and with any number of candidates."""
+    """What each search for candidates returned; on any CPU, for gates of any size and any number of candidates."""
     found: list[Tensor | None] = []
-    candidates = cpu._candidates
+    candidates = cpu.frozen.find_candidates
 
     def spy(*args):
         found.append(candidates(*args))
         return found[-1]
 
-    monkeypatch.setattr(cpu, "_candidates", spy)
-    monkeypatch.setattr(cpu, "_MIN_INT8_GATE", 0)
-    monkeypatch.setattr(cpu, "_MAX_CANDIDATES", 1.0)
-    monkeypatch.setattr(cpu, "_blas_habits", lambda: cpu._BlasHabits(int8_gate=True))
+    monkeypatch.setattr(cpu.one_token, "find_candidates", spy)
+    monkeypatch.setattr(cpu.frozen, "MIN_INT8_GATE", 0)
+    monkeypatch.setattr(cpu.frozen, "MAX_CANDIDATES", 1.0)
+    monkeypatch.setattr(cpu.products, "blas_habits", lambda: cpu.products.BlasHabits(int8_gate=True))
     return found
 
 
 def case(*args, **kwargs) -> tuple[Tensor, Weights]:
-    """That of the other tests, in fp32, without a column that drowns the others (and that x does not use)."""
+    """The case of test_cpu.py in fp32, without the column that dominates the others (and that x does not use)."""
     x, w = test_cpu.case(*args, dtype=f32, **kwargs)
     w.gate[:, test_cpu.WAKES_ALL] = 0
     return x, w
@@ -49,7 +49,7 @@ def frozen_forward(x: Tensor, w: Weights, activation: str = "relu") -> Tensor:
 
 
 def rectified(x: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
-    """r [1, F] as the CPU path sees it: a plain FFN that puts every neuron out as it is."""
+    """r [1, F] as the CPU path computes it: a plain FFN whose output is its neurons."""
     return frozen_forward(x, Weights(gate, None, torch.eye(len(gate)), bias))
 
 
@@ -59,9 +59,7 @@ def assert_same_tokens(x: Tensor, w: Weights, activation: str = "relu") -> None:
     assert_no_worse_than_dense(got, dense, truth)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Values
-# ---------------------------------------------------------------------------------------------------------
+# -- Values ----------------------------------------------------------------------------------------------
 
 
 @each_layer
@@ -108,10 +106,10 @@ def test_candidates_hold_all_that_fire(D, F, density, layer, exponents, outlier,
     if w.gate_bias is not None:
         w.gate_bias.mul_(x.norm() * scale_F)
     with (
-        mock.patch.multiple(cpu, _MIN_INT8_GATE=0, _MAX_CANDIDATES=1.0),
-        mock.patch.object(cpu, "_blas_habits", lambda: cpu._BlasHabits(int8_gate=True)),
+        mock.patch.multiple(cpu.frozen, MIN_INT8_GATE=0, MAX_CANDIDATES=1.0),
+        mock.patch.object(cpu.products, "blas_habits", lambda: cpu.products.BlasHabits(int8_gate=True)),
     ):
-        candidates = cpu._candidates(x, w, cpu._Frozen(*cpu.freeze(w)))
+        candidates = cpu.frozen.find_candidates(x, w, cpu.frozen.FrozenTensors(*cpu.freeze(w)))
     assert candidates is not None
     for dtype in (f32, f64):
         fires = reference.forward(x.to(dtype), w.to(dtype)).gate[0].nonzero().flatten()
@@ -191,7 +189,7 @@ def test_zero_token(looks: list[Tensor | None]) -> None:
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["x", "gate"])
-def test_nonfinite_values_come_out_as_the_reference_says(where: str, value: float, looks: list[Tensor | None]) -> None:
+def test_nonfinite_values_give_the_reference_result(where: str, value: float, looks: list[Tensor | None]) -> None:
     for layer in LAYERS:
         gated, activation, biases = layer
         x, w = case(1, 64, 96, 0.05, gated=gated, biases=biases)
@@ -209,13 +207,11 @@ def test_nonfinite_bias(looks: list[Tensor | None]) -> None:
         assert torch.equal(nonfinite_pattern(got), nonfinite_pattern(want))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Where it is used
-# ---------------------------------------------------------------------------------------------------------
+# -- Where it is used ------------------------------------------------------------------------------------
 
 
 def test_too_many_candidates_are_seen_early(looks: list[Tensor | None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MAX_CANDIDATES", 0.25)
+    monkeypatch.setattr(cpu.frozen, "MAX_CANDIDATES", 0.25)
     product = mock.Mock(wraps=torch._weight_int8pack_mm)
     monkeypatch.setattr(torch, "_weight_int8pack_mm", product)
     for density, calls in ((0.001, 2), (0.9, 1)):
@@ -254,8 +250,8 @@ def test_gates_without_an_int8_gate(looks: list[Tensor | None], monkeypatch: pyt
     assert not has_int8_gate(w._replace(gate=w.gate.t().contiguous().t()))
     assert not has_int8_gate(case(1, 48, 96)[1])
     for habits, size in itertools.product((False, True), (0, 1)):
-        monkeypatch.setattr(cpu, "_MIN_INT8_GATE", 64 * 96 + size)
-        monkeypatch.setattr(cpu, "_blas_habits", lambda on=habits: cpu._BlasHabits(int8_gate=on))
+        monkeypatch.setattr(cpu.frozen, "MIN_INT8_GATE", 64 * 96 + size)
+        monkeypatch.setattr(cpu.products, "blas_habits", lambda on=habits: cpu.products.BlasHabits(int8_gate=on))
         assert has_int8_gate(w) == (habits and size == 0)
 
 
@@ -267,21 +263,19 @@ def test_neuron_major_down_needs_no_frozen_rows(looks: list[Tensor | None]) -> N
     assert looks[-1] is not None
 
 
-def test_an_older_torch_has_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_torch_versions_have_no_int8_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     amd = mock.mock_open(read_data="vendor_id : AuthenticAMD")
     with mock.patch("builtins.open", amd):
-        assert cpu._blas_habits.__wrapped__().int8_gate
+        assert cpu.products.blas_habits.__wrapped__().int8_gate
         monkeypatch.delattr(torch, "_weight_int8pack_mm")
-        assert not cpu._blas_habits.__wrapped__().int8_gate
+        assert not cpu.products.blas_habits.__wrapped__().int8_gate
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The int8 gate itself
-# ---------------------------------------------------------------------------------------------------------
+# -- The int8 gate itself --------------------------------------------------------------------------------
 
 
-def test_made_again_it_follows_the_gate_in_place(looks: list[Tensor | None]) -> None:
+def test_a_new_int8_gate_fits_in_place_of_the_old(looks: list[Tensor | None]) -> None:
     """Shapes and dtypes stay, so that frozen tensors can be written over where they are."""
     x, w = case(1, 64, 96, 0.05)
     frozen = cpu.freeze(w)
@@ -296,9 +290,9 @@ def test_made_again_it_follows_the_gate_in_place(looks: list[Tensor | None]) -> 
         assert looks[-1] is not None
 
 
-def test_it_is_within_its_reach(looks: list[Tensor | None]) -> None:
+def test_int8_errors_are_within_the_reach(looks: list[Tensor | None]) -> None:
     w = torch.randn(50, 64) * 10 ** torch.linspace(-11, 11, 50).unsqueeze(1)
-    gate = cpu._int8_gate(w)
+    gate = cpu.frozen.make_int8_gate(w)
     assert gate is not None
     scale_F = gate.per_unit_F.double() / gate.per_reach_F.double()  # 1 / s
     e = w.double() * scale_F[:, None] - gate.q_FD.double()
@@ -306,8 +300,3 @@ def test_it_is_within_its_reach(looks: list[Tensor | None]) -> None:
     assert (e.abs() <= 1.01).all()  # half a step, and per_reach has 8 bits
     q_norm = gate.q_FD.double().norm(dim=1)
     assert (1 / gate.per_reach_F.double() * (1 + 2.0**-8) > q_norm * 2.0**-8).all()
-
-
-def test_same_token_gives_the_same_bits(looks: list[Tensor | None]) -> None:
-    x, w = case(1, 64, 96, 0.05, biases="gud")
-    assert torch.equal(*(frozen_forward(x, w) for _ in range(2)))

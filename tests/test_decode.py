@@ -13,21 +13,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_kernels import assert_right, make_weights, timed_once
+from test_kernels import assert_right, make_weights
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu.decode import few as decode
-from twell.gpu.decode import screen
-from twell.gpu.decode import tiles as few_tiles
+from twell.gpu.decode import few_tiles, screen
 from twell.gpu.prefill import split
 from twell.nn import neuron_major_
 from twell.ops import functional as ops
 from twell.plan import dense_plan
 from twell.reference import Weights
-from twell.workbench.bench import cases, tune, tune_few
+from twell.workbench.bench import cases, tune_few
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
-__all__ = ["timed_once"]  # a fixture
 f16, f32 = torch.float16, torch.float32
 WAYS = [{}, {"slots": 16, "BS": 2}, {"BN": 64, "TN": 20, "programs": 9, "BS": 2, "BW": 4}]
 ONE_TOKEN_WAYS = [*WAYS, {"screened": True}]
@@ -43,12 +41,12 @@ def run(x: Tensor, w: Weights, activation: str = "relu", *, screened: bool = Fal
 
 
 def ways(M: int) -> list[dict[str, bool]]:
-    """How M tokens may be computed."""
+    """Tiles by which M tokens may be computed."""
     return ONE_TOKEN_WAYS if M == 1 else WAYS
 
 
 def spread(D: int, F: int, dtype: torch.dtype, share: float, *, gated: bool = True) -> Weights:
-    """Weights of which about ``share`` of the neurons fire, by their bias."""
+    """Weights with which about ``share`` of the neurons fire, by their bias."""
     w = make_weights(D, F, dtype, gated=gated, bias=True)
     sigma = D**0.5 / 4
     bias = torch.full((F,), sigma * torch.special.ndtri(torch.tensor(share, dtype=torch.float64)).item())
@@ -67,6 +65,7 @@ def test_few_tokens(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, gate
         assert_right(run(x, w, activation, **way), x, w, activation)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     M=st.integers(1, 64),
@@ -91,7 +90,7 @@ def test_any_shape_and_any_share(
 
 
 @pytest.mark.parametrize("M", [1, 3])
-def test_infinite_and_missing_numbers_are_as_in_a_dense_layer(M: int) -> None:
+def test_inf_and_nan_are_as_in_a_dense_layer(M: int) -> None:
     for value, way in itertools.product((float("inf"), float("-inf"), float("nan")), ways(M)):
         for gated in (True, False):
             w, x = make_weights(32, 64, f32, gated=gated), torch.randn(M, 32)
@@ -129,7 +128,7 @@ def test_one_dense_token_among_sparse_ones() -> None:
         assert_right(run(x, w, **way), x, w)
 
 
-def test_the_same_bits_every_time_and_whatever_else_is_in_the_batch() -> None:
+def test_the_same_bits_every_time_and_in_any_batch() -> None:
     w, x = make_weights(64, 160, f32), torch.randn(7, 64)
     y = run(x, w)
     assert torch.equal(run(x, w), y)
@@ -166,13 +165,13 @@ def test_tiles_fit_every_count() -> None:
 
 
 @pytest.mark.parametrize("M", [17, 32, 33, 64])
-def test_more_neurons_than_one_program_a_processor_takes_run_two_at_once(M: int) -> None:
+def test_an_sm_with_many_neurons_runs_two_programs(M: int) -> None:
     neurons, sums = few_tiles.tiles_for(M, 4096, 14336)
     assert isinstance(neurons, few_tiles.NeuronTile) and 132 < neurons.programs <= 2 * 132
     BM = 32 if M <= 32 else 64
     assert 2 * neurons.stages * (neurons.BN + BM) * neurons.BK * 2 <= 227 * 1024
     assert sums == (few_tiles.HopperSumTile(6, 8) if M <= 32 else few_tiles.SumTile(32, 4, 4, BS=2))
-    narrower, sums = few_tiles.tiles_for(M, 4096, 8448)  # one program a processor
+    narrower, sums = few_tiles.tiles_for(M, 4096, 8448)  # one program per SM
     assert isinstance(narrower, few_tiles.NeuronTile) and narrower.stages == 6 and narrower.programs == 132
     assert sums == few_tiles.tiles_for(M, 2048, 5632)[1]
     for how in ({"element_size": 4}, {"capability": 120}):
@@ -199,39 +198,10 @@ def test_hopper_has_its_own_kernel_where_the_gate_fits() -> None:
 
 
 @given(F=st.integers(1, 30000), most=st.sampled_from([16, 64]), processors=st.integers(1, 200))
-def test_neurons_are_divided_among_all_processors(F: int, most: int, processors: int) -> None:
+def test_neurons_are_divided_among_all_sms(F: int, most: int, processors: int) -> None:
     TN, programs = few_tiles._divided(F, most, processors)
     assert 1 <= TN <= most and TN * programs >= F
     assert programs % processors == 0 and (programs - processors) * most < F  # not a round more than needed
-
-
-@pytest.mark.usefixtures("timed_once")
-def test_tune_tries_tiles_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    neurons, sums = few_tiles.NeuronTile(32, 16, 4, 2), few_tiles.SumTile(16, 4, 2, BW=4)
-    impossible = few_tiles.NeuronTile(24, 16, 4, 2)
-    monkeypatch.setattr(tune_few, "neuron_candidates", lambda *_, **__: [neurons, impossible])
-    monkeypatch.setattr(tune_few, "sum_candidates", lambda **_: [sums])
-    arguments = ("skew10", 4, 32, 96, f32, torch.device("cpu"))
-    seen: list[tuple[int, int]] = []
-    trials = list(tune.tune(*arguments, progress=lambda tried, total: seen.append((tried, total))))
-    usual = few_tiles.tiles_of(torch.empty(1, 16), 16)
-    assert [(t.kernel, t.tile) for t in trials] == [
-        ("neurons", usual[0]),
-        ("neurons", neurons),
-        ("sums", usual[1]),
-        ("sums", sums),
-    ]
-    assert all(t.ms > 0 for t in trials) and seen[-1] == (3, 3)
-    with pytest.raises(ValueError, match="unknown kernel 'tail': 4 tokens have neurons, sums"):
-        next(tune.tune(*arguments, only=["tail"]))
-    forward = decode.forward
-
-    def wrong(*a: object, settled: bool) -> Tensor:
-        return forward(*a, settled=settled) + (a[3][1] == sums)
-
-    monkeypatch.setattr(decode, "forward", wrong)
-    with pytest.raises(RuntimeError, match="another result with"):
-        list(tune.tune(*arguments, only=["sums"]))
 
 
 def test_tune_has_candidates_for_every_gpu() -> None:
@@ -254,8 +224,8 @@ def test_tune_has_candidates_for_every_gpu() -> None:
     dtype=st.sampled_from([torch.bfloat16, f16, f32]),
     seed=st.integers(0, 9999),
 )
-def test_what_is_ruled_out_cannot_fire(D: int, scale: float, kind: str, dtype: torch.dtype, seed: int) -> None:
-    """Against z in fp64, for weights and tokens that make the most of the rounding."""
+def test_neurons_that_are_ruled_out_cannot_fire(D: int, scale: float, kind: str, dtype: torch.dtype, seed: int) -> None:
+    """Against z in fp64, for weights and tokens that maximise the rounding."""
     torch.manual_seed(seed)
     gate, x = torch.randn(64, D), torch.randn(32, D)
     if kind == "steps":  # halfway between two values of q, the error against the token's sign
@@ -277,8 +247,8 @@ def test_what_is_ruled_out_cannot_fire(D: int, scale: float, kind: str, dtype: t
     assert (screen.bounds(copy, x, None)[z > 0] > 0).all()
 
 
-def test_the_bound_is_no_wider_than_it_need_be() -> None:
-    """As many candidates as the docs say: about 2.4 for each of the neurons of skew29 that fire."""
+def test_the_bound_is_tight() -> None:
+    """As many candidates as the docs say: about 2.4 for each neuron of skew29 that fires."""
     inputs = cases.make("skew29", 256, 512, 1408, dtype=torch.bfloat16, device="cpu")
     copy = screen.screen_of(inputs.w_gate)
     assert copy is not None
@@ -303,7 +273,7 @@ def test_tokens_of_zeros_and_of_tiny_numbers() -> None:
         assert_right(run(x, w, screened=True), x, w)
 
 
-def test_no_copy_of_weights_that_are_not_finite_or_out_of_range() -> None:
+def test_no_screen_of_weights_that_are_not_finite_or_out_of_range() -> None:
     for value in (float("nan"), float("inf"), 1e20):
         gate = torch.randn(16, 32)
         gate[3, 4] = value
@@ -321,7 +291,7 @@ def test_only_one_token_is_screened() -> None:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
-    """Of every call: whether the gate was screened, and whether it may be read early."""
+    """For every call: whether the gate was screened, and whether it may be read early."""
     calls: list[tuple[bool, bool]] = []
     forward = decode.forward
 
@@ -339,7 +309,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
 def test_one_token_is_screened_where_few_neurons_fire(
     share: float | None, dtype: torch.dtype, helps: bool, seen: list[tuple[bool, bool]]
 ) -> None:
-    """Only of frozen layers; elsewhere the copy would be of another gate."""
+    """Only in frozen layers; otherwise the copy might be of another gate."""
     w, x = spread(32, 160, dtype, 0.01), torch.randn(2, 32).to(dtype)
     plan = dense_plan(160, few_tokens=4, mean_active=None if share is None else share * 160)
     kept = gpu.freeze(w, plan)
@@ -351,7 +321,7 @@ def test_one_token_is_screened_where_few_neurons_fire(
 
 @pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
 def test_a_frozen_screen_is_never_of_an_older_gate(value: float) -> None:
-    """Also where the new gate has no screen."""
+    """Even if the new gate has no screen."""
     layer = GatedSparseFFN(64, 160, backend="triton", dtype=f16).eval().requires_grad_(False)
     layer.set_plan(dense_plan(160, few_tokens=4, mean_active=1.0))
     layer.freeze()
@@ -371,8 +341,8 @@ def test_a_frozen_screen_is_never_of_an_older_gate(value: float) -> None:
             assert [t.data_ptr() for t in layer.frozen._tensors] == before  # where a graph reads them
 
 
-def test_a_gate_is_read_early_only_where_it_is_frozen_and_lies_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the kernel before may be what writes it."""
+def test_only_a_frozen_aligned_gate_is_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the preceding kernel may be the one that writes it."""
     kernels_of, settled = decode.kernels_of, []
     monkeypatch.setattr(decode, "kernels_of", lambda *a: settled.append(a[5]) or kernels_of(*a))
     w, x, plan = make_weights(32, 64, f32), torch.randn(2, 32), dense_plan(64, few_tokens=4)
@@ -384,12 +354,12 @@ def test_a_gate_is_read_early_only_where_it_is_frozen_and_lies_as_it_should(monk
     assert settled == [False, True, False, False]
 
 
-# -- who calls them ---------------------------------------------------------------------------------------
+# -- callers --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Token counts that came to the kernels."""
+    """Numbers of tokens with which the kernels were called."""
     seen: list[int] = []
     forward = decode.forward
 
@@ -401,7 +371,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def test_the_plan_says_up_to_how_many_tokens(calls: list[int]) -> None:
+def test_the_plan_limits_the_tokens(calls: list[int]) -> None:
     w, plan = make_weights(32, 64, f32), dense_plan(64, few_tokens=4).on(torch.device("cpu"))
     w = w._replace(down=w.down.t().contiguous().t())
     for M in (0, 1, 4, 5):
@@ -412,7 +382,7 @@ def test_the_plan_says_up_to_how_many_tokens(calls: list[int]) -> None:
     assert calls == [1, 4]
 
 
-def test_where_all_of_down_would_be_turned_they_run_densely(calls: list[int]) -> None:
+def test_without_a_neuron_major_down_they_run_densely(calls: list[int]) -> None:
     w, x, plan = make_weights(32, 64, f32), torch.randn(2, 32), dense_plan(64, few_tokens=4)
     assert_right(gpu.forward(x, w, "relu", plan.on(x.device)), x, w)
     assert not calls
@@ -445,7 +415,7 @@ def test_weights_that_change_are_read_again(frozen: bool, calls: list[int]) -> N
 def test_layers_plan_for_few_tokens_by_the_first_ones(
     kind: type, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("twell.nn.layers.FIRST_LOOK", 8)
+    monkeypatch.setattr("twell.nn.planned.FIRST_LOOK", 8)
     monkeypatch.setattr("twell.plan.choose.FEW_COSTS", dict.fromkeys((1, 2, 4, 8, 16, 32, 64), (0.0, 2.0)))
     layer = kind(32, 64, bias=True, backend="triton")
     neuron_major_(layer.down_proj)
@@ -465,7 +435,7 @@ def test_layers_plan_for_few_tokens_by_the_first_ones(
 
 @pytest.mark.parametrize("which", range(4))
 def test_nothing_need_be_aligned(which: int, calls: list[int]) -> None:
-    """The launcher checks: see TWELL_CHECK_LAUNCHES."""
+    """With TWELL_CHECK_LAUNCHES the launcher checks alignment."""
     w, plan = make_weights(32, 64, f32), dense_plan(64, few_tokens=8).on(torch.device("cpu"))
     w = w._replace(down=w.down.T.contiguous().T)
     given = [torch.randn(3, 32), w.gate, w.up, w.down]
@@ -505,7 +475,7 @@ def test_one_operation_for_the_compiler_whatever_the_plan(kind: type, calls: lis
 
 
 def test_under_autocast(calls: list[int]) -> None:
-    """Weights are cast, and what is frozen is not of those."""
+    """Autocast casts weights; frozen tensors are not made of the cast ones."""
     layer, x = of_few_tokens(GatedSparseFFN), torch.randn(2, 32)
     expected = layer(x)
     for _ in range(2):

@@ -1,35 +1,47 @@
-"""The demo, with a training of two steps in place of its two minutes."""
+"""The demo, with small layers in place of wide ones."""
 
 from __future__ import annotations
 
-import re
+import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.console import Console
 
 from twell.workbench import demo
 
+SMALL = demo.Size(
+    D=64, F=256, workload="skew8", layer_tokens=(1, 32), layers=2, heads=2, prefill=32, context=16, seconds=0.05
+)
 
-def test_demo_packs_and_splits(capsys) -> None:
+
+def test_one_measurement_serves_terminal_and_page(tmp_path: Path) -> None:
     console = Console(width=80, record=True)
-    demo._show_packing(console)
-    demo._show_layer(console)
+    demo.run_demo(tmp_path / "out", SMALL, console)
     text = console.export_text()
-    assert "Unpacked bit for bit: True" in text
     assert max(map(len, text.splitlines())) <= 80
+    for part in ("1. A sparse activation", "2. One feed-forward", "3. A model of 2", "4. What the", "What it comes to"):
+        assert part in text
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "text held out of its training" in page and page.rstrip().endswith("</html>")
+    assert '"label": "FFN, skew8, 32 tokens"' in page.replace('":"', '": "')
+    assert "No training log was given" not in page and "Nothing was timed" not in page
 
 
-def test_demo_trains_and_compares(tmp_path: Path) -> None:
+def test_without_transformers_a_layer_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "twell.train.run", None)
     console = Console(width=80, record=True)
-    demo._show_training(console, tmp_path, steps=2)
-    text = console.export_text()
-    assert "guessing by word frequency" in text
-    assert "1,024 of 1,024 as dense" in text
-    assert "The old man said" in text
-    (out,) = tmp_path.iterdir()
-    assert (out / "model" / "config.json").is_file()
-    assert out.name in text.replace("\n", "")  # a long path may be broken
-    page = (out / "report.html").read_text()
-    (speedup,) = re.findall(r"speedup\W+[\d.]+x\W+([\d.]+x)", text)  # of the whole model
-    assert f"measured speedup</dt><dd><b>{speedup}</b>" in page  # one measurement, on the terminal and on the page
-    assert "held-out text" in page and page.rstrip().endswith("</html>")
+    demo.run_demo(tmp_path, SMALL, console)
+    text = " ".join(console.export_text().split())
+    assert "for 32 tokens." in text and "pip install 'twell[train]'" in text
+
+
+def row(dense: tuple[float, float, float], sparse: tuple[float, float, float]) -> dict[str, Any]:
+    names = ("p20", "p50", "p80")
+    return {"dense_ms": dict(zip(names, dense, strict=True)), "sparse_ms": dict(zip(names, sparse, strict=True))}
+
+
+def test_a_busy_machine_is_named() -> None:
+    assert demo.busy_while([row((9.9, 10, 10.1), (4.9, 5, 5.1))]) is None
+    assert "±50%" in str(demo.busy_while([row((9.9, 10, 10.1), (4.9, 5, 5.1)), row((5, 10, 15), (4.9, 5, 5.1))]))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
-import sys
+import shutil
+import sysconfig
 import types
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from command_line import Twell
 from interpreted import shorten_lists
-from twell import plan
+from twell import cpu, nn, plan
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.hf.sparsify import sparsify_
-from twell.nn import layers as nn
 from twell.ops import backends
-from twell.workbench import cli, doctor
+from twell.workbench import doctor
 
 F = 2048  # enough for a plan to pay
 SHAPE = {
@@ -67,7 +69,7 @@ THREE_LAYERS = fired_by(0), fired_by(200), fired_by(F)
 # -- plans ------------------------------------------------------------------------------------------------
 
 
-def test_plans_are_those_that_sparsify_chooses(relu_model: Path) -> None:
+def test_plans_are_those_of_sparsify(relu_model: Path) -> None:
     keep_counts(relu_model, *THREE_LAYERS)
     plans = doctor.plans(str(relu_model))
     rows = sparsify_(AutoModelForCausalLM.from_pretrained(relu_model)).rows
@@ -77,17 +79,12 @@ def test_plans_are_those_that_sparsify_chooses(relu_model: Path) -> None:
         assert without_prediction == f"Plan({shown.plan})"
     assert plans[0].plan.startswith(f"0 of {F} neurons hot, tokens heavy above ")
     assert plans[1].plan.startswith(f"256 of {F} neurons hot, ")
-    assert plans[2] == doctor.LayerPlan("model.layers.2.mlp", "sparse", f"dense, {F} neurons", 1.0, 0)
+    assert plans[2] == doctor.LayerForecast("model.layers.2.mlp", "sparse", f"dense, {F} neurons", 1.0, 0)
     assert {p.runs for p in plans} == {"sparse"}
     assert plans[0].predicted is not None and plans[1].predicted is not None
     assert plans[0].predicted > plans[1].predicted > 1.05
-
-
-def test_no_weights_are_read(relu_model: Path) -> None:
-    keep_counts(relu_model, *THREE_LAYERS)
-    expected = doctor.plans(str(relu_model))
-    (relu_model / "model.safetensors").unlink()
-    assert doctor.plans(str(relu_model)) == expected
+    (relu_model / "model.safetensors").unlink()  # no weights are read
+    assert doctor.plans(str(relu_model)) == plans
 
 
 def test_plans_follow_the_costs_of_the_gpu_that_is_there(relu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,38 +111,39 @@ def test_plain_ffns_are_planned_as_such(tmp_path: Path) -> None:
         assert predicted(gated) == pytest.approx(projections * F / (costs.gate * F + costs.token))
 
 
-def test_without_counts_the_command_that_makes_them_is_named(relu_model: Path) -> None:
+def test_layers_without_a_plan_say_why(relu_model: Path, tmp_path: Path) -> None:
     plans = doctor.plans(str(relu_model))
-    assert len(plans) == 3
-    for p in plans:
+    assert len(plans) == 3 and {p.predicted for p in plans} == {None}
+    for p in plans:  # without counts
         assert p.plan.startswith("plans by its first batches; `twell calibrate ")
         assert f"{relu_model} --text FILE" in p.plan and "\n" not in p.plan
-        assert p.predicted is None
-
-
-def test_layers_without_a_plan_say_why(tmp_path: Path) -> None:
-    silu = saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "silu")
-    for p in doctor.plans(str(silu)):
-        assert p[1:] == ("left alone: silu: call relufy_ first", "", None, 0)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        called = doctor.plans(str(relu_model))
+    finally:
+        handle.remove()
+    assert {p[1:] for p in called} == {("called: there are global hooks on modules", "", None, 0)}
+    silu = doctor.plans(str(saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "silu")))
+    assert {p[1:] for p in silu} == {("left alone: silu: call relufy_ first", "", None, 0)}
 
 
 def test_opts_layers_have_plans_too(tmp_path: Path) -> None:
-    config = OPTConfig(
-        hidden_size=16, ffn_dim=F, num_hidden_layers=2, num_attention_heads=2, vocab_size=50, word_embed_proj_dim=16
-    )
-    opt = saved(OPTForCausalLM(config), tmp_path / "opt")
+    shape = {"hidden_size": 16, "word_embed_proj_dim": 16, "num_attention_heads": 2, "vocab_size": 50}
+    opt = saved(OPTForCausalLM(OPTConfig(**shape, ffn_dim=F, num_hidden_layers=2)), tmp_path / "opt")
     assert all(p.runs == "sparse" and "twell calibrate" in p.plan for p in doctor.plans(str(opt)))
     keep_counts(opt, fired_by(0), fired_by(F))
     assert [p.plan.partition(",")[0] for p in doctor.plans(str(opt))] == [f"0 of {F} neurons hot", "dense"]
 
 
-def test_layers_whose_projections_are_called_say_why(relu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        plans = doctor.plans(str(relu_model))
-    finally:
-        handle.remove()
-    assert {p[1:] for p in plans} == {("called: there are global hooks on modules", "", None, 0)}
+def test_counts_of_another_model_and_folders_without_one_are_refused(relu_model: Path, tmp_path: Path) -> None:
+    for fired in ((fired_by(3), fired_by(3)), (fired_by(3, 256),) * 3):
+        keep_counts(relu_model, *fired)
+        with pytest.raises(ValueError, match=rf"the counts are of {len(fired)} FFNs .*, the model has 3"):
+            doctor.plans(str(relu_model))
+    with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
+        doctor.plans(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        doctor.plans(str(tmp_path))
 
 
 # -- what freezing adds -----------------------------------------------------------------------------------
@@ -177,20 +175,6 @@ def test_frozen_bytes_on_a_gpu_are_those_of_freezing(
     assert doctor.frozen_bytes(layer, None) is None
 
 
-@pytest.mark.parametrize("fired", [(fired_by(3), fired_by(3)), (fired_by(3, 256),) * 3])
-def test_counts_of_another_model_are_refused(relu_model: Path, fired: tuple[torch.Tensor, ...]) -> None:
-    keep_counts(relu_model, *fired)
-    with pytest.raises(ValueError, match=rf"the counts are of {len(fired)} FFNs .*, the model has 3"):
-        doctor.plans(str(relu_model))
-
-
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
-        doctor.plans(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        doctor.plans(str(tmp_path))
-
-
 # -- facts and self-test ----------------------------------------------------------------------------------
 
 
@@ -205,25 +189,17 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
     monkeypatch.setattr(backends, "_HAS_TRITON", True)
 
 
-@pytest.mark.parametrize(
-    ("capability", "tiles"),
-    [
-        ((8, 0), "sm_80 on an sm_80 GPU; a few tokens not in Gluon (for sm_90)"),
-        ((8, 7), "sm_86 on an sm_87 GPU; a few tokens not in Gluon (for sm_90)"),
-        ((9, 0), "sm_90 on an sm_90 GPU; a few tokens in Gluon"),
-    ],
-)
-def test_kernels_that_would_run(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], tiles: str) -> None:
+def test_kernels_that_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    pretend_gpu(monkeypatch, capability)
-    plans = "measured costs of sm_90" if capability == (9, 0) else "none, so layers run densely"
-    assert doctor._kernels(torch.device("cuda")).startswith(f"Triton, tiles of {tiles}; plans: {plans}")
-
-
-def test_why_no_kernels_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._kernels(None) == "none: torch sees no GPU; plans: measured costs of sm_90"
-    pretend_gpu(monkeypatch, (7, 5))
-    assert doctor._kernels(torch.device("cuda")).startswith("none: it needs compute capability 8.0")
+    for capability, said in (
+        ((8, 0), "Triton, tiles of sm_80 on an sm_80 GPU; a few tokens not in Gluon (for sm_90); plans: none"),
+        ((8, 7), "Triton, tiles of sm_86 on an sm_87 GPU; a few tokens not in Gluon (for sm_90); plans: none"),
+        ((9, 0), "Triton, tiles of sm_90 on an sm_90 GPU; a few tokens in Gluon; plans: measured costs of sm_90"),
+        ((7, 5), "none: it needs compute capability 8.0"),
+    ):
+        pretend_gpu(monkeypatch, capability)
+        assert doctor._kernels(torch.device("cuda")).startswith(said)
     monkeypatch.setattr(torch.version, "hip", "6.4")  # AMD's GPUs are called cuda, and may have a capability of 9.0
     pretend_gpu(monkeypatch, (9, 0))
     assert doctor._kernels(torch.device("cuda")).startswith("none: its kernels are written for NVIDIA's GPUs (PTX)")
@@ -295,14 +271,14 @@ def test_a_broken_part_of_the_kernels_is_found(
     assert all(4 < tokens < (49 if part == "hot_activations" else 48) for tokens in changed)  # some light, some heavy
 
 
-@pytest.mark.parametrize(("module", "part"), [("decode", "forward"), ("hybrid", "backward")])
+@pytest.mark.parametrize(("module", "part"), [("decode", "forward"), ("split_training", "backward")])
 def test_broken_kernels_for_few_tokens_and_for_training_are_found(
     interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch, module: str, part: str
 ) -> None:
     from twell.gpu.decode import few as decode
-    from twell.gpu.training import hybrid
+    from twell.gpu.training import split_training
 
-    broken = {"decode": decode, "hybrid": hybrid}[module]
+    broken = {"decode": decode, "split_training": split_training}[module]
     right = getattr(broken, part)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
@@ -317,25 +293,45 @@ def test_broken_kernels_for_few_tokens_and_for_training_are_found(
     assert problem is not None and "is wrong" in problem
 
 
-def test_a_broken_backward_on_the_cpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from twell import cpu
+def test_the_self_test_passes_here(twell: Twell) -> None:
+    result = twell("doctor", "--json")
+    assert result.returncode == 0, result.stdout
+    facts = json.loads(result.stdout)
+    assert facts["healthy"] is True and facts["backend on cpu"].startswith("cpu")
+    assert facts["self-test"] == "sparse equals dense, forward and backward"
 
-    assert doctor._self_test() is None
-    right = cpu._tail_backward
+
+def test_a_broken_cpu_path_is_found(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu.block, "MIN_WORK", 20e6)  # as users have it: the self-test must still reach the fast path
+    dots, backward = cpu.rows.sampled_dots, cpu.training.tail_backward
 
     def wrong(*args: Any) -> Any:
-        gradients = right(*args)
+        gradients = backward(*args)
         gradients.weights.gate.mul_(1.001)
         return gradients
 
-    monkeypatch.setattr(cpu, "_tail_backward", wrong)
-    problem = doctor._self_test()
-    assert problem is not None and "dw_gate is wrong" in problem
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu.rows, "sampled_dots", lambda *args: dots(*args) * 1.01)
+        result = twell("doctor", "--json")
+    assert result.returncode == 1 and "sparse y is wrong" in json.loads(result.stdout)["self-test"]
+    monkeypatch.setattr(cpu.training, "tail_backward", wrong)
+    assert "dw_gate is wrong" in str(doctor._self_test())
 
 
-def test_extras_that_are_not_whole_come_with_their_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.metadata
+def test_unusable_amx_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(doctor, "_advertises_amx", lambda: True)
+    monkeypatch.setattr(doctor, "_BF16_PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    problem = doctor.bf16_problem()
+    assert problem is not None and "AMX" in problem and doctor.AMX_REMEDY in problem
+    monkeypatch.setattr(doctor, "_BF16_PROBE", "pass")
+    assert doctor.bf16_problem() is None
+    monkeypatch.setattr(doctor, "_advertises_amx", lambda: False)
+    monkeypatch.setattr(doctor, "_BF16_PROBE", "raise SystemExit(1)")
+    assert doctor.bf16_problem() is None
 
+
+def test_incomplete_extras_are_shown_with_their_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     required = ["torch>=2", "numpy>=1; extra == 'train'", 'no-such-thing>=2; extra == "eval"', "numpy; extra == 'eval'"]
     required += ["twell[train]; extra == 'dev'", "never-there; python_version > '3' and extra == 'dev'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
@@ -351,10 +347,7 @@ def test_extras_that_are_not_whole_come_with_their_command(monkeypatch: pytest.M
     assert doctor._extras().startswith("unknown: twell is not installed")
 
 
-def test_what_triton_needs_to_build_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import shutil
-    import sysconfig
-
+def test_the_compiler_and_python_h_are_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name == "gcc" else None)
@@ -365,9 +358,7 @@ def test_what_triton_needs_to_build_is_looked_for(monkeypatch: pytest.MonkeyPatc
     assert "a C compiler" in said and "Python.h (Debian" in said
 
 
-def test_kernels_that_cannot_be_built_are_a_finding(
-    interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_kernels_is_a_finding(interpreted: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise LookupError("no C compiler\nand much more")
 
@@ -383,43 +374,22 @@ def test_the_kernels_pass_on_a_gpu() -> None:
 # -- the command ------------------------------------------------------------------------------------------
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["twell", "doctor", *args])
-    monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setattr(doctor, "_self_test", lambda: None)  # tests/test_cli.py has it
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return int(stop.value.code or 0)
-
-
-def test_command_with_a_model(
-    relu_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_with_a_model(twell: Twell, relu_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_self_test", lambda: None)
+    assert twell("doctor", str(relu_model)).stdout.count("plans by its first") == 1  # all layers on one line
     keep_counts(relu_model, fired_by(200), fired_by(200), fired_by(F))
-    assert run(monkeypatch, str(relu_model), "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    expected = doctor.plans(str(relu_model))
-    assert found["healthy"] is True and found["self-test"].startswith("sparse equals dense")
+    result = twell("doctor", str(relu_model), "--json")
+    found, expected = json.loads(result.stdout), doctor.plans(str(relu_model))
+    assert result.returncode == 0 and found["healthy"] is True and found["self-test"].startswith("sparse equals dense")
     assert found["plans"] == [p._asdict() for p in expected]
     assert set(found["plans"][0]) == {"layer", "runs", "plan", "predicted", "frozen_bytes"}
-    assert "on a GPU a call runs densely" in found["without a plan"]
+    assert "on a GPU a layer runs densely" in found["without a plan"]
+    assert "plans" not in json.loads(twell("doctor", "--json").stdout)
 
     monkeypatch.setattr(doctor, "_extras", lambda: "eval lacks lm-eval: pip install 'twell[eval]'")
-    assert run(monkeypatch, str(relu_model)) == 0
-    shown = capsys.readouterr().out
+    shown = twell("doctor", str(relu_model)).stdout
     assert "self-test" in shown and "pip install 'twell[eval]'" in shown
     assert shown.count("256 of 2048 neurons hot") == 1  # the first two layers on one line
     assert "model.layers.0.mlp to model.layers.1.mlp" in shown
     assert f"{expected[0].predicted:.2f}x" in shown
     assert "dense, 2048 neurons" in shown and "1.00x" in shown
-
-
-def test_command_without_counts_or_model(
-    relu_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, str(relu_model)) == 0
-    assert capsys.readouterr().out.count("plans by its first") == 1  # all layers on one line
-    assert run(monkeypatch, "--json") == 0
-    assert "plans" not in json.loads(capsys.readouterr().out)
-    assert run(monkeypatch, "nowhere") == 2
-    assert capsys.readouterr().err == "twell: error: no such model folder: nowhere\n"

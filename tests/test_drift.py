@@ -43,12 +43,12 @@ def run(drift: Drift, calls: int, pairs: int, heavy: int, tokens: int = 1000) ->
     ("pairs", "heavy", "is_far"),
     [(10752, 0, False), (15000, 0, False), (60000, 0, True), (10752, 100, False), (10752, 500, True), (0, 0, False)],
 )
-def test_it_is_time_where_half_of_the_gain_is_lost(pairs: int, heavy: int, is_far: bool) -> None:
+def test_plans_are_replaced_when_half_of_the_gain_is_lost(pairs: int, heavy: int, is_far: bool) -> None:
     found = run(Drift(a_plan(), COSTS, gated=True), 2 * EVERY, pairs, heavy)
     assert found == ([LAG, EVERY + LAG] if is_far else [])
 
 
-def test_what_is_left_of_a_gain() -> None:
+def test_gain_left() -> None:
     plan = a_plan()
     assert plan.tail is not None and plan.predicted is not None
     assert gain_left(plan, COSTS, plan.tail, 0.0, gated=True) == 1

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
+from small_models import TINY, tiny_model
+from twell.hf import LlamaSparseReluConfig
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 from twell.workbench.evaluate import TASKS, TaskData, harness, read_folder, score_task
@@ -53,19 +54,9 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module", params=[256, 48], ids=["all fits", "cut on the left"])
-def model(request: pytest.FixtureRequest, tokenizer: Any) -> LlamaSparseReluForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaSparseReluConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=request.param,
-        vocab_size=len(tokenizer),
-        initializer_range=0.5,
-    )
-    return LlamaSparseReluForCausalLM(config).eval()
+def model(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
+    shape = TINY | {"max_position_embeddings": request.param, "vocab_size": len(tokenizer), "initializer_range": 0.5}
+    return tiny_model(LlamaSparseReluConfig(**shape)).float().eval()
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -120,8 +111,8 @@ def test_standard_errors_are_lm_evals(
 
 
 def test_what_lm_eval_cannot_score_is_said_before(model: Any, tokenizer: Any, local: dict[str, TaskData]) -> None:
-    short = type("Short", (), {"config": type("Config", (), {"max_position_embeddings": 4})})
-    with pytest.raises(ValueError, match=r"piqa, item 0: a choice has \d+ tokens, the model's context 4.*--scorer own"):
+    short = SimpleNamespace(config=LlamaSparseReluConfig(max_position_embeddings=4))
+    with pytest.raises(ValueError, match=r"piqa, item 0: a choice has \d+ tokens.* only 4; .*--scorer own"):
         harness.check_lengths(short, tokenizer, local["piqa"])
     harness.check_lengths(model, tokenizer, local["piqa"])
 

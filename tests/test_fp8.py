@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -82,7 +80,7 @@ def logits(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (0,), (2, 3), (2, 0), ()])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_multiplies_by_what_its_weight_stands_for(shape: tuple[int, ...], bias: bool) -> None:
+def test_a_layer_multiplies_by_the_values_of_its_weight(shape: tuple[int, ...], bias: bool) -> None:
     layer, x = linear(bias=bias), torch.randn(*shape, D)
     y = layer(x)
     assert y.shape == (*shape, F) and y.dtype == x.dtype
@@ -97,13 +95,8 @@ def test_y_has_the_dtype_of_x(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y.double(), meaning(layer, x), rtol=BF16_STEP, atol=1e-6)
 
 
-def test_x_need_not_be_contiguous() -> None:
-    layer, x = linear(), torch.randn(D, 6).t()
-    assert layer(x).equal(layer(x.contiguous()))
-
-
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_a_token_that_is_not_finite_gives_nan_and_harms_no_other(bad: float) -> None:
+def test_a_non_finite_token_gives_nan_and_changes_no_other(bad: float) -> None:
     layer, x = linear(), torch.randn(3, D)
     expected = layer(x)
     x[1, 4] = bad
@@ -120,7 +113,7 @@ def test_autocast_runs_in_its_dtype() -> None:
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
-def test_an_ffn_is_as_far_from_its_meaning_as_h_is_rounded(gated: bool, activation: str) -> None:
+def test_the_error_of_an_ffn_is_the_rounding_of_h(gated: bool, activation: str) -> None:
     layer = (GatedSparseFFN if gated else SparseFFN)(D, F, activation=activation)
     twell.quantize_(layer, emulate=True)
     x, w = torch.randn(50, D), [getattr(layer, name).fp8() for name in layer.projections]
@@ -135,7 +128,7 @@ def test_sizes_are_multiples_of_16() -> None:
             Fp8Linear(n_in, n_out)
 
 
-def test_what_cannot_be_served_is_refused() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     layer = linear()
     with pytest.raises(ValueError, match="x must have 32 features, got 16"):
         layer(torch.randn(3, 16))
@@ -153,7 +146,7 @@ def test_gradients_are_refused() -> None:
         assert not layer(torch.randn(3, D)).requires_grad
 
 
-def test_a_cpu_says_what_fp8_needs() -> None:
+def test_a_cpu_is_refused_with_the_requirement() -> None:
     layer = Fp8Linear.from_linear(nn.Linear(D, F))
     with pytest.raises(
         RuntimeError, match=r"compute capability 8\.9 or newer, and this is cpu; .*dequantize_\(model\)"
@@ -182,7 +175,7 @@ MOVES: list[Callable[[nn.Module], nn.Module]] = [
 
 
 @pytest.mark.parametrize("move", MOVES)
-def test_a_new_dtype_is_the_biass_alone(move: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_new_dtype_applies_to_the_bias_only(move: Callable[[nn.Module], nn.Module]) -> None:
     layer = linear(bias=True)
     model = nn.Sequential(copy.deepcopy(layer), nn.Linear(F, 2))
     moved: Any = move(model)
@@ -227,17 +220,11 @@ def test_compiles_without_a_break() -> None:
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-@pytest.mark.slow
-def test_inductor_compiles_it() -> None:
-    layer, x = linear(), torch.randn(5, D)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x))
-
-
 # -- quantize_ and dequantize_ --------------------------------------------------------------------------------
 
 
 def layer_that_kernels_would_run() -> GatedSparseFFN:
-    """As on a GPU that has them; here its projections are called."""
+    """A layer as on a GPU with kernels; here its projections are called."""
     layer = GatedSparseFFN(D, F, dtype=torch.bfloat16).eval()
     twell.quantize_(layer, emulate=True)
     plan = Plan(n_neurons=F, hot=torch.arange(16), cap=16, first=8, min_tokens=512, few_tokens=8)
@@ -249,7 +236,7 @@ def layer_that_kernels_would_run() -> GatedSparseFFN:
 
 
 def test_compiled_models_call_layers_that_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few and many tokens by the layer itself, others by what a compiler makes of its projections."""
+    """The layer itself runs few and many tokens; other batches are compiled from its projections."""
     monkeypatch.setattr(
         GatedSparseFFN, "in_fp8", lambda self, x, _: seen.append(len(x)) or self._call_projections(x, None, False)
     )
@@ -327,7 +314,7 @@ def test_a_quantised_model_runs_as_its_dense_blocks_would() -> None:
 
 
 @pytest.mark.parametrize("make", [llama, opt])
-def test_nothing_keeps_what_was_replaced(make: Model) -> None:
+def test_replaced_weights_are_freed(make: Model) -> None:
     model = sparse(make)
     for change in (twell.quantize_, twell.dequantize_):
         weights = [weakref.ref(getattr(ffn, name).weight) for _, ffn in sparse_ffns(model) for name in ffn.projections]
@@ -358,15 +345,6 @@ def test_opt_runs_densely_in_fp8_and_sparsely_again() -> None:
     assert vars(model.model.decoder.layers[0].fc1)["forward"] is ffn.steps[0]
 
 
-def test_statistics_of_fp8_layers_are_counted() -> None:
-    layer = GatedSparseFFN(D, F, track_counts=True)
-    twell.quantize_(layer, emulate=True)
-    x = torch.randn(6, D)
-    _, stats = layer(x, return_stats=True)
-    assert stats.counts.equal((torch.relu(layer.gate_proj(x)) != 0).sum(0).int())
-    assert int(layer.tokens_seen) == 6
-
-
 def test_quantize_again_changes_whether_layers_emulate_and_nothing_else() -> None:
     layer = GatedSparseFFN(D, F)
     twell.quantize_(layer)
@@ -386,7 +364,7 @@ def test_what_quantize_refuses() -> None:
         twell.quantize_("a/model")  # type: ignore[arg-type]
     model = sparse(llama)
     model.config.quantization_config = {"quant_method": "gptq"}
-    with pytest.raises(ValueError, match="quantised by gptq already"):
+    with pytest.raises(ValueError, match="already quantised by gptq"):
         twell.quantize_(model)
 
 
@@ -496,14 +474,6 @@ def test_layouts_stay_as_they_are() -> None:
     moved = copy.deepcopy(model).to(torch.bfloat16)
     assert moved.dtype == torch.bfloat16 and logits(moved).dtype == torch.bfloat16
     assert next(moved.model.layers[0].mlp.parameters()).dtype == E4M3
-
-
-def test_importing_twell_stays_cheap() -> None:
-    code = (
-        "import sys, twell; twell.quantize_, twell.dequantize_; "
-        "sys.exit(any(name in sys.modules for name in ('transformers', 'compressed_tensors', 'torchao')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------

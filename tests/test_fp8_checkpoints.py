@@ -1,4 +1,4 @@
-"""FP8 weights from and for files: our own, compressed-tensors' and torchao's, in Python and on the command line."""
+"""FP8 weights in files: our own, compressed-tensors' and torchao's, in Python and on the command line."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_dequantised_model_is_saved_as_a_plain_one(tmp_path: Path) -> None:
     assert_same_state(load(tmp_path / "plain"), loaded)
 
 
-def test_another_dtype_is_for_other_weights(tmp_path: Path) -> None:
+def test_another_dtype_changes_only_other_weights(tmp_path: Path) -> None:
     model = quantised(LlamaSparseReluConfig(**SHAPE))
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16)
@@ -263,7 +263,7 @@ def test_models_to_dequantise_or_train_are_not_taken_over(library_folder: Path) 
     assert type(model.model.layers[0].mlp.gate_proj) is nn.Linear
 
 
-def test_attention_stays_the_librarys(tmp_path: Path) -> None:
+def test_attention_keeps_the_librarys_layers(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     folder = written_by_the_library(tmp_path / "all", ["Linear"])
     model, theirs = load(folder), load(folder)
@@ -340,10 +340,7 @@ def test_transformers_own_fp8_layers_are_taken_over() -> None:
 
 
 def with_torchao(
-    monkeypatch: pytest.MonkeyPatch,
-    granularity: str = "PerRow",
-    ffns_alone: bool = True,
-    sparse_before: bool = False,
+    monkeypatch: pytest.MonkeyPatch, granularity: str = "PerRow", ffns_alone: bool = True, sparse_before: bool = False
 ) -> Any:
     torchao = pytest.importorskip("torchao.quantization")
     monkeypatch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda granularity: None)
@@ -479,7 +476,7 @@ def test_the_doctor_sees_fp8_layers(own_folder: Path, which: str, request: pytes
     assert [(row.runs, row.predicted, row.frozen_bytes) for row in rows] == [(f"called: {FP8_WEIGHTS}", None, 0)] * 2
 
 
-def test_a_missing_library_is_said_in_one_line(twell: Twell, monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_missing_library_is_reported_in_one_line(twell: Twell, monkeypatch: Any, tmp_path: Path) -> None:
     model = make(llama_config())
     model.config.quantization_config = describe(model)
     model.save_pretrained(tmp_path)

@@ -17,9 +17,9 @@ from twell import GatedSparseFFN, gpu, reference
 from twell.gpu import dense_fp8
 from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
-from twell.gpu.prefill.split import Split
+from twell.gpu.prefill.split import SplitSizes
 from twell.gpu.prefill.split_fp8 import Fp8Weights
-from twell.gpu.shared import fp8
+from twell.gpu.shared import round_fp8
 from twell.nn.quantize import quantize_
 from twell.plan import Plan, dense_plan, tokens_of
 from twell.reference import Fp8, to_fp8
@@ -50,7 +50,7 @@ def run(x: Tensor, w: list[Fp8 | None], n_hot: int, cap: int, activation: str = 
     layout = split_fp8.lay_out(rows, plan, n_hot, x.dtype)
     tiles = split_fp8.tiles_for(0)
     assert tiles is not None
-    split = Split.of(plan)
+    split = SplitSizes.of(plan)
     return split_fp8.forward(x, rows, layout, plan.order, plan.places, split, activation, tiles, 2)
 
 
@@ -66,8 +66,8 @@ def test_rows_are_rounded_as_the_reference_does() -> None:
     x[3], x[4] = 0, 1e-4
     x[5, 7], x[6, 1] = float("nan"), float("inf")
     x[7] *= 60000 / x[7].abs().max()
-    q, scale = out = fp8.room_for(37, 48, x.new_empty)
-    fp8.round_rows(x, out)
+    q, scale = out = round_fp8.room_for(37, 48, x.new_empty)
+    round_fp8.round_rows(x, out)
     want = to_fp8(x)
     fine = [i for i in range(37) if i not in (5, 6)]
     assert torch.equal(q.float()[fine], want.q.float()[fine]) and torch.equal(scale[fine], want.scale[fine])
@@ -76,11 +76,11 @@ def test_rows_are_rounded_as_the_reference_does() -> None:
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize("gated", [True, False])
-def test_h_is_rounded_as_a_dense_ffn_has_it(gated: bool, activation: str) -> None:
+def test_h_is_rounded_as_in_a_dense_ffn(gated: bool, activation: str) -> None:
     z, u = torch.randn(5, 176).to(f16), torch.randn(5, 176).to(f16)
     h = reference.activate(torch.relu(z).float(), activation) * (u.float() if gated else 1)
-    q, scale = out = fp8.room_for(5, 176, z.new_empty)
-    fp8.round_hidden(z, u if gated else None, activation == "relu2", out)
+    q, scale = out = round_fp8.room_for(5, 176, z.new_empty)
+    round_fp8.round_hidden(z, u if gated else None, activation == "relu2", out)
     want = to_fp8(h.to(f16))
     assert torch.equal(q.float(), want.q.float()) and torch.equal(scale, want.scale)
 
@@ -94,7 +94,7 @@ def test_any_plan_gives_the_same(n_hot: int, cap: int, gated: bool, activation: 
 
 
 def test_all_kinds_of_tokens_side_by_side() -> None:
-    """One that fires all neurons, one that fires none, NaN, inf and zeros; more heavy ones than a chunk holds."""
+    """All neurons fire, none fires, NaN, inf and zeros; more heavy tokens than a chunk holds."""
     x, w = make(45, 48, 272)
     x[0, 0], x[1, 0] = -20.0, 20.0
     x[2, 3], x[3, 3], x[4] = float("nan"), float("inf"), 0
@@ -102,7 +102,7 @@ def test_all_kinds_of_tokens_side_by_side() -> None:
         assert_right(run(x, w, n_hot, cap), x, w)
 
 
-def test_what_a_layer_keeps() -> None:
+def test_tensors_that_a_layer_keeps() -> None:
     x, w = make(20, 48, 272)
     plan = Plan(n_neurons=272, hot=torch.arange(128), cap=48, first=16, min_tokens=0)
     tensors = plan.on(x.device)
@@ -119,7 +119,7 @@ def test_what_a_layer_keeps() -> None:
     assert torch.equal(kept.w.down.float(), other[2].q.t().float())  # type: ignore[union-attr]
 
 
-def test_what_is_kept_follows_weights_and_plans() -> None:
+def test_kept_tensors_follow_weights_and_plans() -> None:
     torch.manual_seed(0)
     layer = GatedSparseFFN(48, 272).eval()
     quantize_(layer)
@@ -174,7 +174,7 @@ def test_shapes_of_x() -> None:
 
 
 def hidden_of(x: Tensor, w: list[Fp8 | None], activation: str = "relu") -> Fp8:
-    """h of a dense FFN whose GEMMs give fp16, rounded."""
+    """h of a dense FFN with fp16 GEMMs, rounded to e4m3."""
     gate, up, _ = w
     assert gate is not None and up is not None
     z, u = (to_fp8(x).to(f64) @ of.to(f64).T for of in (gate, up))
@@ -200,7 +200,7 @@ def test_small_dense_batches(M: int, activation: str) -> None:
 
 
 def test_depths_are_shared_among_any_number_of_programs() -> None:
-    """F has 6 steps: with 8 shares two have nothing to add. Counters of hundreds of tiles become 0."""
+    """F has 6 steps: 2 of 8 shares have nothing to add. Hundreds of tiles' counters are set to 0."""
     x, w = make(40, 80, 176)
     kept = gpu.fp8.keep(*w, None).w  # type: ignore[arg-type]
     tiles = dense_fp8.tiles_for(40, 80, 176, x.device)
@@ -234,7 +234,7 @@ def test_few_tokens_of_inf_nan_zeros_and_other_shapes() -> None:
 
 
 def test_a_layer_runs_few_tokens_sparsely() -> None:
-    """Also where large batches are dense: Wd lies neuron by neuron then, too."""
+    """Also where large batches are dense: Wd is kept neuron-major then, too."""
     x, w = make(20, 80, 176)
     plan = dense_plan(176, few_tokens=16).on(x.device)
     kept = gpu.fp8.keep(*w, plan, f16)  # type: ignore[arg-type]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import math
-import random
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from command_line import Twell
+from command_line import Result, Twell
 from twell import cpu
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.sparsify import sparsify_
-from twell.hf.text import TextStream, decoder
 from twell.nn import SparseFFNBase, sparse_ffns
 from twell.nn.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import load_tokenizer, train_bpe
 from twell.workbench import generate
-from twell.workbench.cli import generating
+from twell.workbench.cli import generate as generate_command
 from twell.workbench.generate import Parting, Settings
 
 TEXT = next(iter(read_texts(SAMPLE)))[:3000]
@@ -47,10 +45,19 @@ CHAT = (
 )
 
 
+Ask = Callable[..., Result]
+
+
 @pytest.fixture
-def twell(twell: Twell) -> Twell:
-    """Runs ``twell generate``."""
-    return functools.partial(twell, "generate")
+def ask(twell: Twell, folders: dict[str, str]) -> Ask:
+    """Runs ``twell generate`` with a model, for n tokens after each prompt."""
+
+    def run(name: str, n: int | None, options: str = "", prompts: Sequence[str] = PROMPTS[:1]) -> Result:
+        given = [word for prompt in prompts for word in ("--prompt", prompt)]
+        given += [] if n is None else ["--max-new-tokens", str(n)]
+        return twell("generate", folders.get(name, name), *given, *options.split())
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +97,12 @@ def own_tokens(folder: str, prompt: str, n: int, **how: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["sparse", "relu", "silu", "opt"])
-def test_tokens_are_those_of_generate(twell: Twell, folders: dict[str, str], name: str) -> None:
-    result = twell(folders[name], "--prompt", PROMPTS[1], "--max-new-tokens", "12", "--json")
+def test_tokens_are_those_of_generate(ask: Ask, folders: dict[str, str], name: str) -> None:
+    result = ask(name, 12, "--json", PROMPTS[1:2])
     assert result.returncode == 0, result.stderr
     row = json.loads(result.stdout)
     assert row["token_ids"] == own_tokens(folders[name], PROMPTS[1], 12)
-    tokenizer = load_tokenizer(folders[name])
-    assert row["text"] == tokenizer.decode(row["token_ids"], skip_special_tokens=True)
+    assert row["text"] == load_tokenizer(folders[name]).decode(row["token_ids"], skip_special_tokens=True)
     assert (row["prompt"], row["new_tokens"], row["finish"]) == (PROMPTS[1], 12, "length")
     assert row["first_token_s"] > 0 and row["tokens_per_s"] > 0
     if name == "silu":
@@ -109,21 +115,18 @@ def test_tokens_are_those_of_generate(twell: Twell, folders: dict[str, str], nam
         assert all(0 < mean < 64 for mean in row["active_neurons"].values())
 
 
-def test_several_prompts_at_once_are_as_each_alone(twell: Twell, folders: dict[str, str]) -> None:
-    many = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
-    result = twell(folders["sparse"], *many, "--max-new-tokens", "16", "--json")
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
+def test_prompts_together_get_the_tokens_they_get_alone(ask: Ask, folders: dict[str, str]) -> None:
+    rows = [json.loads(line) for line in ask("sparse", 16, "--json", PROMPTS).stdout.splitlines()]
     assert len({row["prompt_tokens"] for row in rows}) == 3  # so there is padding
     assert [row["token_ids"] for row in rows] == [own_tokens(folders["sparse"], p, 16) for p in PROMPTS]
     assert [row["prompt"] for row in rows] == PROMPTS
-    shown = twell(folders["sparse"], *many, "--max-new-tokens", "16").stdout
-    blocks = [f"==> {row['prompt']} <==\n{row['text']}\n" for row in rows]
-    assert shown == "\n".join(blocks)
-    assert twell(folders["sparse"], *many, "--max-new-tokens", "16", "--stream").stdout == shown
+    shown = ask("sparse", 16, "", PROMPTS).stdout
+    assert shown == "\n".join(f"==> {row['prompt']} <==\n{row['text']}\n" for row in rows)
+    assert ask("sparse", 16, "--stream", PROMPTS).stdout == shown
 
 
 @pytest.mark.parametrize("changed", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}])
-def test_padding_is_not_read_by_penalties(
+def test_penalties_do_not_count_padding(
     folders: dict[str, str], changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = load(folders["sparse"])
@@ -153,30 +156,14 @@ def test_a_prompt_that_ends_early_ends_alone(folders: dict[str, str]) -> None:
     assert after[0].seconds < after[1].seconds
 
 
-def test_streamed_text_is_the_text(twell: Twell, folders: dict[str, str]) -> None:
-    command = [folders["sparse"], "--prompt", PROMPTS[0], "--max-new-tokens", "40"]
-    whole, streamed = twell(*command), twell(*command, "--stream")
-    assert whole.stdout == streamed.stdout != "\n"
+def test_streamed_text_is_the_text(ask: Ask) -> None:
+    streamed = ask("sparse", 40, "--stream")
+    assert ask("sparse", 40).stdout == streamed.stdout != "\n"
     assert "40 new in" in streamed.stderr and "tokens/s" in streamed.stderr
 
 
-def test_pieces_of_any_tokens_make_up_their_text(folders: dict[str, str]) -> None:
-    tokenizer = load_tokenizer(folders["sparse"])
-    draw = random.Random(0)
-    prompt = tokenizer("naïve “café”")["input_ids"]
-    for _ in range(50):
-        ids = tokenizer("日本 “ü”\n  x 🚢!")["input_ids"] + draw.choices(range(len(tokenizer)), k=20)
-        draw.shuffle(ids)
-        stream = TextStream(decoder(tokenizer), prompt)
-        pieces = [stream.add([token]) for token in ids] + [stream.add([], last=True)]
-        assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def test_ctrl_c_keeps_what_was_generated(
-    twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = [folders["sparse"], "--prompt", PROMPTS[0], "--max-new-tokens", "30", "--stream"]
-    whole = twell(*command).stdout
+def test_ctrl_c_keeps_what_was_generated(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ask("sparse", 30, "--stream").stdout
     pieces: list[str] = []
 
     def print_some(text: str) -> None:
@@ -185,33 +172,29 @@ def test_ctrl_c_keeps_what_was_generated(
         if len(pieces) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(generating, "_print_piece", print_some)
-    result = twell(*command)
+    monkeypatch.setattr(generate_command, "_print_piece", print_some)
+    result = ask("sparse", 30, "--stream")
     assert result.returncode == 130
     assert result.stdout == "".join(pieces) + "\n" and whole.startswith("".join(pieces))
     assert "interrupted" in result.stderr and "new in" in result.stderr
 
 
-def test_a_static_cache_changes_nothing(twell: Twell, folders: dict[str, str]) -> None:
-    many = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
-    command = [folders["relu"], *many, "--max-new-tokens", "10"]
-    result = twell(*command, "--static-cache")
+def test_a_static_cache_changes_nothing(ask: Ask) -> None:
+    result = ask("relu", 10, "--static-cache", PROMPTS)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == twell(*command).stdout
+    assert result.stdout == ask("relu", 10, "", PROMPTS).stdout
 
 
-def test_sampling_repeats_by_its_seed(twell: Twell, folders: dict[str, str]) -> None:
-    command = [folders["sparse"], "--prompt", PROMPTS[0], "--max-new-tokens", "20"]
-    hot = [*command, "--temperature", "1.5"]
-    one, again, other = (twell(*hot, "--seed", seed).stdout for seed in ("1", "1", "2"))
+def test_sampling_repeats_by_its_seed(ask: Ask) -> None:
+    one, again, other = (ask("sparse", 20, f"--temperature 1.5 --seed {seed}").stdout for seed in (1, 1, 2))
     assert one == again != other
-    assert twell(*hot, "--seed", "1", "--top-p", "0.9", "--top-k", "20").returncode == 0
-    greedy = twell(*command).stdout
-    assert twell(*command, "--top-k", "1").stdout == greedy == twell(*command, "--temperature", "0").stdout
+    assert ask("sparse", 20, "--temperature 1.5 --seed 1 --top-p 0.9 --top-k 20").returncode == 0
+    greedy = ask("sparse", 20).stdout
+    assert ask("sparse", 20, "--top-k 1").stdout == greedy == ask("sparse", 20, "--temperature 0").stdout
     assert one != greedy
 
 
-def test_all_tokens_may_be_sampled_unless_the_model_says_otherwise(folders: dict[str, str]) -> None:
+def test_sampling_defaults_are_those_of_the_model(folders: dict[str, str]) -> None:
     model, _ = load(folders["sparse"])
     config = generate._config(model, Settings(temperature=0.7))
     assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (True, 0.7, 1.0, 0)
@@ -221,88 +204,39 @@ def test_all_tokens_may_be_sampled_unless_the_model_says_otherwise(folders: dict
     assert generate._config(model, Settings()).do_sample is False
 
 
-def test_prompts_from_files_and_standard_input(
-    twell: Twell, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = [folders["sparse"], "--max-new-tokens", "5"]
-    expected = twell(*command, "--prompt", PROMPTS[1]).stdout
+def test_prompts_from_files_and_standard_input(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ask("sparse", 5, "", PROMPTS[1:2]).stdout
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPTS[1] + "\n", encoding="utf-8")
-    assert twell(*command, "--prompt-file", str(file)).stdout == expected
-    for args in ([], ["--prompt", "-"], ["--prompt-file", "-"]):
+    for options in (f"--prompt-file {file}", "", "--prompt -", "--prompt-file -"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\n"))
-        assert twell(*command, *args).stdout == expected
+        assert ask("sparse", 5, options, []).stdout == expected
 
 
-def test_a_message_by_the_chat_template(twell: Twell, folders: dict[str, str], tmp_path: Path) -> None:
+def test_chat_template(ask: Ask, folders: dict[str, str], tmp_path: Path) -> None:
     model, tokenizer = load(folders["sparse"])
     model.save_pretrained(tmp_path)
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(tmp_path)
-    command = [str(tmp_path), "--max-new-tokens", "8"]
-    answer = twell(*command, "--prompt", "Hello", "--chat")
+    answer = ask(str(tmp_path), 8, "--chat", ["Hello"])
     assert answer.returncode == 0, answer.stderr
-    assert answer.stdout == twell(*command, "--prompt", "<user>Hello<answer>").stdout
-    assert answer.stdout != twell(*command, "--prompt", "Hello").stdout
+    assert answer.stdout == ask(str(tmp_path), 8, "", ["<user>Hello<answer>"]).stdout
+    assert answer.stdout != ask(str(tmp_path), 8, "", ["Hello"]).stdout
 
 
-def test_the_default_length_is_what_fits(twell: Twell, folders: dict[str, str]) -> None:
-    result = twell(folders["sparse"], "--prompt", PROMPTS[0], "--json")
+def test_the_default_length_is_what_fits(ask: Ask) -> None:
+    result = ask("sparse", None, "--json")
     row = json.loads(result.stdout)
     assert row["prompt_tokens"] + row["new_tokens"] == CONTEXT
     assert f"at most {row['new_tokens']} new tokens: the model's context holds {CONTEXT}" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--prompt", " \n"], "the prompt is empty"),
-        (["--prompt", "a", "--prompt", ""], "prompt 2 is empty"),
-        ([], "the prompt is empty"),
-        (["--prompt", TEXT], "leaves no room for new ones"),
-        (["--prompt", "a", "--max-new-tokens", "64"], "at most 63 new ones fit"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "max-new-tokens must be at least 1, got 0"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be 0 (greedy) or at least 0.0001, got -1"),
-        (["--prompt", "a", "--temperature", "nan"], "temperature must be 0 (greedy) or at least 0.0001, got nan"),
-        (["--prompt", "a", "--top-p", "1.5"], "top-p must be above 0 and at most 1, got 1.5"),
-        (["--prompt", "a", "--top-k", "0"], "top-k must be at least 1, got 0"),
-        (["--prompt", "a", "--top-k", "3", "--seed", "-3"], "seed must be at least 0"),
-        (["--prompt", "a", "--seed", "3"], "seed has no effect on greedy generation"),
-        (["--prompt", "a", "--temperature", "0", "--top-p", "0.5"], "top-p has no effect on greedy generation"),
-        (["--prompt", "a", "--stream", "--json"], "--stream does not go with --json"),
-        (["--prompt", "a", "--stream", "--compare"], "--stream does not go with --compare"),
-        (["--prompt", "a", "--top-k", "3", "--compare"], "--compare is greedy"),
-        (["--prompt", "a", "--compare", "--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["--prompt", "a", "--chat"], "the model has no chat template"),
-        (["--prompt", "a", "--device", "abacus"], "unknown device 'abacus'"),
-        (["--prompt", "a", "--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--prompt-file", "missing.txt"], "missing.txt"),
-    ],
-)
-def test_bad_input_is_one_clear_line(
-    twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    result = twell(folders["sparse"], *args)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1 and result.stdout == ""
-
-
-def test_no_such_model(twell: Twell, folders: dict[str, str]) -> None:
-    assert "nowhere is no folder of a model" in twell("nowhere", "--prompt", "a").stderr
-    run = str(Path(folders["sparse"]).parent)
-    assert f"it has no config.json; {run}/model has" in twell(run, "--prompt", "a").stderr
 
 
 # -- dense against sparse -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["sparse", "relu", "opt"])
-def test_dense_and_sparse_agree(twell: Twell, folders: dict[str, str], name: str) -> None:
-    many = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1]]
-    command = [folders[name], *many, "--max-new-tokens", "12", "--compare", "--repeats", "2"]
-    result = twell(*command, "--json")
+def test_dense_and_sparse_agree(ask: Ask, name: str) -> None:
+    result = ask(name, 12, "--compare --repeats 2 --json", PROMPTS[:2])
     assert result.returncode == 0, result.stderr
     row = json.loads(result.stdout)
     assert row["agrees"] and row["partings"] == [] and row["new_tokens"] == [12, 12]
@@ -310,37 +244,37 @@ def test_dense_and_sparse_agree(twell: Twell, folders: dict[str, str], name: str
     for side in ("dense", "sparse"):
         assert row["prefill_ms"][side]["p50"] > 0 and row["decode_tokens_per_s"][side] > 0
         assert row["memory"][side]["weights"] > 0 and row["memory"][side]["pass"] > 0
-        assert row["memory"][side]["frozen"] == 0  # so small are the layers
+        assert row["memory"][side]["frozen"] == 0  # the layers are that small
         p20, p50, p80 = row["decode_ms"][side].values()
         assert p20 <= p50 <= p80
-    assert row["speedup"]["decode"] == pytest.approx(
-        row["decode_ms"]["dense"]["p50"] / row["decode_ms"]["sparse"]["p50"], abs=1e-3
-    )
+    ratio = row["decode_ms"]["dense"]["p50"] / row["decode_ms"]["sparse"]["p50"]
+    assert row["speedup"]["decode"] == pytest.approx(ratio, abs=1e-3)
     assert {"commit", "versions", "cpu"} <= set(row)
     if name == "relu":
-        shown = twell(*command, "--static-cache").stdout
-        assert "frozen beside them, MB" in shown
-        assert "greedy tokens agree, all 24" in shown and "decode, tokens/s" in shown and "static cache" in shown
+        shown = ask(name, 12, "--compare --repeats 2 --static-cache", PROMPTS[:2]).stdout
+        for said in ("frozen beside them, MB", "greedy tokens agree, all 24", "decode, tokens/s", "static cache"):
+            assert said in shown
 
 
-def test_one_token_has_no_decoding(twell: Twell, folders: dict[str, str]) -> None:
-    command = [folders["relu"], "--prompt", "a", "--max-new-tokens", "1", "--compare", "--repeats", "1"]
-    row = json.loads(twell(*command, "--json").stdout)
+def test_comparing_a_single_token_or_nothing(ask: Ask) -> None:
+    row = json.loads(ask("relu", 1, "--compare --repeats 1 --json").stdout)
     assert row["decode_ms"] == {"dense": None, "sparse": None} and row["speedup"]["decode"] is None
-    assert "greedy tokens agree, all 1" in twell(*command).stdout
+    assert "greedy tokens agree, all 1" in ask("relu", 1, "--compare --repeats 1").stdout
+    result = ask("silu", None, "--compare")
+    assert result.returncode == 2
+    assert "there is nothing to compare: nothing is sparse: 2 dense: silu" in result.stderr
 
 
-def test_a_real_difference_is_found(twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_difference_is_found(ask: Ask, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     right = cpu.forward
 
     def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = right(x, *args, **kwargs)
         return result._replace(y=0.5 * result.y)
 
-    command = [folders["sparse"], "--prompt", PROMPTS[1], "--max-new-tokens", "12", "--compare", "--repeats", "1"]
     expected = own_tokens(folders["sparse"], PROMPTS[1], 12)
     monkeypatch.setattr(cpu, "forward", wrong)
-    result = twell(*command, "--json")
+    result = ask("sparse", 12, "--compare --repeats 1 --json", PROMPTS[1:2])
     assert result.returncode == 1, result.stderr
     row = json.loads(result.stdout)
     [parting] = row["partings"]
@@ -350,7 +284,7 @@ def test_a_real_difference_is_found(twell: Twell, folders: dict[str, str], monke
     assert parting["dense_margin"] > 0 and parting["sparse_margin"] > 0
     assert parting["dense_margin"] + parting["sparse_margin"] > parting["bound"] > 0
 
-    result = twell(*command)
+    result = ask("sparse", 12, "--compare --repeats 1", PROMPTS[1:2])
     assert result.returncode == 1
     assert f"a real difference: greedy tokens part after {at} equal ones" in result.stdout
     assert f"by {parting['dense_margin']:.3g} and {parting['sparse_margin']:.3g} of the logits" in result.stdout
@@ -372,12 +306,6 @@ def test_ties_are_told_from_differences() -> None:
     assert judged(torch.full((1, 3), math.nan)).verdict == "a real difference"
 
 
-def test_nothing_to_compare(twell: Twell, folders: dict[str, str]) -> None:
-    result = twell(folders["silu"], "--prompt", "a", "--compare")
-    assert result.returncode == 2
-    assert "there is nothing to compare: nothing is sparse: 2 dense: silu" in result.stderr
-
-
 def test_the_dense_twin_shares_all_weights(folders: dict[str, str]) -> None:
     for name in ("sparse", "relu", "opt"):
         model, _ = load(folders[name])
@@ -392,9 +320,7 @@ def test_the_dense_twin_shares_all_weights(folders: dict[str, str]) -> None:
     assert all(own[key] is shared[key] for key in own) and {f.backend for _, f in sparse_ffns(dense)} == {"reference"}
 
 
-def test_generating_is_by_frozen_layers_and_the_dense_twin_leaves_the_layout(
-    twell: Twell, folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_are_frozen_and_keep_their_layout(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[tuple[bool, bool]] = set()
     right = SparseFFNBase._ffn
 
@@ -405,9 +331,8 @@ def test_generating_is_by_frozen_layers_and_the_dense_twin_leaves_the_layout(
         return right(self, *args)
 
     monkeypatch.setattr(SparseFFNBase, "_ffn", watched)
-    command = [folders["relu"], "--prompt", PROMPTS[0], "--max-new-tokens", "3"]
-    assert twell(*command).returncode == 0
-    assert twell(*command, "--compare", "--repeats", "1").returncode == 0
+    for options in ("", "--compare --repeats 1"):
+        assert ask("relu", 3, options).returncode == 0
     assert seen == {(True, True)}
 
 

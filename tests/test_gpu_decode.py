@@ -15,8 +15,7 @@ import twell
 from test_gpu_kernels import assert_within_the_law, captured, neuron_major, random_weights
 from twell import gpu, reference
 from twell.gpu.decode import few as decode
-from twell.gpu.decode import screen
-from twell.gpu.decode import tiles as few_tiles
+from twell.gpu.decode import few_tiles, screen
 from twell.gpu.prefill import split
 from twell.plan import choose_plan, costs_for, dense_plan
 from twell.reference import Weights

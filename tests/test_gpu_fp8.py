@@ -22,8 +22,8 @@ from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Fp8, Weights, to_fp8
 from twell.workbench.bench import cases, decode, ffn, fp8
 from twell.workbench.evaluate import compare_predictions
-from twell.workbench.evaluate.fp8 import counting, plan_all_
-from twell.workbench.evaluate.predictions import Row
+from twell.workbench.evaluate.fp8_plans import counting, plan_all_
+from twell.workbench.evaluate.predictions import Query
 from twell.workbench.generate import dense_twin
 
 pytestmark = pytest.mark.gpu
@@ -320,13 +320,13 @@ def test_a_model_that_runs_by_its_kernels_always_agrees_with_its_dense_twin() ->
         torch.nn.init.normal_(layer.mlp.gate_proj.weight, mean=-0.02, std=0.02)
     twell.quantize_(model)
     twin = dense_twin(model)
-    rows = [Row(torch.randint(512, (n + 1,)).tolist(), n) for n in (64, 64, 7)]
+    rows = [Query(torch.randint(512, (n + 1,)).tolist(), n) for n in (64, 64, 7)]
     with torch.no_grad(), counting(model, twin) as fired:
         twin(torch.tensor([rows[0].ids[:-1]], device="cuda"))
     for of in fired:  # as if hardly any fired: plans are sparse, and tokens heavy
         of.tokens *= 256
     plan_all_(model, fired)
     found = compare_predictions(twin, model, rows, batch_size=2)
-    ran = [each.runs_in_parts() for _, each in sparse_ffns(model)]
+    ran = [each.runs_split() for _, each in sparse_ffns(model)]
     assert all(ran)
     assert 0 < found.logits_difference < 0.2 * found.largest_logit

@@ -162,9 +162,10 @@ def test_gate_in_twell(workload: str, M: int, F: int, dtype: torch.dtype) -> Non
     tiles = tiles_for(capability, dtype)
     facts = {"tile": tiles.gate, "programs": processors, "use_tma": tiles.use_tma}
     if capability == 90 and dtype != f32:  # else it would still be right, and slower
-        options = {"saves": False, "gated": False, "squared": False, "has_bias": False, "whole": True, "aligned": True}
-        flags = *options.values(), True, True
-        kernel = gate._kernel(dtype, tiles.gate, True, False, *flags, dtype)
+        flags = dict.fromkeys(("HOT", "SAVES", "GATED", "SQUARED", "HAS_BIAS"), False)
+        kernel = gate._kernel(
+            dtype, dtype, tiles.gate, True, True, **flags, WHOLE=True, BY_REGISTERS=True, OVERLAPS=True
+        )
         assert kernel.constants["BY_REGISTERS"]
     got = gate.gate_in_twell(x, w, None, bits=bits, **facts)
     assert got.words is not None and not bits.any()
@@ -179,7 +180,7 @@ def test_gate_in_twell(workload: str, M: int, F: int, dtype: torch.dtype) -> Non
     error, allowed = ((t[fits].double() - expected[fits]).norm() for t in (r, torch.relu(x @ w.T)))
     assert error <= 2 * allowed + 1e-6 * expected[fits].norm()
     if dtype != f32:  # the same sums as cuBLAS's, where the reference packs what that gives
-        packed = reference.gate_and_pack(x, w, compact=True, overflow="mark")
+        packed = TwELL.pack(torch.relu(x @ w.T), compact=True, overflow="mark")
         others = torch.arange(M, device="cuda") != 5
         assert (packed.counts[others] != checked.counts[others]).float().mean() < 1e-3
 
@@ -475,7 +476,7 @@ def test_a_layer_plans_itself_and_stays_right() -> None:
     first = layer(inputs.x[:3000])
     assert layer.plan is not None and layer.plan.is_dense and layer.plan.few_tokens > 0
     y = layer(inputs.x)  # plans, then runs by the plan
-    assert layer.plan.in_parts(8192, captured=False) and 0 < len(layer.plan.hot) < 5632
+    assert layer.plan.runs_split(8192, captured=False) and 0 < len(layer.plan.hot) < 5632
     ffn.check(inputs.x, inputs, True, dense(inputs), y)
     assert ffn.relative_error(layer(inputs.x[:3000]), first.double()) < 1e-2
     assert_within_the_law(layer(inputs.x[:8]), inputs.x[:8], layer._weights())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +16,13 @@ import interpreted
 from interpreted import shorten_lists
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.formats import Hybrid, TwELL
-from twell.gpu.prefill import gate, heavy, lists, split, up_down
+from twell.gpu.prefill import gate, heavy, lists, split
 from twell.gpu.shared import rows, tiles
 from twell.ops import backends
 from twell.ops import functional as ops
 from twell.plan import Plan, costs_for, dense_plan
 from twell.reference import Weights
 from twell.saved import COUNTERS, Turns
-from twell.workbench.bench import ffn as ffn_bench
-from twell.workbench.bench import model as model_bench
-from twell.workbench.bench import timing, traced
-from twell.workbench.bench import tune as tuning
 from twell.workbench.bench.parts import Parts
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -46,18 +40,8 @@ def few_tokens_go_through_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_lists(monkeypatch.setattr)
 
 
-@pytest.fixture
-def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter is slow, and its times say nothing."""
-    compare, once = timing.compare, {"seconds": 0, "min_repeats": 1, "warmups": 0}
-    monkeypatch.setattr(timing, "compare", lambda runs, **options: compare(runs, **options | once))
-    monkeypatch.setattr(timing, "ROUNDS", 1)
-    monkeypatch.setattr(timing, "ROUND_MS", 0.0)
-    monkeypatch.setattr(timing, "host_us", functools.partial(timing.host_us, repeats=1))
-
-
 def make_weights(D: int, F: int, dtype: torch.dtype, *, gated: bool = True, bias: bool = False) -> Weights:
-    """About an eighth of the neurons fire with a bias, half without."""
+    """With a bias about an eighth of the neurons fire, without one half."""
 
     def normal(*shape: int) -> Tensor:
         return (torch.randn(*shape) / 4).to(dtype)
@@ -98,7 +82,7 @@ def assert_right(y: Tensor, x: Tensor, w: Weights, activation: str = "relu") -> 
 
 
 def assert_is_gate(got: TwELL, x: Tensor, w: Weights) -> None:
-    """Every count, and every value of tokens that fit: exact where the products are."""
+    """All counts are right, and all values of tokens that fit; exact where the products are."""
     assert got.words is not None
     checked = TwELL.from_words(got.words, got.counts, shape=got.shape, dtype=got.dtype)
     expected = torch.relu(x.double() @ w.gate.double().T + (0 if w.gate_bias is None else w.gate_bias.double()))
@@ -124,7 +108,7 @@ def test_gate_in_twell(M: int, D: int, F: int, dtype: torch.dtype, bias: bool, u
 @pytest.mark.parametrize("programs", [1, 2, 5, 64])
 @pytest.mark.parametrize(("F", "use_tma"), [(768, False), (400, False), (768, True)])
 def test_a_last_wave_of_half_tiles(F: int, use_tma: bool, programs: int) -> None:
-    """Three or two tiles, the last ones in halves where at most half of the programs would have one."""
+    """Two or three tiles; the last wave is halved if at most half of the programs would have a tile."""
     tile = tiles.GateTile(16, 256, 16, 4, 2)
     w, x = make_weights(32, F, f32, bias=True), torch.randn(16, 32)
     assert_is_gate(gate.gate_in_twell(x, w.gate, w.gate_bias, tile=tile, programs=programs, use_tma=use_tma), x, w)
@@ -154,7 +138,7 @@ def test_nan_is_active_and_tiny_values_that_round_to_zero_are_not() -> None:
     assert not r[0].any() and r[1].isnan().all() and got.counts.tolist() == [[0], [16]]
 
 
-# -- the three parts together -----------------------------------------------------------------------------
+# -- the split ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
@@ -166,8 +150,8 @@ def test_any_plan_gives_the_dense_result(n_hot: int, cap: int, bias: bool, gated
     assert_right(run(x, w, make_plan(384, n_hot, cap), activation), x, w, activation)
 
 
-def test_with_lists_and_rows_as_they_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests have shorter ones, and gather rows without a kernel."""
+def test_with_real_list_sizes_and_the_gather_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real list sizes and gather kernel, which other tests replace."""
     monkeypatch.undo()
     w, x = make_weights(16, 304, f32, bias=True), torch.randn(6, 16)
     x[:2] *= 20
@@ -206,8 +190,8 @@ def test_odd_token_counts(M: int, n_hot: int) -> None:
         assert_right(y, x, w)
 
 
-def test_light_heavy_empty_and_poisoned_tokens_side_by_side() -> None:
-    """Token 0 fires for all neurons, 1 for none, 2 and 3 hold NaN and inf, 4 turns every gate off with -inf."""
+def test_light_heavy_empty_and_non_finite_tokens() -> None:
+    """Token 0 fires all neurons, 1 none, 2 and 3 hold NaN and inf, 4 turns every gate off with -inf."""
     D, F = 16, 256
     w, x = make_weights(D, F, f32), torch.randn(8, D) / 8
     gate_row = w.gate.clone()
@@ -223,7 +207,7 @@ def test_light_heavy_empty_and_poisoned_tokens_side_by_side() -> None:
 
 
 def test_weights_that_are_not_finite() -> None:
-    """They reach every token that wakes their neuron. Others may get NaN of GEMMs: heavy tokens, hot neurons."""
+    """Every token that fires the neuron gets NaN or inf; so may others in GEMMs: heavy tokens, hot neurons."""
     w, x = make_weights(16, 64, f32, bias=True), torch.randn(4, 16)
     w.gate[5], x[:, 0] = torch.eye(16)[0], torch.tensor([1.0, -1.0, 1.0, -1.0])
     w.gate_bias[:] = -2  # type: ignore[index]
@@ -253,14 +237,14 @@ def test_inputs_that_are_not_contiguous() -> None:
         assert_right(run(x, w, plan), x, w)
     aligned = split.aligned(torch.randn(9, 64)[:, 3:35])  # rows 256 B apart, but none at a multiple of 16 B
     assert aligned.data_ptr() % 16 == 0 and aligned.is_contiguous()
-    turned = Weights(w.gate.T.contiguous().T, w.up.T.contiguous().T, w.down.T.contiguous().T)
+    odd = Weights(w.gate.T.contiguous().T, w.up.T.contiguous().T, w.down.T.contiguous().T)
     x = torch.randn(9, 32)
-    assert_right(run(x, turned, plan), x, turned)
+    assert_right(run(x, odd, plan), x, odd)
 
 
 def test_rows_are_copied_only_where_kernels_could_not_read_them() -> None:
     w = make_weights(32, 48, f32, bias=True)
-    w = w._replace(down=w.down.T.contiguous().T)  # neuron by neuron
+    w = w._replace(down=w.down.T.contiguous().T)  # neuron-major
     rows = split.by_rows(w)
     assert [r.data_ptr() for r in rows if r is not None] == [t.data_ptr() for t in w if t is not None]
     off = torch.randn(48 * 32 + 1)[1:].view(48, 32)  # 4 bytes beyond a multiple of 16
@@ -283,7 +267,7 @@ def test_frozen_state_changes_no_bit(gated: bool) -> None:
             kept = gpu.freeze(w, plan)
             assert (kept.down.numel() > 0) == down.is_contiguous()
             assert (kept.cold.shape == (64, 16)) == (n_hot == 32)
-            for M in (2, 4, 6):  # few, dense, in parts
+            for M in (2, 4, 6):  # few, dense, split
                 y = run(x[:M], w, plan, frozen=kept)
                 assert_right(y, x[:M], w)
                 if M > 2 or not down.is_contiguous():  # few tokens of a contiguous Wd run densely unless frozen
@@ -299,6 +283,7 @@ def test_same_bits_every_time() -> None:
         assert torch.equal(run(x, w, plan), first)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     M=st.integers(1, 12),
@@ -354,46 +339,6 @@ def test_tiles_of_architectures() -> None:
         tiles.tiles_for(75, torch.bfloat16)
 
 
-@pytest.mark.usefixtures("timed_once")
-def test_bench_times_the_parts() -> None:
-    (row,) = ffn_bench.run(
-        [ffn_bench.Case(workload="skew10", M=4, D=32, F=2048, backend="triton", dtype=f32)], seconds=0
-    )
-    assert row["plan"]["hot"] % 256 == 0
-    assert {"dense gate", "cold gate", "tail", "heavy", "heavy tokens"} <= row["parts_ms"].keys()
-    assert row["error"]["sparse"] < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("timed_once")
-def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = tiles.GateTile(16, 128, 16, 4, 2)
-    monkeypatch.setattr(tuning, "MAX_FEW_TOKENS", 0)
-    monkeypatch.setattr(tuning, "gate_candidates", lambda: [(other, False), (other, True)])
-    monkeypatch.setattr(tuning, "tail_candidates", lambda: [tiles.RowTile(2, 1, 1)])
-    monkeypatch.setattr(tuning, "heavy_candidates", lambda: [tiles.GateTile(16, 16, 24, 4, 2)])  # no power of 2
-    arguments = ("skew10", 4, 32, 2048, f32, torch.device("cpu"))
-    seen: list[tuple[int, int]] = []
-    trials = list(tuning.tune(*arguments, progress=lambda tried, total: seen.append((tried, total))))
-    assert seen[-1] == (6, 6)  # candidates, with the one that cannot run
-    assert [t.kernel for t in trials] == ["tail", "tail", "gate", "gate", "gate", "hot", "hot", "hot", "heavy"]
-    assert all(t.ms > 0 for t in trials)
-    assert [t.kernel for t in tuning.tune(*arguments, only=["tail"])] == ["tail", "tail"]
-    with pytest.raises(ValueError, match="unknown kernel 'up'"):
-        next(tuning.tune(*arguments, only=["up"]))
-    right = up_down.write_tail
-
-    def wrong(y: Tensor, *args: object, tile: tiles.RowTile, **kwargs: object) -> object:
-        result = right(y, *args, tile=tile, **kwargs)
-        if tile.neurons == 2:
-            y += 1
-        return result
-
-    monkeypatch.setattr(up_down, "write_tail", wrong)
-    with pytest.raises(RuntimeError, match="the tail kernel gives another result"):
-        list(tuning.tune(*arguments, only=["tail"]))
-
-
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (2, 3, 32), (2, 0, 32), (1, 1, 32)], ids=str)
 @pytest.mark.parametrize("few_tokens", [0, 8])
 @pytest.mark.parametrize("min_tokens", [0, 99])
@@ -436,46 +381,10 @@ def test_modules_plan_from_their_counts(cls: type) -> None:
         layer.set_plan(dense_plan(16))
 
 
-@pytest.mark.usefixtures("timed_once")
-def test_bench_of_a_trace() -> None:
-    """A layer that splits, with hot neurons, long and heavy tokens, and one that runs densely."""
-    torch.manual_seed(0)
-    sparse = torch.rand(40, 2048) < 0.003
-    sparse[:, :200], sparse[30, :1500], sparse[35, :800] = torch.rand(40, 200) < 0.9, True, True
-    row = traced.measure(traced.Layer("first", sparse), 20, 32, dtype=f32, device=torch.device("cpu"), seconds=0)
-    assert row["plan"]["hot"] == 256 and row["error"]["sparse"] < 1e-6 and row["parts_ms"]["heavy tokens"] == 2
-    frozen = row["gate_ms"]["p50"] + row["after gate_ms"]["p50"]
-    assert row["frozen_ms"]["p50"] == pytest.approx(frozen, abs=1e-3)
-    assert row["sparse_ms"]["p50"] == pytest.approx(frozen + row["layout_ms"]["p50"], abs=1e-3)
-    assert row["mean_active"] == pytest.approx(sparse[20:].sum().item() / 20, abs=0.01)
-    dense = torch.rand(40, 2048) < 0.5
-    row = traced.measure(traced.Layer("last", dense), 20, 32, dtype=f32, device=torch.device("cpu"), seconds=0)
-    assert row["plan"]["hot"] == 2048 and row["parts_ms"] == {}
-    with pytest.raises(ValueError, match="no two halves"):
-        traced.measure(traced.Layer("short", dense[:1]), 32, 32, dtype=f32, device=torch.device("cpu"))
-
-
-@pytest.mark.usefixtures("timed_once")
-def test_bench_of_a_trace_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffn_bench.Case, "is_sparse_fp8", property(lambda case: case.is_fp8))
-    costs = costs_for(torch.device("cpu"), fp8=True)._replace(batch=0)
-    monkeypatch.setattr("twell.plan.costs._FP8_COSTS", {90: costs})
-    monkeypatch.setattr(ffn_bench, "parts_ms", lambda *_: {})  # of 16 bits
-    torch.manual_seed(0)
-    active = torch.rand(24, 2048) < 0.003
-    active[:, :200], active[20, :1500] = torch.rand(24, 200) < 0.9, True
-    how: dict[str, Any] = {"dtype": f16, "device": torch.device("cpu"), "seconds": 0, "fp8": True}
-    row = traced.measure(traced.Layer("first", active), 12, 32, **how)
-    assert row["error"]["sparse_fp8"] < 2e-3 and row["sparse_fp8_ms"]["p50"] > 0 and row["speedup_fp8"] > 0
-    monkeypatch.setattr("twell.gpu.prefill.split_fp8.write_tail", lambda *_, **__: None)
-    with pytest.raises(ffn_bench.WrongResult, match="sparse FP8 output is wrong"):
-        traced.measure(traced.Layer("first", active), 12, 32, **how)
-
-
 def test_layers_plan_by_their_first_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twell.nn.layers.LOOK_TOKENS", 40)
-    monkeypatch.setattr("twell.nn.layers.LOOK_AT_LEAST", 10)
-    monkeypatch.setattr("twell.nn.layers.FIRST_LOOK", 0)
+    monkeypatch.setattr("twell.nn.planned.LOOK_TOKENS", 40)
+    monkeypatch.setattr("twell.nn.planned.LOOK_AT_LEAST", 10)
+    monkeypatch.setattr("twell.nn.planned.FIRST_LOOK", 0)
     layer = GatedSparseFFN(32, 2048, bias=True, backend="triton")
     with torch.no_grad():
         layer.gate_proj.weight.mul_(0.1)
@@ -492,11 +401,11 @@ def test_layers_plan_by_their_first_batches(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         layer.set_plan(None)
         assert torch.allclose(layer(x), planned, atol=1e-4)
-        assert layer.plan is None  # who was told not to plan does not
+        assert layer.plan is None  # plan=None stays None
 
 
 def test_training_and_other_backends_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("twell.nn.layers.LOOK_AT_LEAST", 1)
+    monkeypatch.setattr("twell.nn.planned.LOOK_AT_LEAST", 1)
     layer = GatedSparseFFN(32, 256, backend="triton")
     layer(torch.randn(9, 32))  # with gradients
     assert layer._first_batches is None
@@ -506,62 +415,17 @@ def test_training_and_other_backends_do_not_look(monkeypatch: pytest.MonkeyPatch
     assert layer._first_batches is None
 
 
-def tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=2048,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=64,
-        max_position_embeddings=64,
-        hidden_act="relu",
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def bench_of(workload: str, patterns: list[Tensor] | None = None) -> dict[str, Any]:
-    model = tiny_llama()
-    ids = torch.randint(model.config.vocab_size, (2, 8))
-    return model_bench.measure(model_bench.synthetic(model, workload, (2, 8), patterns), ids, seconds=0)
-
-
-@pytest.mark.usefixtures("timed_once")
-def test_bench_of_a_model() -> None:
-    row = bench_of("skew10")
-    assert row["layers"] == 2 and row["difference"] < 1e-3 and len(row["plans"]) == 1
-    assert row["plans"][0]["hot"] < 2048  # the sparse model ran sparsely
-    assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], abs=1e-3)
-
-
-@pytest.mark.usefixtures("timed_once")
-def test_bench_of_a_model_with_a_trace() -> None:
-    torch.manual_seed(0)
-    patterns = [torch.rand(20, 2048) < 0.004, torch.rand(20, 2048) < 0.6]
-    row = bench_of("skew10", patterns)
-    assert row["workload"] == "trace" and row["difference"] is None
-    assert [plan["hot"] == 2048 for plan in row["plans"]] == [False, True]  # the second layer runs densely
-
-
-def test_a_model_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = gpu.forward
-    monkeypatch.setattr(gpu, "forward", lambda *args: 1.5 * right(*args))
-    with pytest.raises(ffn_bench.WrongResult, match="logits differ"):
-        bench_of("skew10")
-
-
 # -- classes of tokens ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long means 6 to 12 active neurons, and two tokens may be."""
+    """Long tokens have 6 to 12 active neurons, and there may be two."""
     shorten_lists(monkeypatch.setattr, long=12)
 
 
 def with_counts(counts: list[int], C: int) -> Tensor:
-    """bool [tokens, C] with as many active neurons a row."""
+    """bool [tokens, C] with the given number of active neurons in each row."""
     return torch.stack([torch.randperm(C) < n for n in counts])
 
 
@@ -614,8 +478,8 @@ def test_every_token_is_in_one_class(counts: list[int], long: set[int], heavy: s
     assert (parts.y.double() - expected).norm() <= 1e-6 * expected.norm()
 
 
-def test_lists_hold_what_hybrid_does() -> None:
-    """The lists of tokens that have cap places are those of ``Hybrid``, which marks the others."""
+def test_lists_equal_those_of_hybrid() -> None:
+    """Lists of tokens within cap equal those of ``Hybrid``, which marks the other tokens."""
     w, x = make_weights(32, 304, f32), torch.randn(60, 32)
     parts = Parts(x, w, make_plan(304, 48, 24))
     r = parts.replace_gate(with_counts([int(n) for n in torch.randint(0, 40, (60,))], 256))
@@ -656,7 +520,7 @@ def test_any_counts_caps_and_firsts(data: st.DataObject) -> None:
 @pytest.mark.parametrize("n_heavy", [0, 5, 16, 20, 67])
 @pytest.mark.parametrize("gated", [True, False])
 def test_heavy_tokens_alone(n_heavy: int, gated: bool, use_tma: bool, programs: int) -> None:
-    """Few tokens, shares of sums or not, three chunks; of hot neurons, here and there, gate and up are not read."""
+    """Few tokens, with and without shared sums, three chunks; rows of hot neurons, scattered, are not read."""
     torch.manual_seed(n_heavy)
     M, D, F = 70, 48, 304  # no whole tiles
     w, x = make_weights(D, F, f16, gated=gated, bias=True), torch.randn(M, D, dtype=f16)
@@ -689,7 +553,7 @@ def test_heavy_tokens_alone(n_heavy: int, gated: bool, use_tma: bool, programs: 
 
 
 @pytest.mark.usefixtures("little_room")
-def test_a_call_counts_pairs_and_heavy_tokens_where_it_is_asked_to() -> None:
+def test_a_watched_call_counts_pairs_and_heavy_tokens() -> None:
     w, x = make_weights(16, 144, f32, bias=True), torch.randn(40, 16)
     n = (torch.relu(x @ w.gate.T + w.gate_bias) != 0).sum(1)
     cap = int(n.median())

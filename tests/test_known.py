@@ -186,8 +186,8 @@ def test_dropout_of_an_adapter_is_no_reason() -> None:
 def test_the_check_is_of_tokens_for_which_the_sparse_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     blocks: list[int] = []
-    run = cpu._Block.run
-    monkeypatch.setattr(cpu._Block, "run", lambda self, *a: (blocks.append(len(self.x)), run(self, *a))[1])
+    run = cpu.block.Block.run
+    monkeypatch.setattr(cpu.block.Block, "run", lambda self, *a: (blocks.append(len(self.x)), run(self, *a))[1])
     ffn = twell.GatedSparseFFN(128, 256)
     assert check.why_not_the_same(ffn, ffn, must_tell=True) is None
     assert blocks

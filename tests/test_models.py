@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import covered_models
 from covered_models import Architecture, walk
 
-MIN_WORK = cpu._MIN_WORK  # as users have it: tests set it to 0
+MIN_WORK = cpu.block.MIN_WORK  # as users have it: tests set it to 0
 D, F, M = 256, 1024, 80  # F = 4 D, as models without a field for it have
 SHAPE: dict[str, Any] = {
     "hidden_size": D,
@@ -115,9 +115,9 @@ def logits(model: Any) -> Tensor:
 def sparse_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The neurons added up for each block of tokens that has run sparsely since, by the thresholds that users have."""
     runs: list[int] = []
-    add_up = cpu._weighted_neurons
-    monkeypatch.setattr(cpu, "_MIN_WORK", MIN_WORK)
-    monkeypatch.setattr(cpu, "_weighted_neurons", lambda *a: (runs.append(len(a[4])), add_up(*a))[1])
+    add_up = cpu.rows.weighted_neurons
+    monkeypatch.setattr(cpu.block, "MIN_WORK", MIN_WORK)
+    monkeypatch.setattr(cpu.rows, "weighted_neurons", lambda *a: (runs.append(len(a[4])), add_up(*a))[1])
     return runs
 
 

@@ -23,9 +23,7 @@ each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain
 with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Dense blocks as transformers has them
-# ---------------------------------------------------------------------------------------------------------
+# -- Dense blocks as transformers has them ---------------------------------------------------------------
 
 
 def relu_squared(x: Tensor) -> Tensor:
@@ -82,9 +80,7 @@ def tokens(*shape: int, dtype: torch.dtype = f64) -> Tensor:
     return torch.randn(*shape, D, dtype=f64).to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Construction, state dict, conversion
-# ---------------------------------------------------------------------------------------------------------
+# -- Construction, state dict, conversion ----------------------------------------------------------------
 
 
 @each_kind
@@ -181,7 +177,7 @@ def test_other_activations_are_refused_by_name(function: Any, name: str) -> None
 def test_a_block_without_an_activation_is_refused() -> None:
     dense = DenseGated()
     del dense.act_fn
-    with pytest.raises(ValueError, match="DenseGated does not tell its activation; pass activation='relu' or 'relu2'"):
+    with pytest.raises(ValueError, match="DenseGated does not name its activation; pass activation='relu' or 'relu2'"):
         GatedSparseFFN.from_dense(dense)
 
 
@@ -215,9 +211,7 @@ def test_wrong_options_are_refused(gated: bool, options: dict[str, str], message
         sparse_class(gated).from_dense(dense_block(gated), **options)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Running counts and repr
-# ---------------------------------------------------------------------------------------------------------
+# -- Running counts and repr -----------------------------------------------------------------------------
 
 
 def active(dense: nn.Module, x: Tensor) -> Tensor:
@@ -242,7 +236,7 @@ def test_running_counts_add_up(gated: bool) -> None:
     assert layer.mean_active is None
 
 
-def test_counts_stay_still_unless_asked() -> None:
+def test_counts_change_only_on_request() -> None:
     layer = GatedSparseFFN(D, F)
     layer(tokens(3, dtype=torch.float32))
     _, stats = layer(tokens(3, dtype=torch.float32), return_stats=True)
@@ -263,8 +257,8 @@ def test_statistics_are_returned_on_request(track_counts: bool) -> None:
     torch.testing.assert_close(layer(x), y)
 
 
-def test_layers_that_call_their_projections_count_whole_layers_alone() -> None:
-    """A projection that gives its share of the neurons, as tensor parallel ones do, has no statistics of the layer."""
+def test_called_projections_must_return_all_neurons_for_statistics() -> None:
+    """A projection that returns only its share of the neurons, as in tensor parallel models, has no statistics."""
     layer, x = SparseFFN(D, F, dtype=f64), tokens()
     expected, stats = layer(x, return_stats=True)
     hook = layer.up_proj.register_forward_hook(lambda *_: None)
@@ -274,7 +268,7 @@ def test_layers_that_call_their_projections_count_whole_layers_alone() -> None:
     layer.up_proj.register_forward_hook(lambda module, args, out: out[..., : F // 2])
     layer.down_proj.forward = lambda h: h @ layer.down_proj.weight[:, : F // 2].t()
     assert layer(x).shape == (D,)
-    with pytest.raises(ValueError, match="up_proj gave 16 of 32 neurons"):
+    with pytest.raises(ValueError, match="need all 32 neurons of the layer, but up_proj returned 16"):
         layer(x, return_stats=True)
 
 
@@ -314,16 +308,14 @@ def test_repr_in_each_state() -> None:
     assert SparseFFN(D, F, track_counts=True, device="meta").extra_repr() == "8 -> 32 -> 8, relu, backend=auto"
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Plans
-# ---------------------------------------------------------------------------------------------------------
+# -- Plans -----------------------------------------------------------------------------------------------
 
 
 def some_plan(n_hot: int = 6, **numbers: Any) -> Plan:
     return Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=16, **numbers)
 
 
-def test_a_plan_is_of_the_layers_neurons() -> None:
+def test_a_plan_must_fit_the_number_of_neurons() -> None:
     layer = GatedSparseFFN(D, F)
     with pytest.raises(ValueError, match="the plan is for 16 neurons, the layer has 32"):
         layer.set_plan(dense_plan(16))
@@ -335,8 +327,8 @@ def test_a_plan_is_of_the_layers_neurons() -> None:
     assert layer.plan is None
 
 
-def test_operations_always_get_a_plan_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one that of a dense layer, so that compiled code is the same."""
+def test_operations_always_get_a_plan_if_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer without a plan uses a dense plan, so that compiled code is the same."""
     pytest.importorskip("triton")
     layer, plan = GatedSparseFFN(D, F), some_plan()
     assert layer._plan_eager.order.tolist() == list(range(F))
@@ -349,9 +341,7 @@ def test_operations_always_get_a_plan_where_kernels_run(monkeypatch: pytest.Monk
     assert layer.to(torch.bfloat16)._plan_eager == ops.NO_PLAN
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Layout
-# ---------------------------------------------------------------------------------------------------------
+# -- Layout ----------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -372,7 +362,7 @@ def test_all_sparse_ffns_are_found() -> None:
     assert [name for name, _ in sparse_ffns(model["a"])] == [""]
 
 
-def test_layouts_by_neurons_and_back() -> None:
+def test_neuron_major_layout_and_back() -> None:
     model = nn.Sequential(GatedSparseFFN(D, F), Block(), SparseFFN(D, F))
     x = tokens(5, dtype=torch.float32)
     weights = [model[0].down_proj.weight, model[1].fc2.weight, model[2].down_proj.weight]
@@ -389,9 +379,7 @@ def test_layouts_by_neurons_and_back() -> None:
     assert twell.restore_layout_(model) == 0
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Frozen state; what it does about writes to weights is in test_written_weights.py
-# ---------------------------------------------------------------------------------------------------------
+# -- Frozen state; what it does about writes to weights is in test_written_weights.py --------------------
 
 each_frozen_backend = pytest.mark.parametrize("backend", ["cpu", "triton"])
 
@@ -415,7 +403,7 @@ def frozen_tensors(layer: SparseFFNBase) -> dict[int, Tensor]:
     return {t.data_ptr(): t.clone() for t in tensors if t.numel()}
 
 
-def test_freezing_tells_what_it_did() -> None:
+def test_freeze_reports_what_it_did() -> None:
     model = nn.Sequential(GatedSparseFFN(D, F), Block(), SparseFFN(D, F)).eval()
     model[1].__dict__["twell_inline_ffn"].eval()
     model[2].up_proj.register_forward_hook(lambda *_: None)
@@ -447,7 +435,7 @@ def test_layers_in_training_are_not_frozen() -> None:
 @pytest.mark.parametrize(
     ("backend", "mode"), [("cpu", torch.no_grad), ("cpu", torch.inference_mode), ("triton", torch.inference_mode)]
 )
-def test_changes_are_written_in_place(backend: str, mode: Any) -> None:
+def test_frozen_state_is_rewritten_in_place(backend: str, mode: Any) -> None:
     """Frozen in either mode; captured graphs go on reading the same addresses."""
     layer, x = frozen_layer(backend, mode), tokens(3, dtype=torch.float32).repeat(1, 2)
     before = frozen_tensors(layer)
@@ -464,8 +452,8 @@ def test_changes_are_written_in_place(backend: str, mode: Any) -> None:
     assert not any(t.is_inference() for t in after.values())
 
 
-def test_a_new_plan_orders_a_frozen_layer_anew() -> None:
-    """In place where it has as many hot neurons, so that no graph is wrong."""
+def test_a_new_plan_reorders_frozen_state() -> None:
+    """In place if the number of hot neurons is the same, so that CUDA graphs stay right."""
     layer = frozen_layer("triton")
     x = tokens(9, dtype=torch.float32).repeat(1, 2)
     before = frozen_tensors(layer)
@@ -480,7 +468,7 @@ def test_a_new_plan_orders_a_frozen_layer_anew() -> None:
 
 @each_frozen_backend
 def test_frozen_layers_follow_conversions(backend: str) -> None:
-    """There and back: the weights have other values then, and may lie where they lay."""
+    """To fp16 and back: the weights then have other values, possibly at their old addresses."""
     layer, x = frozen_layer(backend), tokens(1, dtype=torch.float32).repeat(1, 2)
     with torch.no_grad():
         layer(x)
@@ -492,9 +480,7 @@ def test_frozen_layers_follow_conversions(backend: str) -> None:
             torch.testing.assert_close(got, thawed(x.to(dtype)), rtol=0, atol=1e-3 if dtype == torch.float16 else 1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Copies, dtypes, devices
-# ---------------------------------------------------------------------------------------------------------
+# -- Copies, dtypes, devices -----------------------------------------------------------------------------
 
 
 def through_a_file(layer: nn.Module) -> Any:
@@ -527,30 +513,9 @@ def counted_layer(gated: bool) -> SparseFFNBase:
     return layer
 
 
-@each_kind
-def test_deepcopy_is_a_layer_of_its_own(gated: bool) -> None:
-    layer = counted_layer(gated)
-    twin, x = copy.deepcopy(layer), tokens(4)
-    assert torch.equal(twin.neuron_counts, layer.neuron_counts)
-    assert torch.equal(twin(x), layer(x))
-    with torch.no_grad():
-        twin.down_proj.weight.mul_(2)
-    assert not torch.equal(twin(x), layer(x))
-    twin.reset_counts()
-    assert layer.tokens_seen == 5 + 4 + 4
-
-
-@each_kind
-def test_pickles(gated: bool) -> None:
-    layer, x = counted_layer(gated), tokens(4)
-    again = through_a_file(layer)
-    assert repr(again) == repr(layer)
-    assert torch.equal(again(x), layer(x))
-
-
 @pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.float()])
 @each_kind
-def test_conversion_of_the_dtype_leaves_counts_alone(gated: bool, convert: Any) -> None:
+def test_conversion_of_the_dtype_keeps_counts(gated: bool, convert: Any) -> None:
     layer = counted_layer(gated)
     before = layer.neuron_counts.clone()
     converted = convert(layer)
@@ -563,15 +528,13 @@ def test_conversion_of_the_dtype_leaves_counts_alone(gated: bool, convert: Any) 
     assert converted.tokens_seen == 8
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Training and compile
-# ---------------------------------------------------------------------------------------------------------
+# -- Training and compile --------------------------------------------------------------------------------
 
 
 @each_kind
 @pytest.mark.parametrize(("activation", "l1"), [("relu", 0.0), ("relu2", 0.01)])
 def test_trains_as_its_dense_twin(gated: bool, activation: str, l1: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MIN_TRAIN_ROWS", 1)
+    monkeypatch.setattr(cpu.training, "MIN_TRAIN_ROWS", 1)
     monkeypatch.setattr(reference, "backward", None)  # the sparse backward, not its fallback
     act_fn = nn.ReLU() if activation == "relu" else ReLUSquaredActivation()
     dense = dense_block(gated, bias=True, act_fn=act_fn)

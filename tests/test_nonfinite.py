@@ -18,7 +18,8 @@ each_kind = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain
 
 
 def layer(gated: bool, value: float, where: str, share: float) -> tuple[Weights, Weights]:
-    """Weights of which about ``share`` of the neurons fire, ODD for tokens with x[0] > 0; and the same, but finite."""
+    """Weights with which about ``share`` of the neurons fire, ODD for tokens with x[0] > 0; and the same weights, but
+    finite."""
     gate, up, down = torch.randn(F, D), torch.randn(F, D), torch.randn(D, F)
     bias = torch.full((F,), -math.sqrt(2 * D) * torch.erfinv(torch.tensor(1 - 2 * share)).item())
     gate[ODD], bias[ODD] = 0, 0
@@ -40,7 +41,7 @@ def layer(gated: bool, value: float, where: str, share: float) -> tuple[Weights,
 def test_weights_of_silent_neurons_reach_no_result(
     gated: bool, value: float, where: str, share: float, n_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many tokens there are, and whichever way the CPU takes; tokens that wake the neuron are not finite."""
+    """For any number of tokens and any CPU path; tokens that fire the neuron are not finite."""
     if where == "up" and not gated:
         pytest.skip("a plain FFN has no up projection")
     odd, finite = layer(gated, value, where, share)
@@ -52,7 +53,7 @@ def test_weights_of_silent_neurons_reach_no_result(
     dy, dl1 = torch.randn(n_tokens, D), torch.tensor(0.1)
     want = reference.forward(x, finite)
     for min_work in (0, 1e12):  # the CPU's sparse code, and what small layers take
-        monkeypatch.setattr(cpu, "_MIN_WORK", min_work)
+        monkeypatch.setattr(cpu.block, "MIN_WORK", min_work)
         for run in (cpu.forward, reference.forward):
             assert_reaches_only(run(x, odd, want_stats=False).y, want.y, wakes)  # type: ignore[operator]
             got: Any = run(x, odd, token_mask=~wakes)  # type: ignore[operator]
@@ -77,7 +78,7 @@ def assert_reaches_only(got: Tensor, want: Tensor, wakes: Tensor, must_reach: bo
 @each_kind
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_fp16_gradients_that_overflow_stay_at_active_neurons(gated: bool, activation: str) -> None:
-    """A scaled loss makes dh or dl1 inf; where dense has 0 so have we."""
+    """A scaled loss makes dh or dl1 inf; gradients are 0 where dense ones are."""
     half = torch.float16
     x = torch.tensor([[1.0] * 16, [-1.0] * 16], dtype=half)  # the second token wakes no neuron
     w = Weights(torch.ones(32, 16, dtype=half), torch.ones(32, 16, dtype=half) if gated else None, torch.ones(16, 32))
@@ -90,9 +91,6 @@ def test_fp16_gradients_that_overflow_stay_at_active_neurons(gated: bool, activa
         for name, gradient in zip(("x", *Weights._fields[:3]), (got.x, *got.weights[:3]), strict=True):
             assert gradient is None or not gradient.isnan().any(), name
         assert not got.x[1].any()
-        _, _, _, saved = reference.hybrid_forward(x, w, activation)
-        hybrid = reference.hybrid_backward(dy, dl1, x, w, saved, activation, masked)
-        assert not hybrid.x.isnan().any() and not hybrid.x[1].any()
 
 
 def test_what_is_no_tensor_is_refused() -> None:

@@ -5,10 +5,12 @@ This file is a program, too: the tests start it in two processes, once, since st
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import warnings
@@ -30,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from transformers.distributed import DistributedConfig
 
 import twell
-from interpreted import look_through_triton_once, shorten_lists
+from interpreted import shorten_lists, speed_up_triton
 from twell import cpu
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.counts import NeuronCounts
@@ -108,7 +110,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def observe(model: Any) -> dict[str, Any]:
-    """What a model computes, comparable whatever the number of processes."""
+    """What a model computes, in a form that does not depend on the number of processes."""
     model.train()
     model.zero_grad()
     inputs = batch()
@@ -161,9 +163,9 @@ def share_out(ffn: Any, mesh: Any) -> None:
 
 
 def run_by_plan(ffn: Any) -> dict[str, Tensor]:
-    """Its y by the sparse kernels, in Triton's interpreter: hot neurons, and tokens with few active ones and many."""
+    """y by the sparse kernels in Triton's interpreter: hot neurons, light and heavy tokens."""
     shorten_lists()
-    look_through_triton_once()
+    speed_up_triton()
     ffn.backend = "triton"
     ffn.set_plan(Plan(n_neurons=48, hot=torch.tensor([5, 1]), cap=16, min_tokens=0))
     with torch.no_grad():
@@ -214,7 +216,7 @@ def run_copy(ffn: Any, copied: Any) -> dict[str, Tensor]:
 
 
 def run_frozen(ffn: Any) -> dict[str, Tensor]:
-    """Frozen state is of the process's own weights, follows changes that are seen, and others when told."""
+    """Frozen state covers the process's own weights; it follows visible changes, and others after refresh_."""
     report = twell.freeze_(ffn)
     assert report.layers == 1 and ffn.frozen_bytes() == report.bytes >= 48 * 32 * 4
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
@@ -342,7 +344,7 @@ def observe_in_parallel(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    cpu._MIN_WORK = 0  # small shapes take the fast path
+    cpu.block.MIN_WORK = 0  # small shapes take the fast path
     dist.init_process_group("gloo")
     torch.save(observe_in_parallel(folder, dist.get_rank()), folder / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()
@@ -381,19 +383,33 @@ def assert_same(found: Any, expected: Any, what: str) -> None:
         assert found.equal(expected), what
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def start(folder: Path, rank: int, port: int) -> subprocess.Popen:
+    """One of two processes, as torchrun starts them."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    more = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    return subprocess.Popen(
+        [sys.executable, __file__, folder],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {name: str(value) for name, value in (ranks | more).items()},
+    )
+
+
 def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     make_models(tmp_path)
+    processes = [start(tmp_path, rank, port) for port in [free_port()] for rank in (0, 1)]
     expected = observe_whole(tmp_path)
     assert expected["llama"]["loss"] > 1.1 * (expected["llama"]["loss"] - 0.03 * expected["llama"]["l1_loss"])
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-5000:]
-    for rank in (0, 1):
+    for rank, process in enumerate(processes):
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-5000:]
         assert_same(torch.load(tmp_path / f"{rank}.pt"), expected, f"process {rank}")
 
     for saved, name in (("llama-saved", "llama"), ("relufied", "dense")):
@@ -413,12 +429,18 @@ def test_plans_are_those_of_the_base_models() -> None:
         assert plan["model.layers.*.mlp.down_proj"] == "rowwise" and "tp_plan" not in config.to_json_string()
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+@contextlib.contextmanager
+def second_of_two() -> Iterator[DeviceMesh]:
     """This process is the second of two; sums over processes leave tensors as they are."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    with second_of_two() as mesh:
+        yield mesh
 
 
 def shared_out(mesh: DeviceMesh, **settings: Any) -> Any:
@@ -484,24 +506,17 @@ def test_fsdp_along_neurons_is_not_tensor_parallel(mesh: DeviceMesh) -> None:
     ffn.set_plan(Plan(n_neurons=4096, hot=torch.arange(2), cap=16))
 
 
-def test_a_pickle_opens_without_other_processes(mesh: DeviceMesh, tmp_path: Path) -> None:
-    """As DTensors do: the weights are there, and a call says what is missing."""
-    torch.save(shared_out(mesh), tmp_path / "ffn.pt")
-    program = f"""
-import torch, twell
-ffn = torch.load({str(tmp_path / "ffn.pt")!r}, weights_only=False)
-assert ffn.gate_proj.weight.to_local().shape == (48, 32) and "neurons 48 to 95 here" in repr(ffn)
-try:
-    ffn(torch.zeros(2, 32))
-except RuntimeError as error:
-    assert "process group" in str(error), error
-else:
-    raise AssertionError
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_a_pickle_opens_without_other_processes(tmp_path: Path) -> None:
+    """The weights are there, and a call says what is missing, as for DTensors."""
+    with second_of_two() as mesh:
+        torch.save(shared_out(mesh), tmp_path / "ffn.pt")
+    ffn = torch.load(tmp_path / "ffn.pt", weights_only=False)
+    assert ffn.gate_proj.weight.to_local().shape == (48, 32) and "neurons 48 to 95 here" in repr(ffn)
+    with pytest.raises((RuntimeError, ValueError), match="process group"):
+        ffn(torch.zeros(2, 32))
 
 
-def test_neurons_shared_out_later(mesh: DeviceMesh) -> None:
+def test_neurons_divided_after_planning(mesh: DeviceMesh) -> None:
     """A plan of the whole layer would not fit."""
     torch.manual_seed(0)
     ffn: Any = twell.GatedSparseFFN(32, 96)
@@ -513,8 +528,8 @@ def test_neurons_shared_out_later(mesh: DeviceMesh) -> None:
     ffn.set_plan(Plan(n_neurons=48, hot=torch.arange(2), cap=16))
 
 
-def test_layouts_that_are_not_by_neurons(mesh: DeviceMesh) -> None:
-    """Never silently wrong."""
+def test_layouts_not_divided_by_neurons_are_refused(mesh: DeviceMesh) -> None:
+    """They raise instead of giving wrong results."""
     for name in twell.GatedSparseFFN.projections:
         ffn = shared_out(mesh)
         whole = nn.Linear(32, 96, bias=False) if name != "down_proj" else nn.Linear(96, 32, bias=False)
@@ -522,7 +537,7 @@ def test_layouts_that_are_not_by_neurons(mesh: DeviceMesh) -> None:
         assert ffn.share() is None and ffn.why_called() is not None
         with pytest.raises((ValueError, RuntimeError)):
             ffn(torch.randn(4, 32))
-    with pytest.raises(ValueError, match="an FFN of 1 neurons cannot be shared out over 2 processes"):
+    with pytest.raises(ValueError, match="an FFN of 1 neurons cannot be divided over 2 processes"):
         share_out(ffn := twell.SparseFFN(16, 1), mesh)
         ffn(torch.zeros(1, 16))
 

@@ -65,7 +65,7 @@ def test_a_plain_ffn_gathers_one_row_and_saves_one_projection() -> None:
 
 
 @pytest.mark.parametrize("times", [12, 500, 1000])
-def test_what_does_not_pay_runs_densely(times: int) -> None:
+def test_layers_run_densely_if_sparsity_does_not_pay(times: int) -> None:
     plan = choose_plan(counts_of((2048, times)), 1000, COSTS)
     assert plan.is_dense
     assert plan.predicted == 1
@@ -116,7 +116,7 @@ def test_counts_of_nothing_are_refused() -> None:
         choose_plan(torch.zeros(512), 0, COSTS)
 
 
-def test_they_say_what_they_are() -> None:
+def test_repr_of_plans() -> None:
     assert repr(dense_plan(16)) == "Plan(dense, 16 neurons)"
     plan = Plan(n_neurons=512, hot=torch.arange(128), cap=9, predicted=1.5)
     assert repr(plan) == (
@@ -138,7 +138,7 @@ H200_MEMORY = {"memory_clock_rate": 3_201_000, "memory_bus_width": 6144}
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_an_h200_plans_by_what_was_measured(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+def test_an_h200_uses_its_measured_costs(monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
     expected = costs_for(torch.device("cpu"), training=training)
     for memory in (H200_MEMORY, {}):  # whatever torch tells of its memory
         h200 = pretend(monkeypatch, "NVIDIA H200", (9, 0), 132, **memory)
@@ -193,7 +193,7 @@ def test_plans_that_would_change_a_result_are_refused(hot: list[int], numbers: d
         Plan.from_state_dict(state)
 
 
-def test_numbers_that_no_shape_could_tell_are_refused() -> None:
+def test_numbers_too_large_for_a_shape_are_refused() -> None:
     for numbers in ({"n_neurons": 1 << 18}, {"cap": 1 << 18}, {"first": 1 << 18}):
         with pytest.raises(ValueError, match="less than 262,144"):
             Plan(**({"n_neurons": 16, "hot": torch.arange(2), "cap": 8} | numbers))
@@ -291,7 +291,7 @@ def assert_same(a: Plan, b: Plan) -> None:
 
 
 @pytest.mark.parametrize("n_hot", [0, 6, 16])
-def test_what_is_saved_is_the_whole_plan(n_hot: int) -> None:
+def test_the_whole_plan_is_saved(n_hot: int) -> None:
     plan, file = some_plan(n_hot), io.BytesIO()
     torch.save(plan.state_dict(), file)
     file.seek(0)
@@ -308,8 +308,8 @@ def through_pickle(plan: Plan) -> Any:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, through_pickle])
-def test_copies_have_tensors_of_their_own(copied: Any) -> None:
-    """Those of a plan that was loaded onto another device would be on the wrong one."""
+def test_copies_make_their_own_tensors(copied: Any) -> None:
+    """A copy may be for another device."""
     plan, cpu = some_plan(), torch.device("cpu")
     tensors = plan.on(cpu)
     again = copied(plan)
@@ -318,7 +318,7 @@ def test_copies_have_tensors_of_their_own(copied: Any) -> None:
 
 
 @pytest.mark.parametrize("n_hot", [0, 6, 16])
-def test_tensors_order_the_neurons_and_tell_places(n_hot: int) -> None:
+def test_tensors_hold_the_order_of_neurons_and_places(n_hot: int) -> None:
     plan = some_plan(n_hot)
     order, places, *_ = plan.on(torch.device("cpu"))
     assert (order.dtype, places.dtype) == (torch.int32, torch.int32)
@@ -341,7 +341,7 @@ def test_numbers_travel_as_shapes_without_memory() -> None:
     assert tokens_of(Plan(n_neurons=16, hot=torch.arange(2), cap=0, min_tokens=1 << 60).on(cpu)) == (0, 0, _TOKENS - 1)
 
 
-def test_tensors_are_made_once_a_device() -> None:
+def test_tensors_are_made_once_per_device() -> None:
     plan, cpu, meta = some_plan(), torch.device("cpu"), torch.device("meta")
     eager, captured = plan.on(cpu), plan.on(cpu, captured=True)
     assert plan.on(cpu) is eager and plan.on(cpu, captured=True) is captured
@@ -349,7 +349,7 @@ def test_tensors_are_made_once_a_device() -> None:
     assert plan.on(meta).order.device == meta
 
 
-def test_tensors_are_not_of_inference_mode_or_of_another_default_device() -> None:
+def test_tensors_ignore_inference_mode_and_the_default_device() -> None:
     with torch.inference_mode(), torch.device("meta"):
         plan = dense_plan(16)
         tensors = plan.on(torch.device("cpu"))
@@ -357,21 +357,19 @@ def test_tensors_are_not_of_inference_mode_or_of_another_default_device() -> Non
     assert plan.hot.device.type == "cpu"
 
 
-def test_captured_calls_have_thresholds_of_their_own() -> None:
+def test_captured_calls_have_their_own_thresholds() -> None:
     plan = some_plan()
-    assert [plan.in_parts(n, captured=False) for n in (299, 300, 899, 900)] == [False, False, False, True]
-    assert [plan.in_parts(n, captured=True) for n in (299, 300, 899, 900)] == [False, True, True, True]
-    assert not some_plan(16).in_parts(10_000, captured=True)
+    assert [plan.runs_split(n, captured=False) for n in (299, 300, 899, 900)] == [False, False, False, True]
+    assert [plan.runs_split(n, captured=True) for n in (299, 300, 899, 900)] == [False, True, True, True]
+    assert not some_plan(16).runs_split(10_000, captured=True)
     same = Plan(n_neurons=16, hot=torch.arange(2), cap=8, min_tokens=9, few_tokens=4)
     assert same.tokens(captured=False) == same.tokens(captured=True) == (4, 4, 9)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Costs that twell tune has measured
-# ---------------------------------------------------------------------------------------------------------
+# -- Costs that twell tune has measured ------------------------------------------------------------------
 
 
-def test_measured_costs_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_costs_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     device = pretend(monkeypatch, "NVIDIA L40S (48 GB)", (8, 9), 142)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S (48 GB)")
     assert "twell tune has not measured this GPU; it takes a minute" in costs_are(device)
@@ -409,8 +407,8 @@ def test_measured_costs_that_cannot_be_used(
     assert why in costs_are(device)
 
 
-def test_a_gpu_that_takes_what_costs_say_is_measured_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times that follow from other costs than the known ones: measured are those costs."""
+def test_tune_recovers_the_costs_behind_simulated_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times computed from other costs than the known ones."""
     pytest.importorskip("triton")
     from twell.workbench.bench import costs as measuring
 

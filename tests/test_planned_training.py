@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("triton")
 
-from interpreted import gather_in_torch, look_through_triton_once, shorten_lists
+from interpreted import gather_in_torch, shorten_lists, speed_up_triton
 from twell import GatedSparseFFN
-from twell.gpu.training import hybrid
+from twell.gpu.training import split_training
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM, SparseCausalLMOutput, losses, models
 from twell.plan import Plan
 
@@ -43,13 +43,13 @@ class Runs:
 
 
 def count_runs(set_attribute: Callable[[Any, str, Any], None] = setattr) -> Runs:
-    runs, right = Runs(), hybrid.forward
+    runs, right = Runs(), split_training.forward
 
     def counted(*args: Any, **options: Any) -> Any:
         runs.n += 1
         return right(*args, **options)
 
-    set_attribute(hybrid, "forward", counted)
+    set_attribute(split_training, "forward", counted)
     return runs
 
 
@@ -81,10 +81,10 @@ def pair() -> tuple[Any, Any]:
 
 
 def make_pair(*, bias: bool) -> tuple[Any, Any]:
-    """The same model by the kernels and by the reference. With biases a fifth of the neurons fires, without them half:
+    """The same model by the kernels and by the reference.
 
-    then all tokens are heavy, and with them some are, some have lists.
-    """
+    With biases a fifth of the neurons fire: some tokens are heavy, some have lists. Without them half fire, and all
+    tokens are heavy."""
     torch.manual_seed(0)
     config = LlamaSparseReluConfig(
         hidden_size=32,
@@ -173,7 +173,7 @@ def test_masked_tokens_are_in_no_statistics(pair: tuple[Any, Any], monkeypatch: 
 
 
 def test_all_labels_masked(pair: tuple[Any, Any]) -> None:
-    """A micro-batch of nothing but padding adds nothing."""
+    """A micro-batch of padding adds nothing."""
     planned, _ = pair
     out = learn(planned, IDS, torch.full_like(IDS, losses.IGNORED_LABEL), num_items_in_batch=6)
     assert out.l1_loss == 0 and all(s.tokens == 0 and not s.counts.any() for s in out.sparsity)
@@ -192,7 +192,7 @@ def test_frozen_ffns_pass_gradients_on(pair: tuple[Any, Any], kernel_runs: Runs)
 
 
 def test_a_step_compiles_whole_and_once(pair: tuple[Any, Any], kernel_runs: Runs) -> None:
-    """Densely, layers in parts one by one, both with other plans: one graph, compiled the first time."""
+    """Dense; one layer split; both split, by other plans: one graph, compiled the first time."""
     planned, reference = pair
     mlps = [layer.mlp for layer in planned.model.layers]
     torch._dynamo.reset()
@@ -216,7 +216,7 @@ D, F, M, STEPS = 16, 48, 6, 2
 
 
 class Stack(nn.Module):
-    """Two FFNs, one of them with hot neurons. A forward gives the loss: both outputs of each FFN matter to it."""
+    """Two FFNs, one of them with hot neurons. forward returns the loss, which depends on both outputs of each FFN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ KINDS = {"ddp": DistributedDataParallel, "fsdp": sharded}
 
 def main(rank: int, folder: Path) -> None:
     shorten_lists()
-    look_through_triton_once()
+    speed_up_triton()
     gather_in_torch()
     runs = count_runs()
     torch.set_num_threads(1)
@@ -286,7 +286,7 @@ def main(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes found, each with half of the batch."""
+    """The results of two processes, each with half of the batch."""
     folder = tmp_path_factory.mktemp("two")
     processes = [
         subprocess.Popen(
@@ -309,7 +309,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one() -> dict[str, Gradients]:
-    """What one process finds with the whole batch."""
+    """The result of one process with the whole batch."""
     with pytest.MonkeyPatch.context() as patch:
         shorten_lists(patch.setattr)
         return train(Stack(), batch())

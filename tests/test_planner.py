@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from interpreted import shorten_lists
 from twell import GatedSparseFFN, SparseFFN, Stats
-from twell.gpu.training import hybrid
+from twell.gpu.training import split_training
 from twell.nn import SparseFFNBase
 from twell.ops import backends
 from twell.plan import Plan, costs_for
@@ -75,7 +75,7 @@ def test_every_step() -> None:
 
 
 def test_all_steps_of_an_interval_count() -> None:
-    """Here neurons fire in its first one alone."""
+    """Here neurons fire only in the first step."""
     F, hot = 384, torch.randperm(384)[:128]
     often = torch.full((F,), 0.001).index_fill(0, hot, 0.9)
     never = torch.zeros(F)
@@ -123,7 +123,7 @@ def test_layers_start_densely() -> None:
 
 @pytest.mark.parametrize("tokens_before", [0, TOKENS])
 def test_steps_without_tokens_change_no_plan(tokens_before: int) -> None:
-    """All labels masked: there is nothing to plan by."""
+    """For example if all labels are masked."""
     planner = Planner(layers(1), every=1)
     steps = [seen(SPARSE, tokens=tokens_before), seen(DENSE, tokens=0), seen(DENSE, tokens=0)]
     assert advance(planner, *steps)[1:] == [[0 if tokens_before else None]] * 2
@@ -144,7 +144,7 @@ def test_nothing_happens_outside_the_interpreter(monkeypatch: pytest.MonkeyPatch
     assert advance(Planner([]), [], []) == [[], []]
 
 
-def test_a_planner_plans_sometimes() -> None:
+def test_a_planning_interval_below_1_is_refused() -> None:
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         Planner(layers(), every=0)
 
@@ -154,7 +154,7 @@ def test_a_planner_plans_sometimes() -> None:
 
 @pytest.mark.parametrize("stop", range(10))
 def test_a_restored_planner_sets_the_same_plans_at_the_same_steps(stop: int) -> None:
-    """Stopped anywhere: within an interval, at its end with counts sent and not yet used, and right after."""
+    """Stopped at any step: within an interval, at its end with counts sent and not yet used, and right after."""
     F = 384
     steps = []
     for busy in (128, 128, F):  # neurons; in their order within a plan every step's counts show
@@ -192,7 +192,7 @@ def test_layers_whose_plans_were_saved_as_tensors_start_densely() -> None:
     assert advance(planner, *[seen(SPARSE, SPARSE, SPARSE)] * 3)[-1] == [0, 0, 0]
 
 
-def test_plans_are_there_at_once() -> None:
+def test_restored_plans_are_set_at_once() -> None:
     planner = Planner(layers(), every=2)
     advance(planner, *[seen(SPARSE, DENSE)] * 3)
     resumed = Planner(layers(), every=2)
@@ -233,12 +233,12 @@ RECIPE = dataclasses.replace(
     context=4,
     vocab_size=64,
     l1=0.1,
-    steps=5,
+    steps=4,
     sequences_per_step=2,
     micro_batch=2,
     lr_warmup=0,
     log_every=1,
-    eval_every=5,
+    eval_every=4,
     save_every=1,
     plan_every=2,
 )
@@ -258,27 +258,27 @@ def logged(trainer: SparseTrainer, name: str) -> list[float]:
 
 
 def test_the_trainer_moves_layers_and_resumes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of the counts of steps 1 and 2 are set after step 3. A run stopped after step 2 has these counts alone."""
+    """Plans from the counts of steps 1 and 2 are set after step 3. A run stopped after step 2 has only these counts."""
     shorten_lists(monkeypatch.setattr)
     cheap = costs_for(torch.device("cpu"), training=True)._replace(dense=1e6)  # besides dense: all is sparse
     monkeypatch.setattr("twell.plan.costs._TRAINING_COSTS", {90: cheap})
     by_kernels = 0
-    right = hybrid.backward
+    right = split_training.backward
 
     def spy(*args: Any, **options: Any) -> Any:
         nonlocal by_kernels
         by_kernels += 1
         return right(*args, **options)
 
-    monkeypatch.setattr(hybrid, "backward", spy)
+    monkeypatch.setattr(split_training, "backward", spy)
     trainer = trainer_of(RECIPE, "triton", tmp_path / "planned")
     trainer.train()
-    assert logged(trainer, "sparse_layers") == [0, 0, 2, 2, 2]
-    assert logged(trainer, "hot/1") == [0, 0, 0]
-    assert by_kernels == 4  # two layers in steps 4 and 5
+    assert logged(trainer, "sparse_layers") == [0, 0, 2, 2]
+    assert logged(trainer, "hot/1") == [0, 0]
+    assert by_kernels == 2  # two layers in step 4
     densely = trainer_of(dataclasses.replace(RECIPE, plan_every=0), "reference", tmp_path / "dense")
     densely.train()
-    assert logged(densely, "sparse_layers") == [0] * 5
+    assert logged(densely, "sparse_layers") == [0] * 4
     for name in ("ce_loss", "l1_loss", "active_mean", "eval_loss"):
         assert logged(trainer, name) == pytest.approx(logged(densely, name), rel=1e-4)
 

@@ -1,4 +1,4 @@
-"""Recorded launches: what is repeated is what was launched, with other addresses. The driver is a fake."""
+"""Recorded launches: a repetition launches what was recorded, with other addresses. The driver is a fake."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def launches(module: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[list[int]]]]:
-    """The launches since it was asked last, as numbers."""
+    """The launches since the last question, as numbers."""
     module.log.write_text("")
     monkeypatch.setattr(replay, "_module", lambda: module.built)
     monkeypatch.setattr(replay, "_replay", lambda: module.built.replay)
@@ -213,7 +213,7 @@ def test_without_a_second_stream_launches_are_in_order(
     assert [line[1:7:5] for line in launches()] == [[n, 77] for n in range(1, 7)]
 
 
-def test_places_are_given_on(launches: Callable[[], list[list[int]]]) -> None:
+def test_passing_reuses_memory(launches: Callable[[], list[list[int]]]) -> None:
     kernel = compiled()
 
     @Recorded
@@ -254,7 +254,7 @@ def test_a_matrix_has_its_address_in_a_tensor_map(launches: Callable[[], list[li
     assert as_told == [12, 8, 8, 1, x.data_ptr(), 17, 0, 0]
 
 
-def test_what_cannot_be_told_apart_is_run_every_time(launches: Callable[[], list[list[int]]]) -> None:
+def test_overlapping_tensors_are_not_recorded(launches: Callable[[], list[list[int]]]) -> None:
     runs: list[int] = []
     function, x = function_of(compiled(), runs), torch.zeros(64)
     for _ in range(2):
@@ -265,7 +265,7 @@ def test_what_cannot_be_told_apart_is_run_every_time(launches: Callable[[], list
     assert runs == [1, 1, 1] and len(launches()) == 2
 
 
-def test_an_address_of_nothing_known_is_not_kept(
+def test_an_unknown_address_is_not_recorded(
     launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere, runs, kernel = torch.zeros(9), [], compiled()
@@ -280,19 +280,17 @@ def test_an_address_of_nothing_known_is_not_kept(
         function("key", (torch.zeros(5),))
     assert len(runs) == 2
     monkeypatch.setattr(replay, "CHECKED", True)
-    with pytest.raises(AssertionError, match="an address of no tensor"):
+    with pytest.raises(AssertionError, match="an address outside all tensors"):
         function("key", (torch.zeros(5),))
 
 
-def test_a_key_that_tells_too_little_is_found(
-    launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_key_is_found(launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "CHECKED", True)
     function = function_of(compiled())
     for _ in range(4):  # recorded, repeated, compared, repeated
         function("key", (torch.zeros(8), torch.zeros(8)), 1)
     assert len(launches()) == 4
-    with pytest.raises(AssertionError, match="something else for the same key"):
+    with pytest.raises(AssertionError, match="other kernels for the same key"):
         function("key", (torch.zeros(8), torch.zeros(8)), 2)
 
 
@@ -318,7 +316,7 @@ def test_faults(launches: Callable[[], list[list[int]]]) -> None:
         fine("key", odd, 1)
 
 
-def test_programs_are_not_kept_for_ever(
+def test_the_number_of_programs_is_bounded(
     launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replay, "_MOST_PROGRAMS", 4)

@@ -1,57 +1,29 @@
-"""The report: one file that fetches nothing, whose data round-trips, in which no token becomes markup; its figures."""
+"""The report: one file that fetches nothing, whose data round-trips, in which no token becomes markup."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
+from small_models import named_trace_of
 from twell.workbench import report
-from twell.workbench.analyze import (
-    Analysis,
-    Counted,
-    Curve,
-    Example,
-    FFNShape,
-    Layer,
-    LayerPlan,
-    Options,
-    Overlap,
-    TokenType,
-    analyze_trace,
-)
-from twell.workbench.trace import Trace
+from twell.workbench.analysis import Analysis, Counted, Example, PlanSummary, TokenType
+from twell.workbench.analyze import FFNShape, Options, analyze_trace
 
 EVIL = "</script><img src=x onerror=alert(1)>"
-TOKENS = [
-    EVIL,
-    "\n",
-    "\t",
-    " ",
-    "🙂",
-    " the",
-    "<!--",
-    "$data",
-    "&amp;",
-    "",
-    "\u202eabc",
-    "é",
-    "a",
-    " b",
-    "'\"",
-    "\\u003c",
-]
+TOKENS = [EVIL, "\n", "\t", " ", "🙂", " the", "<!--", "$data", "&amp;", ""]
+TOKENS += ["\u202eabc", "é", "a", " b", "'\"", "\\u003c"]
 LAYERS, F, LENGTH = 3, 64, 32
 ALL = {"layers", "positions", "text", "tokens", "frequencies", "overlap", "plan", "training", "speed", "break-even"}
 ALWAYS = ALL - {"training", "speed", "break-even"}
@@ -70,7 +42,7 @@ def spread(ms: float) -> dict[str, float]:
 
 
 def model_row(**other: Any) -> dict[str, Any]:
-    names = [f"model.layers.{i}.mlp" for i in range(LAYERS)]
+    ffn = {"tokens": 1024}
     return {
         "bench": "model",
         "workload": "model",
@@ -85,8 +57,8 @@ def model_row(**other: Any) -> dict[str, Any]:
         "memory": {side: {"weights": 100, "copies": 0, "pass": 5_000_000} for side in ("dense", "sparse")},
         "joules_per_token": {"dense": None, "sparse": None},
         "ffns": [
-            {"name": name, "tokens": 1024, "mean_active": 10.0 + i, "speedup": 2 - 0.1 * i}
-            for i, name in enumerate(names)
+            ffn | {"name": f"model.layers.{i}.mlp", "mean_active": 10.0 + i, "speedup": 2 - 0.1 * i}
+            for i in range(LAYERS)
         ],
         "cpu": "A CPU",
         "threads": 1,
@@ -130,13 +102,7 @@ def analysis() -> Analysis:
     rng = np.random.default_rng(0)
     ids = torch.arange(8 * LENGTH).view(8, LENGTH) % len(TOKENS)
     shares = rng.random((LAYERS, 1, F)) ** 3
-    patterns = rng.random((LAYERS, ids.numel(), F)) < shares
-    trace = Trace(
-        [p.sum(1).astype(np.uint16) for p in patterns],
-        [p.nonzero()[1].astype(np.uint16) for p in patterns],
-        hidden_sizes=[F] * LAYERS,
-        names=[f"layers.{i}.mlp" for i in range(LAYERS)],
-    )
+    trace = named_trace_of(*(rng.random((LAYERS, ids.numel(), F)) < shares))
     shapes = [FFNShape(32, True)] * LAYERS
     return analyze_trace(trace, ids, Strings(), shapes=shapes, model_type="test", options=Options(top=12))
 
@@ -193,10 +159,7 @@ def test_it_asks_nothing_of_the_network(html: str) -> None:
     assert "@import" not in page.texts["style"]
     own = page.texts["script"].replace("http://www.w3.org/2000/svg", "")  # a name, not an address
     assert not re.search(r"https?:|fetch\(|XMLHttpRequest|import\(|innerHTML|outerHTML|insertAdjacent|eval\(", own)
-
-
-def test_the_policy_allows_its_own_script_and_style_alone(html: str) -> None:
-    (policy,) = (a["content"] for tag, a in Page(html).elements if tag == "meta" and a.get("http-equiv"))
+    (policy,) = (a["content"] for tag, a in page.elements if tag == "meta" and a.get("http-equiv"))
     assert policy is not None
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == rules["connect-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
@@ -222,19 +185,11 @@ def test_no_token_becomes_markup(html: str) -> None:
     assert page.data["analysis"]["sample"]["tokens"][: len(TOKENS)] == TOKENS
 
 
-def test_all_figures_have_a_place(html: str, analysis: Analysis) -> None:
-    assert Page(html).values("data-figure") == ALL
-    assert Page(report.build(analysis, title="bare")).values("data-figure") == ALWAYS
-
-
-def test_what_is_missing_is_said_with_how_to_get_it(analysis: Analysis) -> None:
+def test_figures_without_data_say_how_to_get_it(html: str, analysis: Analysis) -> None:
     page = Page(report.build(analysis, title="bare"))
-    assert page.values("data-missing") == ALL - ALWAYS
-    for command in (
-        "twell train --out run",
-        "twell bench model MODEL --layers --out rows.jsonl",
-        "twell bench ffn --out",
-    ):
+    assert (page.values("data-figure"), page.values("data-missing")) == (ALWAYS, ALL - ALWAYS)
+    assert Page(html).values("data-figure") == ALL
+    for command in ("twell train --out run", "twell bench model MODEL --layers --out", "twell bench ffn --out"):
         assert command in page.texts["body"]
     assert page.data["layer_speedups"] is page.data["correlation"] is page.data["training"] is None
     only_ffns = Page(report.build(analysis, title="ffns", speed=SPEED[1:]))
@@ -256,14 +211,14 @@ def test_rows_of_other_benches_and_old_rows_do_no_harm(analysis: Analysis) -> No
     old = {k: v for k, v in model_row().items() if k not in ("memory", "joules_per_token", "first_token_ms", "ffns")}
     no_time = {**model_row(), "sparse_ms": {"p20": 0.0, "p50": 0.0, "p80": 0.0}}
     rows = [{"bench": "train"}, {}, old, {"bench": "ffn", "workload": "iid3"}, no_time]
-    (case,) = Page(report.build(analysis, title="t", speed=rows, metrics=[{}])).data["cases"]
-    assert [side["name"] for side in case["sides"]] == ["dense", "sparse"]
-    assert case["sides"][0]["pass_bytes"] is None
-    assert case["sides"][0]["tokens_per_ms"] == pytest.approx(1024 / 50)
+    (measured,) = Page(report.build(analysis, title="t", speed=rows, metrics=[{}])).data["measurements"]
+    assert [way["name"] for way in measured["ways"]] == ["dense", "sparse"]
+    assert measured["ways"][0]["pass_bytes"] is None
+    assert measured["ways"][0]["tokens_per_ms"] == pytest.approx(1024 / 50)
 
 
 def planned(analysis: Analysis, *dense: bool, width: int = 2048, hidden: int = 5632) -> Analysis:
-    plans = [LayerPlan(dense=d, hot=256, cap=32, min_tokens=4096, predicted=1.0 if d else 1.5) for d in dense]
+    plans = [PlanSummary(dense=d, hot=256, cap=32, min_tokens=4096, predicted=1.0 if d else 1.5) for d in dense]
     layers = [dataclasses.replace(x, plan=plan) for x, plan in zip(analysis.layers, plans, strict=True)]
     facts = dataclasses.replace(analysis.facts, width=width, hidden_sizes=[hidden] * LAYERS)
     return dataclasses.replace(analysis, layers=layers, facts=facts)
@@ -283,45 +238,17 @@ def test_the_verdict_is_honest(analysis: Analysis) -> None:
     assert "Measured" not in Page(report.build(analysis, title="t", speed=[random_weights])).texts["body"]
 
 
-def large(layers: int = 12, hidden: int = 2048, tokens: int = 512) -> Analysis:
-    """As large as an analysis of that model gets."""
-    base, rng = of_patterns(layers, hidden, tokens), np.random.default_rng(0)
-    ranks = sorted(rng.choice(hidden, 200, replace=False).tolist())
-    each = [
-        Layer(
-            name=f"layers.{i}.mlp",
-            mean=math.pi * (i + 1),
-            p50=10.0,
-            p90=50.5,
-            p99=99.09,
-            max=300,
-            silent=0.1 / 3,
-            counted=Counted(source="calibration", tokens=10**6, silent=0.01),
-            by_position=(100 * rng.random(len(base.positions))).tolist(),
-            curve=Curve(ranks=ranks, frequencies=sorted(rng.random(200).tolist(), reverse=True)),
-            top_shares={p: rng.random() for p in ("1", "5", "10", "20")},
-            overlap=Overlap(neighbours=0.3 / 7, random=None),
-            plan=LayerPlan(dense=False, hot=256, cap=32, min_tokens=4096, predicted=1.7 / 1.1),
-        )
-        for i in range(layers)
-    ]
+def large() -> Analysis:
+    """12 layers of 2048 neurons, a sample of 512 tokens, and rankings as long as they get."""
+    patterns = np.random.default_rng(1).random((12, 512, 2048)) < 0.02
+    ids = torch.arange(512).view(1, 512) % len(TOKENS)
+    shapes, options = [FFNShape(768, True)] * 12, Options(sample_tokens=512)
+    base = analyze_trace(named_trace_of(*patterns), ids, Strings(), shapes=shapes, options=options)
+    counted = Counted(source="calibration", tokens=10**6, silent=0.01)
+    layers = [dataclasses.replace(layer, counted=counted) for layer in base.layers]
     example = Example(sequence=0, position=9, active=99, text="a token in its context, " * 4, start=2, end=7)
     types = [TokenType(id=i, text=f" word{i}", count=9, mean=i / 7, examples=[example] * 3) for i in range(20)]
-    return dataclasses.replace(base, layers=each, most_active=types, least_active=types)
-
-
-def of_patterns(layers: int, hidden: int, tokens: int) -> Analysis:
-    rng = np.random.default_rng(1)
-    patterns = rng.random((layers, tokens, hidden)) < 0.02
-    trace = Trace(
-        [p.sum(1).astype(np.uint16) for p in patterns],
-        [p.nonzero()[1].astype(np.uint16) for p in patterns],
-        hidden_sizes=[hidden] * layers,
-        names=[str(i) for i in range(layers)],
-    )
-    ids = torch.arange(tokens).view(1, tokens) % len(TOKENS)
-    shapes = [FFNShape(768, True)] * layers
-    return analyze_trace(trace, ids, Strings(), shapes=shapes, options=Options(sample_tokens=tokens))
+    return dataclasses.replace(base, layers=layers, most_active=types, least_active=types)
 
 
 def test_the_page_of_a_large_model_stays_small() -> None:
@@ -340,42 +267,7 @@ def test_write_makes_folders_and_replaces_what_is_there(html: str, tmp_path: Pat
     assert path.read_bytes().decode("utf-8").startswith(html)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Figures
-# ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_figures_are_files_that_can_be_opened(analysis: Analysis, tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    paths = report.figures(analysis, tmp_path / "figures", metrics=METRICS, speed=SPEED, suffix=suffix)
-    assert {path.stem for path in paths} == ALL
-    assert {path.suffix for path in paths} == {suffix}
-    starts = {".png": b"\x89PNG\r\n", ".svg": b"<?xml"}
-    assert all(path.read_bytes().startswith(starts[suffix]) and path.stat().st_size > 2000 for path in paths)
-
-
-def test_figures_without_data_are_left_out(analysis: Analysis, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    nothing_ranked = dataclasses.replace(analysis, most_active=[], least_active=[])
-    paths = report.figures(nothing_ranked, tmp_path, suffix=".svg")
-    assert {path.stem for path in paths} == ALWAYS - {"tokens"}
-
-
-def test_figures_refuse_other_kinds_of_files(analysis: Analysis, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.png or \.svg"):
-        report.figures(analysis, tmp_path, suffix=".pdf")
-
-
-def test_figures_say_what_they_need(analysis: Analysis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'twell\[plot\]'"):
-        report.figures(analysis, tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# In a browser
-# ---------------------------------------------------------------------------------------------------------
+# -- in a browser -------------------------------------------------------------------------------------------
 
 _FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
 _FLAGS += "--disable-component-update --disable-sync"
@@ -516,6 +408,24 @@ def test_browser_highlights_a_layer_by_position(opened: Opened, analysis: Analys
     assert figure.locator("text.on").count() == len(analysis.positions)
 
 
+def test_browser_saves_figures(opened: Opened) -> None:
+    """Each as an SVG file with its key, that needs nothing of the page."""
+    names = []
+    for button in opened.page.locator(".save").all():
+        with opened.page.expect_download() as download:
+            button.click()
+        names.append(download.value.suggested_filename)
+        saved = ElementTree.fromstring(Path(download.value.path()).read_text(encoding="utf-8"))
+        assert saved.tag == "{http://www.w3.org/2000/svg}svg"
+        assert not any("var(" in value for node in saved.iter() for value in node.attrib.values())
+        if names[-1] == "layers.svg":
+            texts = [node.text for node in saved.iter() if node.text]
+            assert {"mean", "median", "99th percentile", "active neurons a token"} <= set(texts)
+    drawn = ALL - {"tokens", "plan", "speed"} | {"speed-model", "speed-ffn"}
+    assert sorted(names) == sorted(f"{name}.svg" for name in drawn)
+    assert opened.complaints == []
+
+
 def test_browser_says_what_is_not_available(opened: Opened) -> None:
     assert "not available" in (opened.page.locator('[data-figure="speed"] table').text_content() or "")
 
@@ -559,10 +469,11 @@ def test_browser_is_forbidden_to_fetch(browser: Any, path: Path) -> None:
 
 def test_browser_draws_odd_analyses(browser: Any, analysis: Analysis, tmp_path: Path) -> None:
     """One layer in which nothing fires, no ranked token, a log without a finite number; many layers."""
-    silent = Trace([np.zeros(4, np.uint16)], [np.zeros(0, np.uint16)], hidden_sizes=[F], names=["layers.0.mlp"])
+    silent = named_trace_of(np.zeros((4, F), dtype=bool))
     one = analyze_trace(silent, torch.tensor([[0, 1], [2, 3]]), Strings(), shapes=[FFNShape(8, False)])
     nothing = [{"step": 1, "ce_loss": float("nan")}]
-    many = dataclasses.replace(large(), facts=dataclasses.replace(large().facts, model_type="<i>"))
+    many = large()
+    many = dataclasses.replace(many, facts=dataclasses.replace(many.facts, model_type="<i>"))
     made = {
         "silent": report.build(one, title="", metrics=nothing),
         "many": report.build(many, title="many", metrics=METRICS[:1]),

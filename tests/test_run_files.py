@@ -50,7 +50,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run. It keeps the checkpoints of its steps 4 and 6."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(cpu, "_MIN_WORK", 0)  # as in every test: runs are compared bit by bit
+        m.setattr(cpu.block, "MIN_WORK", 0)  # as in every test: runs are compared bit by bit
         run(MINI, [text], out, say=lambda line: None)
     return out
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from serving import CONTEXT, PROMPTS, Server, generated, served, wait_until
 from twell import cpu
-from twell.hf.text import TextStream
+from twell.hf.text import TextStream, decoder
 from twell.train.tokenizer import train_bpe
+from twell.workbench.serve.answers import UntilStop
 from twell.workbench.serve.jobs import Sampler
-from twell.workbench.serve.text import UntilStop
 
-
-@pytest.fixture(scope="module")
-def chat_server(folder: Path) -> Iterator[Server]:
-    with served(folder, batched=True, chat=True) as one:
-        yield one
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Right answers
-# ---------------------------------------------------------------------------------------------------------
+# -- right answers ------------------------------------------------------------------------------------------
 
 
 def test_greedy_is_what_generate_gives(either: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +33,7 @@ def test_greedy_is_what_generate_gives(either: Server, monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu, "forward", lambda *args, **kw: sparse_calls.append(1) or forward(*args, **kw))
     for prompt in PROMPTS[:8]:
         whole = either.complete(prompt)
-        assert whole.choices[0].text == either.expected(prompt)
-        assert whole.choices[0].finish_reason == "length"
+        assert (whole.choices[0].text, whole.choices[0].finish_reason) == (either.expected(prompt), "length")
         assert whole.usage.completion_tokens == 12
         assert whole.usage.total_tokens == whole.usage.prompt_tokens + 12
     assert sparse_calls, "the sparse path was not taken"
@@ -52,6 +41,10 @@ def test_greedy_is_what_generate_gives(either: Server, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 40])
 def test_streamed_pieces_are_the_whole_text(either: Server, max_tokens: int) -> None:
+    with either.complete(max_tokens=200, stream=True) as stream:
+        next(iter(stream))
+        assert either.running() == 1  # the first piece is here, the last is not computed yet
+    wait_until(lambda: either.running() == 0)
     for prompt in PROMPTS[:4]:
         how = {"max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
         *parts, last, usage = either.complete(prompt, **how)
@@ -62,25 +55,18 @@ def test_streamed_pieces_are_the_whole_text(either: Server, max_tokens: int) -> 
         assert len({part.id for part in (*parts, last, usage)}) == 1
 
 
-def test_text_streams_while_it_is_made(server: Server) -> None:
-    with server.complete(max_tokens=200, stream=True) as stream:
-        next(iter(stream))
-        assert server.running() == 1  # the first piece is here, the last is not made
-
-
 def test_an_end_of_text_token_ends_it(folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = generated(model, [[5, 6, 7]], 12)[0]
     with served(folder, batched=True, eos_token_id=[0, tokens[6]]) as one:
-        whole = one.complete([5, 6, 7], max_tokens=100)
         n = tokens.index(tokens[6]) + 1
-        assert whole.usage.completion_tokens == n
-        assert whole.choices[0].text == one.app.tokenizer.decode(tokens[:n], skip_special_tokens=True)
-        assert whole.choices[0].finish_reason == "stop"
-        assert one.complete([5, 6, 7], max_tokens=n).choices[0].finish_reason == "stop"
+        text = one.app.tokenizer.decode(tokens[:n], skip_special_tokens=True)
+        for max_tokens in (100, n):
+            whole = one.complete([5, 6, 7], max_tokens=max_tokens)
+            assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "stop")
+            assert whole.usage.completion_tokens == n
         *parts, last = one.complete([5, 6, 7], max_tokens=100, stream=True)
-        assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
-        assert last.choices[0].finish_reason == "stop"
+        assert "".join(part.choices[0].text for part in parts) == text and last.choices[0].finish_reason == "stop"
 
 
 def test_token_ids_are_a_prompt(server: Server) -> None:
@@ -92,9 +78,8 @@ def test_token_ids_are_a_prompt(server: Server) -> None:
 def test_a_completion_has_16_tokens_unless_told(server: Server) -> None:
     answer = server.client.completions.create(model="tiny", prompt="Once", temperature=0)
     assert answer.usage.completion_tokens == 16
-    near_the_end = [5] * (CONTEXT - 3)
-    assert server.complete(near_the_end, max_tokens=None).usage.completion_tokens == 3
-    assert server.complete([5] * (CONTEXT - 3), max_tokens=3).usage.completion_tokens == 3
+    for max_tokens in (None, 3):  # near the end of the context
+        assert server.complete([5] * (CONTEXT - 3), max_tokens=max_tokens).usage.completion_tokens == 3
 
 
 def test_stop_strings(either: Server) -> None:
@@ -115,10 +100,7 @@ def test_sixteen_clients_at_once(either: Server) -> None:
 
     def ask(i: int) -> str:
         barrier.wait()
-        how = {"max_tokens": 10 + i}
-        if i % 2:
-            return str(either.complete(PROMPTS[i], **how).choices[0].text)
-        return "".join(part.choices[0].text for part in either.complete(PROMPTS[i], stream=True, **how))
+        return either.complete_text(PROMPTS[i], max_tokens=10 + i, stream=i % 2 == 0)
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert list(pool.map(ask, range(len(PROMPTS)))) == expected
@@ -137,16 +119,14 @@ def test_requests_are_computed_together(server: Server) -> None:
     assert len(steps) < 16 * 100 / 2
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Sampling
-# ---------------------------------------------------------------------------------------------------------
+# -- sampling -----------------------------------------------------------------------------------------------
 
 
 def test_every_request_is_sampled_in_its_own_way(server: Server) -> None:
     """A greedy client is not touched by hot ones beside it, and a seed gives the same alone and in company."""
 
     def seeded(seed: int) -> str:
-        return str(server.complete("Once", temperature=1.5, seed=seed, max_tokens=30).choices[0].text)
+        return str(server.complete_text("Once", temperature=1.5, seed=seed, max_tokens=30))
 
     alone = [seeded(seed) for seed in (1, 2)]
     assert alone[0] != alone[1]
@@ -163,15 +143,15 @@ def test_both_engines_draw_the_same(server: Server, sequential: Server) -> None:
 
 
 def test_without_a_temperature_it_samples_as_openai_does(server: Server) -> None:
-    texts = {server.complete("Once", temperature=None, max_tokens=30).choices[0].text for _ in range(4)}
+    texts = {server.complete_text("Once", temperature=None, max_tokens=30) for _ in range(4)}
     assert len(texts) > 1
-    assert server.complete("Once", temperature=1e-40).choices[0].text == server.expected("Once")
-    assert server.complete("Once", temperature=2, extra_body={"top_k": 1}).choices[0].text == server.expected("Once")
+    assert server.complete_text("Once", temperature=1e-40) == server.expected("Once")
+    assert server.complete_text("Once", temperature=2, extra_body={"top_k": 1}) == server.expected("Once")
 
 
 def test_the_models_own_temperature_counts(folder: Path) -> None:
     with served(folder, batched=False, do_sample=True, temperature=1e-9) as one:
-        assert one.complete("Once", temperature=None).choices[0].text == one.expected("Once")
+        assert one.complete_text("Once", temperature=None) == one.expected("Once")
 
 
 def test_a_sampler_draws_by_the_probabilities() -> None:
@@ -190,26 +170,24 @@ def test_a_sampler_draws_by_the_probabilities() -> None:
             assert abs(drawn[token] / n - float(probability)) <= error, (temperature, top_p, top_k, token)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Chat
-# ---------------------------------------------------------------------------------------------------------
+# -- chat ---------------------------------------------------------------------------------------------------
 
 
-def test_chat_follows_the_template(chat_server: Server) -> None:
+def test_chat_follows_the_template(server: Server) -> None:
     messages: list[Any] = [
         {"role": "user", "content": "Who?"},
         {"role": "assistant", "content": "I."},
         {"role": "user", "content": [{"type": "text", "text": "Why"}, {"type": "text", "text": "?"}]},
     ]
-    expected = chat_server.expected("<user>Who?\n<assistant>I.\n<user>Why?\n<assistant>", 20, special=False)
+    expected = server.expected("<user>Who?\n<assistant>I.\n<user>Why?\n<assistant>", 20, special=False)
     how = {"model": "tiny", "messages": messages, "temperature": 0}
-    whole = chat_server.client.chat.completions.create(**how, max_completion_tokens=20)
+    whole = server.client.chat.completions.create(**how, max_completion_tokens=20)
     assert (whole.choices[0].message.role, whole.choices[0].message.content) == ("assistant", expected)
-    *parts, last = chat_server.client.chat.completions.create(**how, max_tokens=20, stream=True)
+    *parts, last = server.client.chat.completions.create(**how, max_tokens=20, stream=True)
     assert "".join(part.choices[0].delta.content for part in parts) == expected
     assert [part.choices[0].delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
     assert last.choices[0].finish_reason == "length"
-    to_the_end = chat_server.client.chat.completions.create(**how)
+    to_the_end = server.client.chat.completions.create(**how)
     assert to_the_end.usage.total_tokens == CONTEXT
 
 
@@ -229,19 +207,18 @@ def test_chat_follows_the_template(chat_server: Server) -> None:
         ({"messages": [{"role": "user", "content": ""}] * 300}, "the prompt has more: 300 messages"),
     ],
 )
-def test_bad_chats(chat_server: Server, body: dict[str, Any], message: str) -> None:
-    status, answer = chat_server.post("/v1/chat/completions", body)
+def test_bad_chats(server: Server, body: dict[str, Any], message: str) -> None:
+    status, answer = server.post("/v1/chat/completions", body)
     assert status == 400 and message in answer["error"]["message"], answer
 
 
-def test_a_model_without_a_chat_template_says_what_to_use(server: Server) -> None:
+def test_a_model_without_a_chat_template_says_what_to_use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.app.tokenizer, "chat_template", None)
     with pytest.raises(openai.BadRequestError, match=r"no chat template.*use /v1/completions"):
         server.client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}])
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Text
-# ---------------------------------------------------------------------------------------------------------
+# -- text ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -249,17 +226,15 @@ def byte_bpe() -> Any:
     return train_bpe(["ab é 🦊 " * 50], 300)
 
 
-@given(st.lists(st.lists(st.integers(0, 290), max_size=4), max_size=12), st.text(max_size=12))
-def test_pieces_of_any_tokens_are_the_whole(byte_bpe: Any, parts: list[list[int]], text: str) -> None:
-    """Random bytes, too: halves of characters, and bytes that are none."""
+@given(st.lists(st.lists(st.integers(0, 290), max_size=4), max_size=12), st.text(max_size=12), st.text(max_size=4))
+def test_pieces_of_any_tokens_are_the_whole(byte_bpe: Any, parts: list[list[int]], text: str, prompt: str) -> None:
+    """Random bytes, too: halves of characters, and bytes that are none; after a prompt, or nothing."""
     parts = [*parts, *([token] for token in byte_bpe(text).input_ids)]
-
-    def decode(ids: list[int]) -> str:
-        return str(byte_bpe.decode(ids, skip_special_tokens=True))
-
-    stream = TextStream(decode)
+    before = byte_bpe(prompt).input_ids
+    decode = decoder(byte_bpe)
+    stream = TextStream(decode, before)
     pieces = [stream.add(part) for part in parts] + [stream.add([], last=True)]
-    assert "".join(pieces) == decode([token for part in parts for token in part])
+    assert decode(before) + "".join(pieces) == decode(before + [token for part in parts for token in part])
 
 
 def test_a_space_that_only_shows_inside() -> None:

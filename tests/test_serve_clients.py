@@ -1,11 +1,9 @@
-"""``twell serve``: clients that go away, that send nonsense, too much or nothing, and that may not ask."""
+"""``twell serve``: clients that disconnect, that send nonsense, too much or nothing, and that have no access."""
 
 from __future__ import annotations
 
-import json
 import random
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,24 +15,19 @@ import pytest
 openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' openai")
 pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 
-from serving import CONTEXT, PROMPTS, VOCABULARY, Server, get, post, served, wait_until
+from serving import CONTEXT, HEAD, PROMPTS, VOCABULARY, Server, raw_request, served, wait_until
 from twell.workbench import serve
-from twell.workbench.serve import app, engine, guard, running
+from twell.workbench.serve import engine, guard, running
+from twell.workbench.serve import server as serve_server
 from twell.workbench.serve.guard import is_safe_host
 
-# ---------------------------------------------------------------------------------------------------------
-# Clients that go away
-# ---------------------------------------------------------------------------------------------------------
+# -- clients that go away -----------------------------------------------------------------------------------
 
 
 def leave(server: Server, *, stream: bool, after_a_piece: bool = False) -> None:
-    """A client that asks for the longest answer there is and hangs up."""
+    """A client that asks for the longest answer possible and disconnects."""
     body = {"prompt": "Once", "temperature": 0, "max_tokens": CONTEXT - 10, "stream": stream}
-    data = json.dumps(body).encode()
-    host, _, port = server.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=60) as sock:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    with server.send(raw_request(body)) as sock:
         if after_a_piece:
             assert sock.recv(1)
         else:
@@ -42,24 +35,22 @@ def leave(server: Server, *, stream: bool, after_a_piece: bool = False) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_client_that_went_away_asked_for_is_not_computed(
-    either: Server, stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_computing_stops_when_the_client_disconnects(either: Server, stream: bool) -> None:
     tokens: list[int] = []
     slowly = either.app.model.register_forward_hook(lambda *_: (tokens.append(1), time.sleep(0.02))[0])
     try:
         leave(either, stream=stream)
         wait_until(lambda: either.running() == 0)
-        time.sleep(0.2)
+        time.sleep(0.1)
         so_far = len(tokens)
-        time.sleep(0.3)
+        time.sleep(0.2)
     finally:
         slowly.remove()
     assert len(tokens) == so_far < CONTEXT - 10
     if isinstance(either.engine, serve.Batched):
         scheduler = either.engine.manager.batch_processor.scheduler
         assert not scheduler.active_requests and not scheduler.waiting_requests
-    assert either.complete("Once").choices[0].text == either.expected("Once")
+    assert either.complete_text("Once") == either.expected("Once")
 
 
 def test_a_request_that_waits_can_be_cancelled(sequential: Server) -> None:
@@ -67,24 +58,17 @@ def test_a_request_that_waits_can_be_cancelled(sequential: Server) -> None:
         next(iter(stream))
         for _ in range(3):
             leave(sequential, stream=True)
-        assert sequential.complete("x").choices[0].text == sequential.expected("x")
+        assert sequential.complete_text("x") == sequential.expected("x")
 
 
 def test_half_a_request(server: Server) -> None:
-    host, _, port = server.url.removeprefix("http://").partition(":")
-    for part in (
-        b"POST /v1/compl",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n",
-    ):
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(part + b"Content-Length: 100\r\n\r\n{" if part.endswith(b"\n") else part)
+    for part in (b"POST /v1/compl", HEAD + b"Content-Length: 100\r\n\r\n{"):
+        with server.send(part):
             time.sleep(0.05)
-    assert server.complete("x").choices[0].text == server.expected("x")
+    assert server.complete_text("x") == server.expected("x")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Bad requests
-# ---------------------------------------------------------------------------------------------------------
+# -- bad requests -------------------------------------------------------------------------------------------
 
 BAD: list[tuple[Any, str]] = [
     (b"", "no valid JSON"),
@@ -160,7 +144,7 @@ def test_bad_requests_say_what_is_wrong(server: Server) -> None:
         status, answer = server.post("/v1/completions", body)
         assert status == 400 and message in answer["error"]["message"], (repr(body)[:80], status, answer)
         assert answer["error"]["type"] == "invalid_request_error"
-    assert server.complete("Once").choices[0].text == server.expected("Once")
+    assert server.complete_text("Once") == server.expected("Once")
 
 
 def test_fields_that_change_nothing_are_taken(server: Server) -> None:
@@ -179,7 +163,7 @@ def test_other_models_paths_and_kinds_of_bodies(server: Server) -> None:
     for path, status in (("/v1/embeddings", 404), ("/", 404), ("/v1/models", 405)):
         got, answer = server.post(path, {})
         assert got == status and path in answer["error"]["message"]
-    assert get(server.url, "/v1/completions")[0] == 405
+    assert server.get("/v1/completions")[0] == 405
     status, answer = server.post("/v1/completions", {"prompt": "x"}, **{"Content-Type": "text/plain"})
     assert status == 415 and "Content-Type: application/json" in answer["error"]["message"]
     status, answer = server.post("/v1/completions", b" " * (8 * 2**20 + 1))
@@ -201,22 +185,20 @@ def test_a_storm(either: Server) -> None:
             leave(either, stream=kind % 8 == 1, after_a_piece=kind % 8 == 1)
             return True
         hot = {"temperature": 1.5} if kind % 8 == 2 else {}
-        text = str(either.complete(prompt, **hot).choices[0].text)
+        text = either.complete_text(prompt, **hot)
         return bool(hot) or text == expected[prompt]
 
     kinds = [chance.randrange(1000) for _ in range(48)]
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(somebody, kinds))
     wait_until(lambda: either.running() == 0)
-    assert either.complete("Once").choices[0].text == either.expected("Once")
+    assert either.complete_text("Once") == either.expected("Once")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Too much, too slowly
-# ---------------------------------------------------------------------------------------------------------
+# -- too much, too slowly -----------------------------------------------------------------------------------
 
 
-def test_what_is_too_long_is_refused_before_it_is_tokenized(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_far_too_long_are_refused_before_tokenizing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     class Counting:
@@ -250,12 +232,12 @@ def test_a_long_text_does_not_block_short_ones(server: Server, monkeypatch: pyte
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(server.post, "/v1/completions", {"prompt": "x" * 5000})
         wait_until(lock.locked)
-        assert server.complete("Once").choices[0].text == server.expected("Once")
+        assert server.complete_text("Once") == server.expected("Once")
         waits.set()
         assert long.result()[0] == 400
 
 
-def test_no_more_requests_are_taken_than_can_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_waiting_requests_is_limited(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "MAX_JOBS", 2)
     with pytest.raises(openai.InternalServerError, match=r"too many requests are waiting \(at most 2\)"):
         server.complete(["x", "y", "z"])
@@ -264,86 +246,73 @@ def test_no_more_requests_are_taken_than_can_wait(server: Server, monkeypatch: p
 
 def test_connections_that_send_nothing_are_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "HEADER_SECONDS", 0.1)
-    monkeypatch.setattr(app, "READ_SECONDS", 0.1)
+    monkeypatch.setattr(serve_server, "READ_SECONDS", 0.1)
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with served(folder, batched=False) as one:
-        host, _, port = one.url.removeprefix("http://").partition(":")
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         for sent, answer in (
             (b"", b""),
             (b"POST /v1/compl", b""),
-            (head + b"Content-Length: 100\r\n\r\n{", b"408"),
+            (HEAD + b"Content-Length: 100\r\n\r\n{", b"408"),
             (whole, b"200"),
             (whole + whole[:20], b"200"),
         ):
-            with socket.create_connection((host, int(port)), timeout=30) as sock:
-                sock.sendall(sent)
+            with one.send(sent) as sock:
                 said = b"".join(iter(lambda sock=sock: sock.recv(4096), b""))  # until the server closes it
                 assert (answer in said[:12]) if answer else said == b"", (sent, said)
         slow = one.app.model.register_forward_hook(lambda *_: time.sleep(0.05))
-        assert one.complete(max_tokens=8).choices[0].text == one.expected("Once", 8)  # an answer may take longer
+        assert one.complete_text(max_tokens=8) == one.expected("Once", 8)  # an answer may take longer
         slow.remove()
 
 
-def test_a_client_that_does_not_read_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_dropped(sequential: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "WRITE_SECONDS", 0.1)
-    with served(folder, batched=False) as one:
-        monkeypatch.setattr(one.app.tokenizer, "decode", lambda ids, **_: "x" * 200_000 * len(ids))
-        host, _, port = one.url.removeprefix("http://").partition(":")
-        body = json.dumps({"prompt": [5], "temperature": 0, "max_tokens": 250, "stream": True}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            wait_until(lambda: one.running() == 1)
-            wait_until(lambda: one.running() == 0)
+    monkeypatch.setattr(sequential.app.tokenizer, "decode", lambda ids, **_: "x" * 200_000 * len(ids))
+    with sequential.send(raw_request({"prompt": [5], "temperature": 0, "max_tokens": 250, "stream": True})):
+        wait_until(lambda: sequential.running() == 1)
+        wait_until(lambda: sequential.running() == 0)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Who may ask
-# ---------------------------------------------------------------------------------------------------------
+# -- who may ask --------------------------------------------------------------------------------------------
 
 
-def test_a_page_of_the_web_cannot_reach_it_by_a_name_of_its_own(server: Server) -> None:
+def test_dns_rebinding_is_refused(server: Server) -> None:
     """DNS rebinding: the page's name is pointed at this machine, and the browser sends it as Host."""
     for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
-        status, answer = get(server.url, "/v1/models", Host=host)
+        status, answer = server.get("/v1/models", Host=host)
         assert status == 403 and "--allow-host" in answer["error"]["message"], host
     for host in ("127.0.0.1", "127.0.0.1:9", "localhost:8000", "LOCALHOST", "[::1]:8000", "192.168.1.5"):
-        assert get(server.url, "/v1/models", Host=host)[0] == 200, host
+        assert server.get("/v1/models", Host=host)[0] == 200, host
     assert is_safe_host("Box.lan:80", {"box.lan"}) and not is_safe_host("other.lan", {"box.lan"})
 
 
-def test_a_key(folder: Path) -> None:
-    with served(folder, batched=False, how={"api_key": "sésame"}) as one:
+def test_requests_need_the_key(folder: Path) -> None:
+    with served(folder, batched=False, api_key="sésame") as one:
         for header in ({}, {"Authorization": "Bearer no"}, {"Authorization": "sesame"}):
             for path in ("/v1/models", "/metrics", "/nowhere"):
-                status, answer = get(one.url, path, **header)
+                status, answer = one.get(path, **header)
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key"
-            assert post(one.url, "/v1/completions", {"prompt": "x"}, **header)[0] == 401
-        assert get(one.url, "/health")[0] == 200
+            assert one.post("/v1/completions", {"prompt": "x"}, **header)[0] == 401
+        assert one.get("/health")[0] == 200
         right = {"Authorization": "Bearer sésame".encode().decode("latin-1")}
-        assert get(one.url, "/v1/models", **right, Host="llm.example")[0] == 200  # who has the key may come by any name
+        assert one.get("/v1/models", **right, Host="llm.example")[0] == 200  # with the key any Host will do
 
 
-def test_what_goes_wrong_inside_is_not_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_inside_the_server_stay_in_its_log(server: Server) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("cannot read /home/me/secret")
 
-    with served(folder, batched=True) as one:
-        monkeypatch.setattr(one.app.prompts, "check", fail)
-        status, answer = one.post("/v1/completions", {"prompt": [5]})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.app.prompts, "check", fail)
+        status, answer = server.post("/v1/completions", {"prompt": [5]})
         assert status == 500 and answer["error"]["message"] == "the server failed; its log says why"
-        monkeypatch.undo()
-        handle = one.app.model.register_forward_pre_hook(lambda *_: handle.remove() or fail())
-        status, answer = one.post("/v1/completions", {"prompt": [5]})
-        assert status == 500 and "the model failed" in answer["error"]["message"] and "/home" not in str(answer)
-        assert one.complete("Once").choices[0].text == one.expected("Once")  # the next one is computed
-        assert get(one.url, "/health")[0] == 200
+    handle = server.app.model.register_forward_pre_hook(lambda *_: handle.remove() or fail())
+    status, answer = server.post("/v1/completions", {"prompt": [5]})
+    assert status == 500 and "the model failed" in answer["error"]["message"] and "/home" not in str(answer)
+    assert server.complete_text() == server.expected("Once")  # the next one is computed
+    assert server.get("/health")[0] == 200
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The end
-# ---------------------------------------------------------------------------------------------------------
+# -- the end ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seconds", [30.0, 0.1])

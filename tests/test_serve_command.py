@@ -28,15 +28,13 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from starlette.websockets import WebSocket
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from serving import SHAPE, post
+from serving import SHAPE, request
 from twell import workbench
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.workbench import serve
 from twell.workbench.serve.guard import HandedOver
 
-# ---------------------------------------------------------------------------------------------------------
-# The command
-# ---------------------------------------------------------------------------------------------------------
+# -- the command --------------------------------------------------------------------------------------------
 
 
 def test_the_command_from_start_to_ctrl_c(folder: Path, tmp_path: Path) -> None:
@@ -65,7 +63,8 @@ def test_the_command_from_start_to_ctrl_c(folder: Path, tmp_path: Path) -> None:
         assert url is not None
         words = shlex.split(said[said.index("curl ") : said.index("Ctrl-C")].replace("\\\n", ""))
         assert words[1].startswith(url[1])
-        status, answer = post(url[1], words[1].removeprefix(url[1]), words[words.index("-d") + 1].encode())
+        path, data = words[1].removeprefix(url[1]), words[words.index("-d") + 1]
+        status, answer = request(url[1], "POST", path, data.encode(), {"Content-Type": "application/json"})
         assert status == 200 and 1 <= answer["usage"]["completion_tokens"] <= 32
         client = openai.OpenAI(base_url=f"{url[1]}/v1", api_key="none", max_retries=0)
         assert [model.id for model in client.models.list()] == ["my-run"]  # a run's model is called by the run
@@ -89,11 +88,6 @@ def test_the_command_from_start_to_ctrl_c(folder: Path, tmp_path: Path) -> None:
 def command(twell: Twell) -> Twell:
     """Runs ``twell serve``."""
     return functools.partial(twell, "serve")
-
-
-def test_help(command: Twell) -> None:
-    result = command("--help")
-    assert result.returncode == 0 and "Usage" in result.stdout and "Example" in result.stdout
 
 
 def test_bad_input_ends_in_one_line(command: Twell, folder: Path, tmp_path: Path) -> None:
@@ -128,7 +122,7 @@ def test_a_missing_package_is_named(command: Twell, monkeypatch: pytest.MonkeyPa
     assert result.stderr.count("\n") == 1
 
 
-def test_options_are_told(command: Twell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_and_models(command: Twell, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--dense, --no-batching, --host, --name, --cache-tokens, --dtype, and models of transformers' own."""
     seen = []
     monkeypatch.setattr(serve, "run", lambda server, sock, drain: seen.append((server, sock)) or True)
@@ -163,9 +157,7 @@ def test_options_are_told(command: Twell, folder: Path, tmp_path: Path, monkeypa
         assert seen[-1][0].model.dtype == torch.bfloat16
 
 
-# ---------------------------------------------------------------------------------------------------------
-# vLLM in its place
-# ---------------------------------------------------------------------------------------------------------
+# -- vLLM in its place --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -178,7 +170,7 @@ def pretend(command: Twell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         with monkeypatch.context() as patch:
             patch.setattr("twell.vllm.installed_version", lambda: version)
             patch.setattr(torch.cuda, "is_available", lambda: gpu)
-            patch.setattr("twell.workbench.cli.serving.load_model", lambda *_: ran.append("built in") or sys.exit(0))
+            patch.setattr("twell.workbench.cli.serve.load_model", lambda *_: ran.append("built in") or sys.exit(0))
             patch.setattr(os, "execve", lambda *given: ran.append(given) or sys.exit(0))
             result = command(*args)
         return result, ran[0] if ran else None
@@ -186,7 +178,7 @@ def pretend(command: Twell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     return run
 
 
-def test_vllm_is_handed_everything(pretend: Any, folder: Path, tmp_path: Path) -> None:
+def test_vllm_gets_every_option(pretend: Any, folder: Path, tmp_path: Path) -> None:
     path = str(shutil.copytree(folder, tmp_path / "my-run" / "model"))
     said, (program, words, environment) = pretend(path, "--port", "0")
     assert said.stdout.startswith("engine:   vLLM 0.32.1 (--engine twell for the built-in server)\n")
@@ -224,7 +216,7 @@ def test_vllm_is_handed_everything(pretend: Any, folder: Path, tmp_path: Path) -
     assert ran is None and "other machines can reach 0.0.0.0" in said.stderr
 
 
-def test_what_vllm_cannot_do_is_said(pretend: Any, folder: Path, tmp_path: Path) -> None:
+def test_reasons_against_vllm(pretend: Any, folder: Path, tmp_path: Path) -> None:
     """--engine auto takes the built-in server then, and --engine vllm is an error."""
     config = json.loads((folder / "config.json").read_text())
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -271,7 +263,7 @@ def test_what_vllm_cannot_do_is_said(pretend: Any, folder: Path, tmp_path: Path)
     assert ran is None and "unknown engine 'tgi': expected auto, vllm or twell" in said.stderr
 
 
-def test_the_guard_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_in_front_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made without arguments, and asks web sockets, too: vLLM has a path of them."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -1,4 +1,4 @@
-"""The engines of ``twell serve``: prompts of any length in any mix, and steps that fail."""
+"""The engines of ``twell serve``: prompts of any length in any mix, steps that fail, and the choice of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
-from serving import generated
+from serving import SHAPE, VOCABULARY, generated
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.workbench import serve
@@ -25,25 +25,14 @@ from twell.workbench.serve.batched import why_not_batched
 from twell.workbench.serve.jobs import Job, Sampler
 from twell.workbench.serve.requests import ApiError
 
-VOCABULARY, CONTEXT = 320, 600
+CONTEXT = 600
+Asked = tuple[list[int], int, int | None]  # prompt, new tokens, seed
 
 
-def tiny(**changes: Any) -> Any:
+def tiny() -> Any:
     torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.3,
-        "eos_token_id": None,
-        "bos_token_id": 0,
-        "pad_token_id": 0,
-    }
-    return LlamaSparseReluForCausalLM(LlamaSparseReluConfig(**{**shape, **changes})).eval()
+    shape = {**SHAPE, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "eos_token_id": None}
+    return LlamaSparseReluForCausalLM(LlamaSparseReluConfig(**shape)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -61,33 +50,36 @@ def untouched(model: Any) -> Any:
     return copy.deepcopy(model)
 
 
-def drawn(engine: serve.Engine, jobs: list[tuple[list[int], int, int | None]]) -> list[list[int] | Exception]:
-    """The tokens, or the error, that jobs of (prompt, tokens, seed) get which come together."""
-    results: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in jobs]
-    for (ids, n, seed), result in zip(jobs, results, strict=True):
-        sampler = None if seed is None else Sampler(1.0, 1.0, None, seed, torch.device("cpu"))
-        engine.start(Job(ids, n, sampler, result.put))
-    return [answer(result) for result in results]
+def start(engine: serve.Engine, ids: list[int], n: int, sampler: Sampler | None = None, **how: Any) -> tuple[Job, Any]:
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    job = Job(ids, n, sampler, results.put, **how)
+    engine.start(job)
+    return job, results
+
+
+def answer(results: queue.SimpleQueue[Any]) -> list[int] | Exception:
+    tokens: list[int] = []
+    while isinstance(part := results.get(timeout=60), list):
+        tokens += part
+    return tokens if part is None else part
+
+
+def drawn(engine: serve.Engine, asked: list[Asked]) -> list[list[int] | Exception]:
+    """The tokens, or the error, of jobs that come together."""
+    samplers = [None if seed is None else Sampler(1.0, 1.0, None, seed, torch.device("cpu")) for *_, seed in asked]
+    started = [start(engine, ids, n, sampler) for (ids, n, _), sampler in zip(asked, samplers, strict=True)]
+    return [answer(results) for _, results in started]
 
 
 def tokens_of(engine: serve.Engine, prompts: list[list[int]], max_tokens: int) -> list[list[int] | Exception]:
     return drawn(engine, [(ids, max_tokens, None) for ids in prompts])
 
 
-def answer(result: queue.SimpleQueue[Any]) -> list[int] | Exception:
-    tokens: list[int] = []
-    while isinstance(part := result.get(timeout=60), list):
-        tokens += part
-    return tokens if part is None else part
-
-
 def prompt(chance: random.Random, n: int) -> list[int]:
     return [chance.randrange(VOCABULARY) for _ in range(n)]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Prompts of any length, in any mix
-# ---------------------------------------------------------------------------------------------------------
+# -- prompts of any length, in any mix ----------------------------------------------------------------------
 
 ALL_KINDS = [1, 595, 2, 300, 17, 1, 255, 256, 257, 599]
 
@@ -106,21 +98,19 @@ def test_prompts_of_any_length_in_any_mix(
 ) -> None:
     """Split over steps, among others, greedy or drawn: each gets what it gets alone."""
     chance = random.Random(len(lengths))
-    jobs = [(prompt(chance, n), min(4, CONTEXT - n), i if i % 3 == 2 else None) for i, n in enumerate(lengths)]
+    asked = [(prompt(chance, n), min(4, CONTEXT - n), i if i % 3 == 2 else None) for i, n in enumerate(lengths)]
     with serve.OneAtATime(model) as engine:
-        expected = [drawn(engine, [job])[0] for job in jobs]
+        expected = [drawn(engine, [one])[0] for one in asked]
     with serve.Batched(model, cache_tokens, batch_tokens) as engine:
-        assert drawn(engine, jobs) == expected
+        assert drawn(engine, asked) == expected
 
 
-def test_more_requests_than_the_cache_holds() -> None:
+def test_more_requests_than_the_cache_holds(model: Any, untouched: Any) -> None:
     """Two pages of 256 tokens for ten requests of up to 220: they take turns, and lose nothing."""
-    model: Any = tiny()
     chance = random.Random(0)
-    prompts = [[chance.randrange(VOCABULARY) for _ in range(chance.choice([3, 60, 180]))] for _ in range(10)]
-    expected = generated(model, prompts, 40)
+    prompts = [prompt(chance, chance.choice([3, 60, 180])) for _ in range(10)]
     with serve.Batched(model, 512) as engine:
-        assert tokens_of(engine, prompts, 40) == expected
+        assert tokens_of(engine, prompts, 40) == generated(untouched, prompts, 40)
 
 
 def test_the_cache_holds_16_contexts_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +126,7 @@ def test_the_cache_holds_16_contexts_where_there_is_memory(monkeypatch: pytest.M
     assert serve.cache_tokens_for(model) == 2**16
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Steps that fail
-# ---------------------------------------------------------------------------------------------------------
+# -- steps that fail ----------------------------------------------------------------------------------------
 
 
 class Failing:
@@ -156,7 +144,7 @@ class Failing:
             raise RuntimeError("cannot read /home/me/secret")
 
 
-@pytest.fixture(params=["Batched", "OneAtATime"])
+@pytest.fixture(scope="module", params=["Batched", "OneAtATime"])
 def engine(request: pytest.FixtureRequest, model: Any, untouched: Any) -> Iterator[serve.Engine]:
     with serve.Batched(model, 1024) if request.param == "Batched" else serve.OneAtATime(model) as one:
         yield one
@@ -170,26 +158,24 @@ def failing(engine: Any) -> Iterator[Failing]:
     one.hook.remove()
 
 
-def test_a_step_that_fails_fails_its_requests_and_no_more(engine: Any, failing: Failing) -> None:
-    job: tuple[list[int], int, int | None] = ([5, 6, 7], 5, None)
-    expected = drawn(engine, [job])[0]
+def test_a_failed_step_fails_only_its_requests(engine: Any, failing: Failing) -> None:
+    asked: Asked = ([5, 6, 7], 5, None)
+    expected = drawn(engine, [asked])[0]
     assert isinstance(expected, list)
     for n_jobs in (1, 4):
         failing.now = True
-        for error in drawn(engine, [job] * n_jobs):
+        for error in drawn(engine, [asked] * n_jobs):
             assert isinstance(error, ApiError) and error.status == 500
             assert str(error) == "the model failed while it computed this request; the server's log says why"
         failing.now = False
-        assert drawn(engine, [job] * 3) == [expected] * 3
+        assert drawn(engine, [asked] * 3) == [expected] * 3
     assert engine.failures >= 2 and not engine.died and not engine.jobs
 
 
-def test_what_comes_while_the_engine_starts_again_is_computed(model: Any, failing: Failing, engine: Any) -> None:
+def test_requests_that_come_during_a_restart_are_computed(failing: Failing, engine: Any) -> None:
     expected = drawn(engine, [([5, 6, 7], 5, None)])[0]
     failing.now = True
-    first: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    engine.start(Job([5, 6, 7], 5, None, first.put))
-    assert isinstance(answer(first), ApiError)
+    assert isinstance(answer(start(engine, [5, 6, 7], 5)[1]), ApiError)
     failing.waits.clear()  # the token that is tried waits here
     later: queue.SimpleQueue[Any] = queue.SimpleQueue()
     starting = threading.Thread(target=lambda: engine.start(Job([5, 6, 7], 5, None, later.put)))
@@ -200,27 +186,23 @@ def test_what_comes_while_the_engine_starts_again_is_computed(model: Any, failin
     starting.join(30)
 
 
-def test_an_engine_that_cannot_start_again_dies(engine: Any, failing: Failing) -> None:
+@pytest.mark.parametrize("kind", ["Batched", "OneAtATime"])
+def test_an_engine_that_cannot_start_again_dies(model: Any, untouched: Any, kind: str) -> None:
     """Those that wait get their error, those that come later a 503, and the process is told."""
     told = threading.Event()
-    engine.on_death = told.set
-    failing.now = failing.single = True
-    for error in drawn(engine, [([5, 6, 7], 5, None)] * 3):
-        assert isinstance(error, ApiError) and "/home" not in str(error)
-    assert told.wait(30)
-    with pytest.raises(ApiError, match="cannot start again"):
-        engine.start(Job([5], 1, None, print))
+    with serve.Batched(model, 1024) if kind == "Batched" else serve.OneAtATime(model) as engine:
+        engine.on_death = told.set
+        failing = Failing(model)
+        failing.now = failing.single = True
+        for error in drawn(engine, [([5, 6, 7], 5, None)] * 3):
+            assert isinstance(error, ApiError) and "/home" not in str(error)
+        assert told.wait(30)
+        failing.hook.remove()
+        with pytest.raises(ApiError, match="cannot start again"):
+            start(engine, [5], 1)
 
 
-def test_versions_of_transformers_that_were_not_tried_are_not_batched(model: Any) -> None:
-    assert why_not_batched(model) is None
-    for version in ("5.16.3", "6.0.0.dev0"):
-        assert f"from 5.17 and below 6.0, this is {version}" in str(why_not_batched(model, version))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Log probabilities
-# ---------------------------------------------------------------------------------------------------------
+# -- log probabilities --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 4])
@@ -229,10 +211,8 @@ def test_scores_of_a_prompt_and_of_its_answer(
 ) -> None:
     monkeypatch.setattr(scoring, "CHUNK", 64)
     ids = prompt(random.Random(0), 150)
-    result: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    job = Job(ids, max_tokens, None, result.put, n_top=2, scores_prompt=True)
-    engine.start(job)
-    new = answer(result)
+    job, results = start(engine, ids, max_tokens, n_top=2, scores_prompt=True)
+    new = answer(results)
     assert isinstance(new, list) and len(new) == max_tokens
     with torch.no_grad():
         expected = untouched(torch.tensor([ids + new])).logits[0].log_softmax(-1)
@@ -253,32 +233,41 @@ def test_a_prompt_that_cannot_be_scored_fails_alone(engine: Any, monkeypatch: py
 
     plain = scoring._logits
     monkeypatch.setattr(scoring, "_logits", fail)
-    result: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    engine.start(Job([5, 6], 1, None, result.put, n_top=0, scores_prompt=True))
-    assert isinstance(answer(result), ApiError)
+    assert isinstance(answer(start(engine, [5, 6], 1, n_top=0, scores_prompt=True)[1]), ApiError)
     assert isinstance(drawn(engine, [([5, 6], 2, None)])[0], list) and not engine.died
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which engine a model gets
-# ---------------------------------------------------------------------------------------------------------
+# -- which engine a model gets ------------------------------------------------------------------------------
 
 
-def test_a_model_that_batching_gets_wrong_is_served_one_at_a_time() -> None:
-    """ALiBi's positions are lost in a batch. The answers would be wrong, and nothing would say so."""
+def test_versions_of_transformers_that_were_not_tested_are_not_batched(model: Any) -> None:
+    assert why_not_batched(model) is None
+    for version in ("5.16.3", "6.0.0.dev0"):
+        assert f"from 5.17 and below 6.0, this is {version}" in str(why_not_batched(model, version))
+
+
+def test_models_that_batching_would_get_wrong_are_served_one_at_a_time() -> None:
+    """ALiBi's positions are lost in a batch, and so is a repetition penalty: nothing else would say so."""
     torch.manual_seed(0)
     config = BloomConfig(vocab_size=64, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=None)
-    model: Any = AutoModelForCausalLM.from_config(config).eval()
-    prompts = [[5, 6, 7], [9] * 20]
-    expected = generated(model, prompts, 10)
-    engine, why_not = serve.choose_engine(model, 1024)
-    with engine:
-        assert isinstance(engine, serve.OneAtATime)
-        assert why_not is not None and "otherwise than model.generate" in why_not
-        assert tokens_of(engine, prompts, 10) == expected
+    alibi: Any = AutoModelForCausalLM.from_config(config).eval()
+    penalised = tiny()
+    plain = generated(penalised, [[5, 6, 7]], 20)
+    penalised.generation_config.repetition_penalty = 5.0
+    assert generated(penalised, [[5, 6, 7]], 20) != plain
+    for model, reason in (
+        (alibi, "batched, it answers otherwise than model.generate"),
+        (penalised, "generation_config.json asks for RepetitionPenaltyLogitsProcessor"),
+    ):
+        prompts = [[5, 6, 7], [9] * 20]
+        expected = generated(model, prompts, 20)
+        engine, why_not = serve.choose_engine(model, 1024)
+        with engine:
+            assert isinstance(engine, serve.OneAtATime) and why_not == reason
+            assert tokens_of(engine, prompts, 20) == expected
 
 
-def test_layers_do_not_plan_by_what_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_do_not_plan_by_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny()
     looks: list[int] = []
     monkeypatch.setattr(SparseFFNBase, "_look_at", lambda self, x: looks.append(x.shape[-2]))
@@ -289,18 +278,6 @@ def test_layers_do_not_plan_by_what_is_tried_first(monkeypatch: pytest.MonkeyPat
         tokens_of(engine, [[5, 6, 7]], 2)
         assert looks  # real tokens
     assert [layer.mlp._plans_itself for layer in model.model.layers] == [False, True]
-
-
-def test_a_generation_config_that_batching_would_leave_out() -> None:
-    model: Any = tiny()
-    plain = generated(model, [[5, 6, 7]], 30)
-    model.generation_config.repetition_penalty = 5.0
-    expected = generated(model, [[5, 6, 7]], 30)
-    assert expected != plain
-    engine, why_not = serve.choose_engine(model, 1024)
-    with engine:
-        assert why_not == "generation_config.json asks for RepetitionPenaltyLogitsProcessor"
-        assert tokens_of(engine, [[5, 6, 7]], 30) == expected
 
 
 @pytest.mark.gpu
@@ -314,8 +291,6 @@ def test_on_a_gpu() -> None:
     with engine:
         assert why_not is None
         assert tokens_of(engine, prompts, 20) == expected
-        drawn = [queue.SimpleQueue[Any]() for _ in range(2)]
-        for result in drawn:
-            engine.start(Job([5, 6, 7], 20, Sampler(1.5, 0.9, 40, 3, model.device), result.put))
-        first, second = ([t for part in iter(lambda one=one: one.get(timeout=60), None) for t in part] for one in drawn)
-        assert first == second
+        two = [start(engine, [5, 6, 7], 20, Sampler(1.5, 0.9, 40, 3, model.device)) for _ in range(2)]
+        first, second = (answer(results) for _, results in two)
+        assert first == second and isinstance(first, list)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,7 @@ pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 import torch
 from transformers import AutoModelForCausalLM
 
-from serving import CONTEXT, PROMPTS, Server, served
-
-
-@pytest.fixture(scope="module", params=[True, False], ids=["batched", "one at a time"])
-def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Server]:
-    with served(folder, batched=request.param, chat=True) as one:
-        yield one
+from serving import CONTEXT, PROMPTS, Server, generated, served
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +31,17 @@ def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n_top", [0, 3])
-def test_log_probabilities_of_an_answer(server: Server, model: Any, n_top: int, stream: bool) -> None:
-    prompt = server.app.tokenizer("Once upon").input_ids
-    answer = server.complete("Once upon", max_tokens=8, logprobs=n_top, stream=stream)
+def test_log_probabilities_of_an_answer(either: Server, model: Any, n_top: int, stream: bool) -> None:
+    prompt = either.app.tokenizer("Once upon").input_ids
+    answer = either.complete("Once upon", max_tokens=8, logprobs=n_top, stream=stream)
     choices = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
     text = "".join(choice.text for choice in choices)
-    assert text == server.expected("Once upon", 8)
+    assert text == either.expected("Once upon", 8)
 
     def all_of(field: str) -> list[Any]:
         return [one for choice in choices for one in getattr(choice.logprobs, field)]
 
-    expected = logprobs_of(model, prompt + generated_ids(model, prompt, 8))[len(prompt) - 1 : -1]
+    expected = logprobs_of(model, prompt + generated(model, [prompt], 8)[0])[len(prompt) - 1 : -1]
     assert all_of("token_logprobs") == pytest.approx(expected.max(-1).values.tolist(), abs=1e-3)  # greedy
     for top, row in zip(all_of("top_logprobs"), expected, strict=True):
         assert sorted(top.values(), reverse=True) == pytest.approx(row.topk(max(n_top, 1)).values.tolist(), abs=1e-3)
@@ -56,22 +49,17 @@ def test_log_probabilities_of_an_answer(server: Server, model: Any, n_top: int, 
     assert len(all_of("tokens")) == 8 and offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= len(text)
 
 
-def generated_ids(model: Any, ids: list[int], n: int) -> list[int]:
-    out = model.generate(torch.tensor([ids]), max_new_tokens=n, do_sample=False)
-    return [int(token) for token in out[0, len(ids) :]]
-
-
-def test_log_probabilities_do_not_depend_on_the_temperature(server: Server, model: Any) -> None:
-    ids = server.app.tokenizer("Once").input_ids
-    answer = server.complete(ids, max_tokens=1, logprobs=20, temperature=2, seed=3).choices[0].logprobs
+def test_log_probabilities_do_not_depend_on_the_temperature(either: Server, model: Any) -> None:
+    ids = either.app.tokenizer("Once").input_ids
+    answer = either.complete(ids, max_tokens=1, logprobs=20, temperature=2, seed=3).choices[0].logprobs
     values = logprobs_of(model, ids)[-1].topk(20).values.tolist()
     assert list(answer.top_logprobs[0].values())[:20] == pytest.approx(values, abs=1e-3)
     assert answer.token_logprobs[0] in answer.top_logprobs[0].values()
 
 
-def test_a_chat_with_log_probabilities(server: Server) -> None:
+def test_a_chat_with_log_probabilities(either: Server) -> None:
     how = {"model": "tiny", "messages": [{"role": "user", "content": "Who?"}], "temperature": 0, "max_tokens": 5}
-    create = server.client.chat.completions.create
+    create = either.client.chat.completions.create
     whole = create(**how, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert [len(place.top_logprobs) for place in whole] == [2] * 5
     assert all(place.top_logprobs[0].token == place.token and place.logprob <= 0 for place in whole)
@@ -82,26 +70,26 @@ def test_a_chat_with_log_probabilities(server: Server) -> None:
         create(**how, top_logprobs=2)
 
 
-def test_echo(server: Server) -> None:
+def test_echo(either: Server) -> None:
     for max_tokens in (0, 1, 5):
-        answer = server.complete("Once upon", echo=True, max_tokens=max_tokens)
-        completion = server.expected("Once upon", max_tokens) if max_tokens else ""
+        answer = either.complete("Once upon", echo=True, max_tokens=max_tokens)
+        completion = either.expected("Once upon", max_tokens) if max_tokens else ""
         assert answer.choices[0].text == "Once upon" + completion
         assert answer.usage.completion_tokens == max_tokens and answer.choices[0].finish_reason == "length"
-    parts = list(server.complete("Once upon", echo=True, max_tokens=5, stream=True))
-    assert "".join(part.choices[0].text for part in parts) == "Once upon" + server.expected("Once upon", 5)
+    parts = list(either.complete("Once upon", echo=True, max_tokens=5, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == "Once upon" + either.expected("Once upon", 5)
     whole_context = [5] * CONTEXT
-    answer = server.complete(whole_context, echo=True, max_tokens=0, logprobs=0)
+    answer = either.complete(whole_context, echo=True, max_tokens=0, logprobs=0)
     assert len(answer.choices[0].logprobs.token_logprobs) == CONTEXT
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_lists_of_prompts(server: Server, stream: bool) -> None:
+def test_lists_of_prompts(either: Server, stream: bool) -> None:
     texts_of = PROMPTS[:6]
-    ids = [server.app.tokenizer(prompt).input_ids for prompt in texts_of]
-    expected = [server.expected(prompt, 6) for prompt in texts_of]
+    ids = [either.app.tokenizer(prompt).input_ids for prompt in texts_of]
+    expected = [either.expected(prompt, 6) for prompt in texts_of]
     for prompts in (texts_of, ids):
-        answer = server.complete(prompts, max_tokens=6, stream=stream)
+        answer = either.complete(prompts, max_tokens=6, stream=stream)
         texts = [""] * len(texts_of)
         for part in answer if stream else [answer]:
             for choice in part.choices:
@@ -112,16 +100,16 @@ def test_lists_of_prompts(server: Server, stream: bool) -> None:
             assert answer.usage.completion_tokens == 6 * len(texts_of)
 
 
-def test_what_lm_eval_asks_gives_the_scores_of_the_model(server: Server, model: Any) -> None:
+def test_requests_of_lm_eval_get_the_scores_of_the_model(either: Server, model: Any) -> None:
     """Requests and reading as in lm-eval's local-completions: contexts with continuations, from several clients."""
-    encode = server.app.tokenizer
+    encode = either.app.tokenizer
     items = [(encode(f"The king {i}").input_ids, encode(f" of {'France ' * i}").input_ids) for i in range(1, 9)]
-    items += [(ids, generated_ids(model, ids, 4)) for ids, _ in items[:4]]  # greedy continuations
+    items += [(ids, generated(model, [ids], 4)[0]) for ids, _ in items[:4]]  # greedy continuations
     items.append(([7], [9] * (CONTEXT - 2)))  # to the end of the context
 
     def asked(batch: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         body = {"model": "tiny", "prompt": [a + b for a, b in batch], "temperature": 0, "max_tokens": 1, "logprobs": 1}
-        _, answer = server.post("/v1/completions", {**body, "seed": 1234, "echo": True})
+        _, answer = either.post("/v1/completions", {**body, "seed": 1234, "echo": True})
         scores = []
         for choice, (context, _) in zip(answer["choices"], batch, strict=True):
             tokens = choice["logprobs"]["token_logprobs"][len(context) : -1]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
-import sys
-from pathlib import Path
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from twell import GatedSparseFFN, SparseFFN, Stats
-from twell.sparsity import FiringClock, L1Steering, l1_warmup, restart_neurons_
+from twell.sparsity import FiringClock, L1Steering, l1_warmup, restart_neurons_, sum_over_processes
 
 
 def stats(counts: list[int], tokens: int) -> Stats:
@@ -43,7 +43,7 @@ def l1_stats(active: float, l1_sum: float = 20.0, tokens: int = 10_000) -> list[
 
 
 class Plant:
-    """A model as L1 moves it: active neurons fall by themselves, and by a power of l1 within ``lag`` steps, by a
+    """A simulated model: active neurons fall by themselves, and by a power of l1 within ``lag`` steps, by a
     learning rate that rises and falls."""
 
     def __init__(self, steps: int, lag: float, power: float) -> None:
@@ -56,8 +56,9 @@ class Plant:
         return 2048 * math.exp(self.x) * (1 + 0.03 * math.sin(37.0 * t))  # of 4096 neurons at first; texts differ
 
 
-@pytest.mark.parametrize("power", [0.7, 1.0, 1.6])
-@pytest.mark.parametrize(("steps", "lag"), [(300, 15), (1500, 50), (5000, 100)])
+@pytest.mark.parametrize(
+    ("steps", "lag", "power"), [(300, 15, 0.7), (300, 15, 1.6), (1500, 50, 0.7), (1500, 50, 1.6), (5000, 100, 1.0)]
+)
 def test_steering_reaches_its_target_by_a_third_of_the_steps(steps: int, lag: float, power: float) -> None:
     target = 40.96
     steering, plant = L1Steering(target, steps), Plant(steps, lag, power)
@@ -186,28 +187,27 @@ def test_wrong_masks_are_refused() -> None:
         restart_neurons_(GatedSparseFFN(8, 16), torch.arange(16), std=0.02, seed=0)
 
 
-PROCESS = """
-import sys, torch, torch.distributed as dist
-from twell import Stats
-from twell.sparsity import FiringClock, sum_over_processes
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
-clock = FiringClock(3)
-for counts, tokens in (([1, 0, 0], 4), ([0, 0, 0], 3)) if rank == 0 else (([0, 1, 0], 6), ([0, 1, 0], 2)):
-    stats = Stats(torch.tensor(1.0 + rank), torch.tensor(counts, dtype=torch.int32), torch.tensor(tokens))
-    wider = Stats(torch.tensor(0.5), torch.tensor([7, rank, 0, 0], dtype=torch.int32), torch.tensor(tokens))
-    first, second = sum_over_processes([stats, wider])
-    clock.advance(first)
-print(clock.tokens_since_fired.tolist(), float(first.l1_sum), second.counts.tolist(), int(second.tokens))
-dist.destroy_process_group()
-"""
+def test_clocks_agree_over_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads stand in for the processes; test_distributed.py has real ones."""
+    barrier, sent = threading.Barrier(2), list[torch.Tensor]()
 
+    def all_reduce(t: torch.Tensor) -> None:
+        sent.append(t.clone())
+        barrier.wait(60)
+        t.copy_(sent[-1] + sent[-2])
+        barrier.wait(60)
 
-def test_clocks_agree_over_two_processes(tmp_path: Path) -> None:
-    address = f"file://{tmp_path / 'rendezvous'}"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", PROCESS, str(r), address], stdout=subprocess.PIPE, text=True)
-        for r in range(2)
-    ]
-    outputs = [p.communicate(timeout=120)[0].strip() for p in processes]
-    assert outputs == ["[5, 0, 15] 3.0 [14, 1, 0, 0] 5"] * 2
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+
+    def process(rank: int) -> str:
+        clock = FiringClock(3)
+        for counts, tokens in (([1, 0, 0], 4), ([0, 0, 0], 3)) if rank == 0 else (([0, 1, 0], 6), ([0, 1, 0], 2)):
+            own = Stats(torch.tensor(1.0 + rank), torch.tensor(counts, dtype=torch.int32), torch.tensor(tokens))
+            wider = Stats(torch.tensor(0.5), torch.tensor([7, rank, 0, 0], dtype=torch.int32), torch.tensor(tokens))
+            first, second = sum_over_processes([own, wider])
+            clock.advance(first)
+        return f"{clock.tokens_since_fired.tolist()} {first.l1_sum} {second.counts.tolist()} {second.tokens}"
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(process, (0, 1))) == ["[5, 0, 15] 3.0 [14, 1, 0, 0] 5"] * 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from twell.workbench.evaluate import TASKS, Item, read_folder, read_task
+from twell.workbench.evaluate.tasks import TASKS, Item, read_folder, read_task
 
 ITEMS = Path(__file__).parent / "data" / "eval"
 
@@ -95,22 +95,22 @@ PIQA = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
     ("name", "fields", "message"),
     [
         ("piqa", {**PIQA, "sol2": None}, "no field 'sol2'"),
-        ("piqa", {**PIQA, "goal": 3}, "field 'goal' is no text: 3"),
-        ("piqa", {**PIQA, "label": 2}, "field 'label' is 2: expected the number of one of 2 choices"),
+        ("piqa", {**PIQA, "goal": 3}, "field 'goal' is not text: 3"),
+        ("piqa", {**PIQA, "label": 2}, "field 'label' is 2: expected an index from 0 to 1"),
         ("piqa", {**PIQA, "label": True}, "field 'label' is True"),
         ("arc_easy", {**PLAIN, "choices": ["one"], "gold": 0}, "expected at least 2 choices, got 1"),
         ("arc_easy", {**PLAIN, "choices": ["one", " "]}, "choice 1 is empty"),
-        ("arc_easy", {**PLAIN, "choices": "one"}, "field 'choices' is no list of texts"),
+        ("arc_easy", {**PLAIN, "choices": "one"}, "field 'choices' is not a list of texts"),
         ("arc_easy", {**PLAIN, "gold": None}, "no field 'gold'"),
         ("arc_easy", {"question": "q", "answerKey": "A"}, "no field 'choices'"),
-        ("arc_easy", {**HUB, "question": "q", "answerKey": "C"}, "the answer 'C' is none of the labels 1, 2"),
+        ("arc_easy", {**HUB, "question": "q", "answerKey": "C"}, "the answer 'C' is not one of the labels 1, 2"),
         ("arc_easy", {"question": "q", "choices": {"text": ["a"], "label": []}, "answerKey": "A"}, "1 choices with 0"),
         ("openbookqa", {**HUB, "question": "q"}, "no field 'question_stem'"),
         ("commonsense_qa", PLAIN, "expected the five choices A to E, got A, B"),
         ("hellaswag", {"ctx": "nothing in front", "endings": ["a", "b"], "label": 0}, "begins with no 'activity: '"),
         ("winogrande", {"context_options": ["a"], "continuation": "b", "gold": 0}, "expected 2 choices"),
         ("winogrande", {"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}, "has no blank _"),
-        ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""}, "field 'answer' is no text"),
+        ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""}, "field 'answer' is not text"),
         ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": "3"}, "neither '1' nor '2'"),
     ],
 )
@@ -124,10 +124,10 @@ def test_bad_fields_are_named_with_their_line(name: str, fields: dict[str, Any],
 
 def test_lines_that_are_no_objects_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", PIQA, [1])
-    with pytest.raises(ValueError, match="line 2 is no JSON object"):
+    with pytest.raises(ValueError, match="line 2 is not a JSON object"):
         read_task(path, "piqa")
     path.write_text(json.dumps(PIQA) + "\n\n{")
-    with pytest.raises(ValueError, match="line 3 is no JSON: "):
+    with pytest.raises(ValueError, match="line 3 is not JSON: "):
         read_task(path, "piqa")
     path.write_text(json.dumps({**PIQA, "goal": "a\u2028b"}, ensure_ascii=False), encoding="utf-8")
     assert read_task(path, "piqa").items[0].contexts[0] == "Question: a\u2028b\nAnswer:"  # no line ends there
@@ -136,7 +136,7 @@ def test_lines_that_are_no_objects_are_named(tmp_path: Path) -> None:
 def test_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown task 'boolq': expected one of arc_easy, arc_challenge, hellaswag"):
         read_folder(tmp_path, ["boolq"])
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         read_folder(tmp_path / "nowhere", ["piqa"])
     with pytest.raises(ValueError, match=r"has no file piqa\*\.jsonl"):
         read_folder(tmp_path, ["piqa"])

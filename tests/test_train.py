@@ -57,7 +57,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """An undisturbed run of MINI: its trainer and its folder."""
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(cpu, "_MIN_WORK", 0)  # as in every test
+        m.setattr(cpu.block, "MIN_WORK", 0)  # as in every test
         out = tmp_path_factory.mktemp("runs") / "plain"
         return train(MINI, text, out), out
 

@@ -20,11 +20,11 @@ from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu import dense
 from twell.gpu.prefill import lists, split
 from twell.gpu.shared import rows
-from twell.gpu.training import hot, hybrid, tail_backward, transpose
+from twell.gpu.training import hot, split_training, tail_backward, transpose
 from twell.ops import functional as ops
 from twell.plan import Costs, Plan
 from twell.reference import Weights
-from twell.saved import Parts, runs_in_parts
+from twell.saved import SavedSplit, runs_split
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -51,7 +51,7 @@ class Case:
     activation: str = "relu"
     masked: bool = False
     l1: bool = True
-    turned: bool = False  # Wd neuron by neuron
+    neuron_major: bool = False  # Wd's layout
     seed: int = 0
 
 
@@ -71,7 +71,7 @@ class Inputs:
             normal(F) if case.bias and case.gated else None,
             normal(D) if case.bias else None,
         )
-        if case.turned:
+        if case.neuron_major:
             self.w = self.w._replace(down=self.w.down.t().contiguous().t())
         self.x, self.dy = normal(M, D) * 4, normal(M, D)
         if M:
@@ -99,7 +99,7 @@ def relative_error(t: Tensor, truth: Tensor) -> float:
 
 
 def check(case: Case, needs: tuple[bool, ...] = ALL) -> None:
-    """Error against float64 at most twice that of the dense formulas in the same dtype."""
+    """The error against float64 is at most twice that of the dense formulas in the same dtype."""
     inputs = Inputs(case)
     (y, l1_sum, counts), got = inputs.run(case.activation, needs)
     out, want = inputs.truth(torch.float64, case.activation, needs)
@@ -138,8 +138,8 @@ def check(case: Case, needs: tuple[bool, ...] = ALL) -> None:
         Case(bias=True, activation="relu2", F=80, n_hot=32, masked=True),
         Case(l1=False, n_hot=112),
         Case(M=70, F=48, cap=16, n_hot=16),  # more than one chunk of tokens
-        Case(turned=True, cap=8, bias=True),
-        Case(turned=True, gated=False, n_hot=0, cap=8),
+        Case(neuron_major=True, cap=8, bias=True),
+        Case(neuron_major=True, gated=False, n_hot=0, cap=8),
     ],
     ids=str,
 )
@@ -150,7 +150,7 @@ def test_gradients(case: Case) -> None:
 @pytest.mark.parametrize("cap", [0, 1, 8, 60])
 @pytest.mark.parametrize("n_hot", [0, 16])
 def test_capacities_change_no_gradient(cap: int, n_hot: int) -> None:
-    """Tokens wake about 20 cold neurons: all of them heavy, or all in lists."""
+    """Tokens fire about 20 cold neurons: all tokens are heavy, or all have lists."""
     check(Case(cap=cap, n_hot=n_hot, F=64, bias=True, masked=True))
 
 
@@ -181,6 +181,7 @@ def test_few_tokens(M: int) -> None:
     check(Case(M=M, F=48))
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     M=st.integers(1, 40),
@@ -208,11 +209,11 @@ def test_the_same_bits_every_time() -> None:
 # -- pieces ------------------------------------------------------------------------------------------------
 
 
-def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
+def test_pairs_are_ordered_by_neuron_then_token() -> None:
     inputs = Inputs(Case(M=70, F=48, n_hot=0, cap=32))
     plan, rows = inputs.plan.on(inputs.x.device), split.by_rows(inputs.w)
     *_, kept = gpu.train(inputs.x, inputs.w, "relu", plan, None, want_stats=True, save=True)
-    parts = Parts.of(kept, 70, 48, 0, 32, gated=True)
+    parts = SavedSplit.of(kept, 70, 48, 0, 32, gated=True)
     columns = transpose.Columns(parts.offsets, parts.pair_of)
     found = lists.Lists(parts.rows, parts.values, parts.turns, 32)
     tile = gpu._INTERPRETED.tail_backward
@@ -233,7 +234,7 @@ def test_pairs_lie_by_neuron_and_in_the_order_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("M", [1, 2048, 16384, 34816, 131072, 1 << 20])
-def test_room_for_shares_does_not_grow_without_end(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_shares_is_bounded(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the lists' real sizes
     size = lists.list_size(M, 64)
     split = tail_backward.split_at(size)
@@ -242,7 +243,7 @@ def test_room_for_shares_does_not_grow_without_end(M: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (64, 64), (80, 144), (0, 16)])
-def test_turned(shape: tuple[int, int]) -> None:
+def test_matrices_are_transposed(shape: tuple[int, int]) -> None:
     t = torch.randn(shape)
     assert torch.equal(rows.transposed(t), t.t())
     assert rows.transposed(t).is_contiguous()
@@ -250,7 +251,7 @@ def test_turned(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("wanted", ["gate up down", "gate", "up", "down", "up down"])
-def test_rows_of_hot_neurons_are_put_among_others(wanted: str, gated: bool) -> None:
+def test_rows_of_hot_neurons_are_scattered(wanted: str, gated: bool) -> None:
     D, hot = 1104, [7, 0, 8]
     names = [name for name in ("gate", "up", "down") if gated or name != "up"]
     part = {name: torch.randn(3, D) for name in names}
@@ -321,11 +322,11 @@ def losses_and_gradients(tensors: list[Tensor], *, gated: bool = True, **options
 
 
 @pytest.fixture
-def used_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Whether anything ran in parts since it was asked last."""
+def ran_split(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Whether any forward was split since the last question."""
     calls: list[int] = []
-    forward = hybrid.forward
-    monkeypatch.setattr(hybrid, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    forward = split_training.forward
+    monkeypatch.setattr(split_training, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
 
     def ask() -> bool:
         used = bool(calls)
@@ -336,17 +337,17 @@ def used_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("gated", [True, False])
-def test_operations_train_by_the_plan(gated: bool, used_parts: Callable[[], bool]) -> None:
+def test_operations_train_by_the_plan(gated: bool, ran_split: Callable[[], bool]) -> None:
     case = Case(gated=gated, bias=True)
     inputs, tensors = leaves(case)
     ours = losses_and_gradients(tensors, gated=gated, backend="triton", plan=inputs.plan)
-    assert used_parts()
+    assert ran_split()
     theirs = losses_and_gradients(tensors, gated=gated, backend="reference")
     assert torch.allclose(ours[0], theirs[0], rtol=1e-5)
     for a, b in zip(ours[1], theirs[1], strict=True):
         assert relative_error(a, b.double()) < 1e-5
     (ops.gated_ffn if gated else ops.ffn)(*tensors, backend="triton")
-    assert not used_parts()
+    assert not ran_split()
 
 
 @pytest.mark.parametrize(
@@ -401,14 +402,14 @@ def test_single_gradients_of_the_dense_path(needed: int) -> None:
         assert gradient is not None and (gradient.numel() > 0) == (i == needed)
 
 
-def test_few_tokens_and_dense_plans_train_densely(used_parts: Callable[[], bool]) -> None:
+def test_few_tokens_and_dense_plans_train_densely(ran_split: Callable[[], bool]) -> None:
     inputs, tensors = leaves(Case())
     everything = Plan(n_neurons=128, hot=torch.arange(128), cap=0, min_tokens=0)
     for plan in (dataclasses.replace(inputs.plan, min_tokens=21), everything):
         ops.gated_ffn(*tensors, backend="triton", plan=plan)
-        assert not used_parts()
-    assert runs_in_parts(1 << 20, 128, 16, 1024, 0)
-    assert not runs_in_parts(1 << 21, 128, 16, 1024, 0)  # as many pairs as 32 bits do not count
+        assert not ran_split()
+    assert runs_split(1 << 20, 128, 16, 1024, 0)
+    assert not runs_split(1 << 21, 128, 16, 1024, 0)  # as many pairs as 32 bits do not count
 
 
 def test_only_some_weights_train() -> None:
@@ -466,13 +467,13 @@ def test_gradient_accumulation_and_checkpointing() -> None:
         assert t.grad is not None and relative_error(t.grad, g.double()) < 1e-5
 
 
-def test_autocast_of_wide_weights(used_parts: Callable[[], bool]) -> None:
+def test_autocast_of_wide_weights(ran_split: Callable[[], bool]) -> None:
     inputs, tensors = leaves(Case(M=33, D=32))
     grads = []
     for options in ({"backend": "triton", "plan": inputs.plan}, {"backend": "reference"}):
         with torch.autocast("cpu", dtype=torch.float16):
             y, stats = ops.gated_ffn(*tensors, return_stats=True, **options)
-            assert y.dtype == f16 and used_parts() == ("plan" in options)
+            assert y.dtype == f16 and ran_split() == ("plan" in options)
             grads.append(torch.autograd.grad(y.float().pow(2).sum() + 0.1 * stats.l1_sum, tensors))
     _, truths = losses_and_gradients(tensors, backend="reference")
     for ours, theirs, truth in zip(*grads, truths, strict=True):
@@ -480,8 +481,8 @@ def test_autocast_of_wide_weights(used_parts: Callable[[], bool]) -> None:
         assert relative_error(ours, truth.double()) <= 2 * relative_error(theirs, truth.double()) + 1e-3
 
 
-def test_what_is_kept_may_be_copied_elsewhere() -> None:
-    """As torch.autograd.graph.save_on_cpu does, from a GPU."""
+def test_the_kept_tensor_may_be_copied() -> None:
+    """As torch.autograd.graph.save_on_cpu copies it from a GPU."""
     inputs, tensors = leaves(Case(F=48))
     _, expected = losses_and_gradients(tensors, backend="triton", plan=inputs.plan)
     with torch.autograd.graph.saved_tensors_hooks(
@@ -491,7 +492,7 @@ def test_what_is_kept_may_be_copied_elsewhere() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-def test_little_is_kept_for_the_backward() -> None:
+def test_the_kept_tensor_is_small() -> None:
     inputs, tensors = leaves(Case(M=256, D=16, F=512, n_hot=0, cap=16))
     with torch.no_grad():
         tensors[1].mul_(0).add_(torch.randn(512, 1) / 50 - 0.02)  # few neurons fire
@@ -537,7 +538,7 @@ def test_modules_train_after_an_optimiser_step() -> None:
         assert torch.allclose(*losses, rtol=1e-4)
 
 
-def test_costs_of_training_are_a_plan_s_own() -> None:
+def test_training_has_costs_of_its_own() -> None:
     from twell.plan import choose_plan, costs_for
 
     training = costs_for(torch.device("cpu"), training=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import twell
-from interpreted import look_through_triton_once
+from interpreted import speed_up_triton
 from twell import gpu, reference
 from twell.gpu.prefill import union
 from twell.plan import Plan, dense_plan
@@ -19,7 +19,7 @@ from twell.reference import Weights
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
-look_through_triton_once()
+speed_up_triton()
 TILES = gpu._INTERPRETED
 f16, f32 = torch.float16, torch.float32
 
@@ -68,7 +68,7 @@ def test_it_is_the_dense_result(seed: int) -> None:
 
 
 def test_empty_full_and_poisoned_tokens() -> None:
-    """Tiles of 16 tokens: none fires in the first, all neurons do in the second, the third has inf, -inf and NaN."""
+    """Tiles of 16 tokens: in the first none fires, in the second all neurons do, the third has inf, -inf and NaN."""
     x, w = problem(48, 32, 64, f32, gated=True, bias=False, share=0.5)
     w.gate.abs_()
     x[:16], x[16:32] = -x[:16].abs(), x[16:32].abs()
@@ -92,14 +92,14 @@ def test_tokens_that_turn_every_neuron_off_by_minus_infinity() -> None:
 
 
 def test_plans_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above few tokens and below those that run in parts; not in 32 bits, nor where Wd would have to be turned."""
+    """Above few tokens and below the split; not in 32 bits, nor where Wd would have to be transposed."""
     calls: list[int] = []
     forward = union.forward
     monkeypatch.setattr(union, "forward", lambda x, *rest: calls.append(len(x)) or forward(x, *rest))
     plan = Plan(n_neurons=64, hot=torch.arange(16), cap=8, few_tokens=2, union_tokens=20, min_tokens=18)
-    for dtype, turned in ((f16, True), (f32, True), (f16, False)):
+    for dtype, is_neuron_major in ((f16, True), (f32, True), (f16, False)):
         x, w = problem(24, 32, 64, dtype, gated=True, bias=False, share=0.1)
-        w = w if turned else w._replace(down=w.down.contiguous())
+        w = w if is_neuron_major else w._replace(down=w.down.contiguous())
         for M in (2, 3, 17, 18, 21):
             assert_right(gpu.forward(x[:M], w, "relu", plan.on(x.device)), x[:M], w, "relu")
     assert calls == [3, 17]

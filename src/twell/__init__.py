@@ -15,7 +15,7 @@ from twell.transformers_hook import register_with_transformers as _register_with
 
 
 def __getattr__(name: str) -> object:
-    """What needs transformers is imported when it is first used."""
+    """Functions that need transformers are imported when first used."""
     if name in ("desparsify_", "sparsify_"):
         from twell.hf import sparsify
 

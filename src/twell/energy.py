@@ -1,7 +1,7 @@
-"""Energy of an NVIDIA GPU, by the counter that its driver keeps (NVML, package ``nvidia-ml-py``).
+"""Energy of an NVIDIA GPU, from its driver's counter (NVML, package ``nvidia-ml-py``).
 
-The counter moves every few tens of milliseconds, so one reading before and one after a window of seconds are good to
-about a percent. It counts the whole board, idle power included.
+The counter advances every few tens of milliseconds, so readings before and after a window of seconds give about 1 %
+accuracy. It counts the whole board, idle power included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def joules(run: Callable[[], Any], device: torch.device, seconds: float = 2.0) -> float | None:
-    """Joules of one call, from about ``seconds`` of them; None where there is no NVML or no such counter."""
+    """Joules of one call, measured over about ``seconds`` of calls; None without NVML or its counter."""
     read = counter(device)
     if read is None:
         return None
@@ -33,7 +33,7 @@ def joules(run: Callable[[], Any], device: torch.device, seconds: float = 2.0) -
 
 
 def counter(device: torch.device) -> Callable[[], float] | None:
-    """Reads joules since the driver was loaded, or None."""
+    """A function that reads the joules since the driver was loaded; None if there is no counter."""
     if device.type != "cuda":
         return None
     try:
@@ -50,7 +50,7 @@ def counter(device: torch.device) -> Callable[[], float] | None:
 
 
 def _handle(pynvml: Any, device: torch.device) -> Any:
-    """NVML's handle of torch's device. NVML numbers all GPUs, torch those that CUDA_VISIBLE_DEVICES leaves it."""
+    """NVML's handle of torch's device. NVML numbers all GPUs, torch only those in CUDA_VISIBLE_DEVICES."""
     index = torch.cuda.current_device() if device.index is None else device.index
     facts: Any = torch.cuda.get_device_properties(index)
     with contextlib.suppress(AttributeError, pynvml.NVMLError):

@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host."""
+"""Copies of tensors to the host that do not wait for the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor on the host. Making it waits for nothing; ``value`` waits for what was queued before it."""
+    """A copy of a tensor to the host. Making it does not wait; ``value`` waits for the work queued before it."""
 
     def __init__(self, t: Tensor) -> None:
         self._event: torch.cuda.Event | None = None

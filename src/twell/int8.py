@@ -1,4 +1,4 @@
-"""Rows of a matrix as int8, and how far they are from it: what lets a neuron be ruled out by half the bytes or less."""
+"""Rows of a matrix as int8 with bounds on the error: they rule neurons out for half the bytes or less."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-U = 2.0**-24  # half the distance of neighbours in fp32, relative
-RANGE = (1e-12, 1e12)  # of each row's largest element: no product or sum comes near fp32's ends
+U = 2.0**-24  # half the relative distance of neighbouring fp32 numbers
+RANGE = (1e-12, 1e12)  # of each row's largest element, so that no product or sum under- or overflows fp32
 
 
 class Int8Rows(NamedTuple):
@@ -23,7 +23,7 @@ class Int8Rows(NamedTuple):
 
 
 def quantise_rows(w: Tensor, chunk_rows: int) -> Int8Rows | None:
-    """Of a matrix [R, D], ``chunk_rows`` at a time; None for one that is not finite, or too large or small."""
+    """Quantise a matrix [R, D], ``chunk_rows`` at a time; None if it is not finite, or too large or small."""
     largest = torch.linalg.vector_norm(w, math.inf, dim=1).float()
     is_zero = largest == 0
     if not bool((((largest >= RANGE[0]) & (largest <= RANGE[1])) | is_zero).all()):
@@ -41,6 +41,6 @@ def quantise_rows(w: Tensor, chunk_rows: int) -> Int8Rows | None:
 
 
 def roundings(D: int) -> float:
-    """What fp32 can add, relative: two sums of D products and two norms of D squares, in any order, and what is done to
-    them before and after."""
+    """Bound on the relative rounding error in fp32 of two sums of D products and two norms of D squares, in any order,
+    with the steps before and after."""
     return (4 * D + 32) * U

@@ -1,4 +1,4 @@
-"""Plain PyTorch truth for every operation: what the fast paths are tested against and fall back to.
+"""The meaning of every operation in plain PyTorch: what the fast paths are tested against and fall back to.
 
 Legend: M tokens, D model width, F hidden width, H hot neurons. Weights in HF layout.
 
@@ -6,30 +6,29 @@ Legend: M tokens, D model width, F hidden width, H hot neurons. Weights in HF la
     u_MF = x Wu^T + bu           h = a * u; plain FFN: h = a
     y_MD = h Wd^T + bd           l1 = sum |h|
 
-*Active* means r != 0, NaN included. relu2 squares where r is consumed, so both activations share one
+*Active* means r != 0, NaN included. relu2 squares r where it is used, so both activations share one
 stored form and the gradient needs no square root.
 
 Sums run in the dtype of the inputs for float32 and float64, and in float32 for 16-bit inputs.
 
-A neuron that is not active for a token adds nothing to y, l1 or gradients, whatever its weights are: NaN in Wu or Wd
-reaches only tokens for which its neuron is active. ``forward`` and ``backward`` keep that on CPU tensors, for any
-number of tokens. (A token with inf or NaN in x is computed as in a dense FFN, where 0 * inf = NaN.)
+An inactive neuron adds nothing to y, l1 or gradients, whatever its weights are: NaN in Wu or Wd reaches only tokens
+for which its neuron is active. ``forward`` and ``backward`` guarantee that on CPU tensors. (A token with inf or NaN
+in x is computed as in a dense FFN, where 0 * inf = NaN.)
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from twell.formats import SLOTS, TILE, Hybrid, Overflow, TwELL
+from twell.formats import SLOTS, TILE, TwELL
 
-Activation = Literal["relu", "relu2"]
 ACTIVATIONS: tuple[str, ...] = ("relu", "relu2")
 
 
@@ -52,7 +51,7 @@ class Weights(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """What a forward returns: the output, its statistics, and the activations a backward needs."""
+    """The output of a forward, its statistics, and the activations that a backward needs."""
 
     y: Tensor  # [M, D]
     l1_sum: Tensor  # scalar, accumulation dtype: sum of |h| over counted tokens
@@ -69,7 +68,7 @@ class Gradients(NamedTuple):
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums of ``dtype`` products are taken in."""
+    """The dtype of sums over products of ``dtype``."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -79,7 +78,7 @@ def is_neuron_major(w_down: Tensor) -> bool:
 
 
 def finite_rows(x: Tensor) -> Tensor:
-    """bool [M]: rows without inf or NaN. The others run densely, so that 0 * inf = NaN as in a dense FFN."""
+    """bool [M]: rows without inf or NaN. Other rows run densely, so that 0 * inf = NaN as in a dense FFN."""
     return x.isfinite().all(1)
 
 
@@ -96,53 +95,44 @@ def slope(r: Tensor, activation: str) -> Tensor:
     return 2 * r * active if activation == "relu2" else active
 
 
-# ---------------------------------------------------------------------------------------------------------
-# FP8
-# ---------------------------------------------------------------------------------------------------------
+# -- FP8 -------------------------------------------------------------------------------------------------
 
 E4M3 = torch.float8_e4m3fn
-FP8_MAX = 448.0  # of it
-_FP8_LEAST = 1e-12  # of a row's largest value: rows of zeros have a scale, too
+FP8_MAX = 448.0  # the largest e4m3
+_FP8_LEAST = 1e-12  # a row's largest value counts as at least this, so that rows of zeros have a scale
 
 
 class Fp8(NamedTuple):
-    """Rows in e4m3, each with a scale of its own: row i is q[i] * scale[i]. Weights have a row for each output."""
+    """Rows in e4m3, each with its own scale: row i is q[i] * scale[i]. A weight has one row per output."""
 
     q: Tensor  # float8_e4m3fn [n, k]
     scale: Tensor  # float32 [n]
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """The matrix it stands for, exact in float64."""
+        """The matrix of values, exact in float64."""
         return (self.q.to(dtype) * self.scale[:, None].to(dtype)).to(dtype)
 
 
 def to_fp8(rows: Tensor) -> Fp8:
-    """Each row times 1 / scale, which makes its largest value 448, then rounded to nearest even. A row with inf or NaN
-    becomes NaN."""
-    scale = rows.abs().amax(1).float().clamp(min=_FP8_LEAST) * (1 / FP8_MAX)  # CUDA divides otherwise than CPUs
+    """Scale each row so that its largest value becomes 448, then round to nearest even. A row with inf or NaN becomes
+    NaN."""
+    scale = rows.abs().amax(1).float().clamp(min=_FP8_LEAST) * (1 / FP8_MAX)  # not / 448: CUDA divides otherwise
     q = (rows.float() * scale.reciprocal()[:, None]).clamp(-FP8_MAX, FP8_MAX).to(E4M3)
     return Fp8(q, scale)
 
 
 def fp8_forward(x: Tensor, gate: Fp8, up: Fp8 | None, down: Fp8, activation: str = "relu") -> Tensor:
-    """What an FP8 FFN means, in float64: x is rounded row by row, as for a dense FP8 FFN; nothing else is."""
+    """An FP8 FFN in float64: x is rounded row by row, as in a dense FP8 FFN; nothing else is rounded."""
     f64 = torch.float64
     w = Weights(gate.to(f64), None if up is None else up.to(f64), down.to(f64))
     return forward(to_fp8(x).to(f64), w, activation, want_stats=False).y
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Dense
-# ---------------------------------------------------------------------------------------------------------
+# -- Dense -----------------------------------------------------------------------------------------------
 
 
 def forward(
-    x: Tensor,
-    w: Weights,
-    activation: str = "relu",
-    token_mask: Tensor | None = None,
-    *,
-    want_stats: bool = True,
+    x: Tensor, w: Weights, activation: str = "relu", token_mask: Tensor | None = None, *, want_stats: bool = True
 ) -> Forward:
     """Dense forward of a gated or plain FFN with its statistics. ``token_mask`` bool [M]: tokens that count."""
     r = torch.relu(nnf.linear(x, w.gate, w.gate_bias))
@@ -158,26 +148,26 @@ def forward(
 
 
 def has_silent_nan(x: Tensor, y: Tensor) -> bool:
-    """Whether a token with finite x has a y that is not, on a CPU: then a neuron that is not active may have made it
-    so, by 0 * NaN or 0 * inf. (On a GPU the question would wait for the device.)"""
+    """Whether a token with finite x has a y that is not finite, on a CPU: an inactive neuron may have caused that, by
+    0 * NaN or 0 * inf. (On a GPU the check would wait for the device.)"""
     if y.device.type != "cpu" or is_finite(y):
         return False
     return bool((finite_rows(x) & ~finite_rows(y)).any())
 
 
 def is_finite(t: Tensor) -> bool:
-    """No inf or NaN in it, of which one sum tells most of the time."""
+    """No inf or NaN in t. One finite sum usually proves it."""
     t = t.detach()
     return math.isfinite(t.sum(dtype=sum_dtype(t.dtype)).item()) or bool(t.isfinite().all())  # sums may overflow
 
 
 def _without_silent(h: Tensor, r: Tensor, x: Tensor) -> Tensor:
-    """h with zeros where the neuron is not active; tokens whose x is not finite keep theirs."""
+    """h with zeros at inactive neurons, except in tokens whose x is not finite."""
     return h.where((r != 0) | ~finite_rows(x)[:, None], 0)
 
 
 def _weighted_sum(weight: Tensor, table: Tensor, bias: Tensor | None = None) -> Tensor:
-    """weight [M, F] @ table [F, D] + bias, where a weight of 0 takes nothing of its row, be it NaN or inf."""
+    """weight [M, F] @ table [F, D] + bias, where 0 * NaN and 0 * inf are 0."""
     is_odd = ~finite_rows(table)
     y = weight @ table.masked_fill(is_odd[:, None], 0)
     for j in is_odd.nonzero().flatten().tolist():
@@ -187,7 +177,7 @@ def _weighted_sum(weight: Tensor, table: Tensor, bias: Tensor | None = None) -> 
 
 
 def no_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What stands in for l1_sum and counts when they are not wanted: zero and nothing."""
+    """l1_sum and counts when they are not wanted: zero and an empty tensor."""
     return torch.zeros((), dtype=sum_dtype(x.dtype), device=x.device), x.new_zeros(0, dtype=torch.int32)
 
 
@@ -224,7 +214,7 @@ def backward(
     dh = dy @ w.down
     if dl1 is not None:
         dh = dh + l1_gradient(h, dl1, token_mask)
-    # Chosen, not multiplied by 0: dh overflows fp16 where a loss is scaled, and inf * 0 is NaN.
+    # Selected, not multiplied by 0: dh overflows fp16 when a loss is scaled, and inf * 0 is NaN.
     du = None if u is None else (dh * a).where(active, 0)
     dz = ((dh if u is None else dh * u) * slope(r, activation)).where(active, 0)
 
@@ -251,7 +241,7 @@ def backward(
 
 
 def gradient_if(x: Tensor, needed: bool, gradient: Callable[[], Tensor]) -> Tensor:
-    """The gradient where it is needed; else an empty tensor, a new one each time (ops may not return aliases)."""
+    """The gradient if it is needed, else a new empty tensor (operations may not return aliases)."""
     return gradient() if needed else x.new_empty(0)
 
 
@@ -261,91 +251,11 @@ def l1_gradient(h: Tensor, dl1: Tensor, token_mask: Tensor | None) -> Tensor:
     return sign if token_mask is None else sign.where(token_mask[:, None], 0)
 
 
-def gated_ffn(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: str = "relu",
-) -> Tensor:
-    """y = (a(relu(x Wg^T + bg)) * (x Wu^T + bu)) Wd^T + bd for x [M, D]."""
-    return forward(x, Weights(w_gate, w_up, w_down, b_gate, b_up, b_down), activation).y
-
-
-def ffn(
-    x: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    activation: str = "relu",
-) -> Tensor:
-    """y = a(relu(x Wu^T + bu)) Wd^T + bd for x [M, D]."""
-    return forward(x, Weights(w_up, None, w_down, b_up, None, b_down), activation).y
-
-
-# ---------------------------------------------------------------------------------------------------------
-# TwELL: the two halves of the inference path
-# ---------------------------------------------------------------------------------------------------------
-
-
-def gate_and_pack(
-    x: Tensor,
-    w_gate: Tensor,
-    b_gate: Tensor | None = None,
-    *,
-    tile: int = TILE,
-    slots: int = SLOTS,
-    compact: bool = False,
-    overflow: Overflow = "error",
-) -> TwELL:
-    """relu(x Wg^T + bg) as TwELL: the gate projection with packing in its epilogue."""
-    r = torch.relu(nnf.linear(x, w_gate, b_gate))
-    return TwELL.pack(r, tile=tile, slots=slots, compact=compact, overflow=overflow)
-
-
-def up_and_down(x: Tensor, gate: TwELL, w: Weights, activation: str = "relu") -> Tensor:
-    """y [M, D] from the packed gate: up dot, gate product and down sum at the stored positions only.
-
-    Rows whose tiles overflowed, or whose x is not finite, are computed densely: slots never change a result.
-    """
-    row, col, r = gate.entries(skip_overflowed=True)
-    y = _sampled_ffn(x, row, col, r, w, activation)
-    dense_rows = gate.overflowed | ~finite_rows(x)
-    y[dense_rows] = forward(x[dense_rows], w, activation).y
-    return y
-
-
-def _sampled_ffn(x: Tensor, row: Tensor, col: Tensor, r: Tensor, w: Weights, activation: str) -> Tensor:
-    """The FFN of the given active entries alone, sums in ``sum_dtype``, rounded once at the end."""
-    acc = sum_dtype(x.dtype)
-    h = _sampled_h(x.to(acc), row, col, r.to(acc), w.to(acc), activation)
-    h_MF = _scatter(row, col, h, (x.shape[0], w.gate.shape[0]))
-    return nnf.linear(h_MF, w.down.to(acc), None if w.down_bias is None else w.down_bias.to(acc)).to(x.dtype)
-
-
-def _sampled_h(x: Tensor, row: Tensor, col: Tensor, r: Tensor, w: Weights, activation: str) -> Tensor:
-    """h at the entries (row, col) with rectified gate r."""
-    a = activate(r, activation)
-    return a if w.up is None else a * nnf.linear(x, w.up, w.up_bias)[row, col]
-
-
-def _scatter(row: Tensor, col: Tensor, value: Tensor, shape: Sequence[int]) -> Tensor:
-    dense = torch.zeros(shape, dtype=value.dtype, device=value.device)
-    dense[row, col] = value
-    return dense
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The three-part split: dense where it is dense, sparse where it is sparse
-# ---------------------------------------------------------------------------------------------------------
+# -- The split into hot neurons, heavy tokens and tail: dense where it is dense, sparse where it is sparse
 
 
 class Split(NamedTuple):
-    """A gate matrix r [M, F] cut into three parts. Each active element lies in exactly one of them."""
+    """A gate matrix r [M, F], split. Each active element lies in exactly one of hot_gate, heavy rows and tail."""
 
     hot: Tensor  # [H] int64, the neurons run densely
     heavy: Tensor  # bool [M], the tokens run densely
@@ -354,15 +264,9 @@ class Split(NamedTuple):
 
 
 def split(
-    r: Tensor,
-    hot: Tensor,
-    cap: int,
-    *,
-    tile: int = TILE,
-    slots: int = SLOTS,
-    force_heavy: Tensor | None = None,
+    r: Tensor, hot: Tensor, cap: int, *, tile: int = TILE, slots: int = SLOTS, force_heavy: Tensor | None = None
 ) -> Split:
-    """Cut r into hot neurons, heavy tokens and the cold tail.
+    """Split r into hot neurons, heavy tokens and the tail.
 
     A token is heavy when it has more than ``cap`` active neurons outside ``hot``, when one of its TwELL
     tiles overflows, or where ``force_heavy`` (bool [M]) says so.
@@ -381,136 +285,38 @@ def split(
 
 
 def split_ffn(
-    x: Tensor,
-    w: Weights,
-    hot: Tensor,
-    cap: int,
-    activation: str = "relu",
-    *,
-    tile: int = TILE,
-    slots: int = SLOTS,
+    x: Tensor, w: Weights, hot: Tensor, cap: int, activation: str = "relu", *, tile: int = TILE, slots: int = SLOTS
 ) -> Tensor:
-    """The FFN as the sum of its three parts; equal to the dense FFN for every ``hot``, ``cap``, ``slots``.
+    """The FFN as the sum of hot neurons, heavy tokens and tail; equal to the dense FFN for every ``hot``, ``cap``,
+    ``slots``.
 
     Why it is equal: y is a sum over neurons, one term per active neuron, and an inactive one adds nothing.
-    A light token's sum is regrouped into its hot and its cold neurons; a heavy token's is not touched.
+    A light token's sum is regrouped into its hot and its cold neurons; a heavy token's sum is unchanged.
     A token whose x is not finite is heavy.
     """
     r = torch.relu(nnf.linear(x, w.gate, w.gate_bias))
-    parts = split(r, hot, cap, tile=tile, slots=slots, force_heavy=~finite_rows(x))
-    light = ~parts.heavy
+    cut = split(r, hot, cap, tile=tile, slots=slots, force_heavy=~finite_rows(x))
+    light = ~cut.heavy
     acc = sum_dtype(x.dtype)
     xs, wide = x[light].to(acc), w.to(acc)
 
     # 1. hot neurons: a small dense FFN of width H
-    h_hot = activate(parts.hot_gate[light].to(acc), activation)
+    h_hot = activate(cut.hot_gate[light].to(acc), activation)
     if wide.up is not None:
         h_hot = h_hot * nnf.linear(xs, wide.up[hot], None if wide.up_bias is None else wide.up_bias[hot])
     y_hot = nnf.linear(h_hot, wide.down[:, hot], wide.down_bias)
 
-    # 2. the cold tail: a handful of entries a token
-    row, col, value = parts.tail.entries()
-    h_tail = _scatter(row, col, _sampled_h(x.to(acc), row, col, value.to(acc), wide, activation), r.shape)
-    y_tail = nnf.linear(h_tail[light], wide.down)
+    # 2. the tail: a handful of entries a token
+    row, col, value = cut.tail.entries()
+    h_tail = activate(value.to(acc), activation)
+    if wide.up is not None:
+        h_tail = h_tail * nnf.linear(x.to(acc), wide.up, wide.up_bias)[row, col]
+    h_MF = torch.zeros(r.shape, dtype=acc, device=r.device)
+    h_MF[row, col] = h_tail
+    y_tail = nnf.linear(h_MF[light], wide.down)
 
     # 3. heavy tokens: whole rows, densely
     y = x.new_empty(x.shape[0], w.down.shape[0])
     y[light] = (y_hot + y_tail).to(x.dtype)
-    y[parts.heavy] = forward(x[parts.heavy], w, activation).y
+    y[cut.heavy] = forward(x[cut.heavy], w, activation).y
     return y
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Hybrid: the training path, forward and explicit backward at the stored positions
-# ---------------------------------------------------------------------------------------------------------
-
-
-class HybridSaved(NamedTuple):
-    """What the sparse forward keeps for its backward, besides x and the weights."""
-
-    gate: Hybrid  # r
-    up: Tensor | None  # [nnz] u at the entries of the sparse rows
-    dense_rows: Tensor  # bool [M]: rows that overflowed or are not finite; recomputed from x
-
-
-def _sparse_entries(gate: Hybrid, dense_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    row, col, r = gate.entries(skip_overflowed=True)
-    kept = ~dense_rows[row]
-    return row[kept], col[kept], r[kept]
-
-
-def hybrid_forward(
-    x: Tensor,
-    w: Weights,
-    activation: str = "relu",
-    token_mask: Tensor | None = None,
-    *,
-    cap: int = 128,
-    backup: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, HybridSaved]:
-    """(y, l1_sum, counts, saved): the training forward on the Hybrid format.
-
-    Rows that fit neither the ELL part nor the backup run densely, so capacities never change the result.
-    """
-    r_MF = torch.relu(nnf.linear(x, w.gate, w.gate_bias))
-    gate = Hybrid.pack(r_MF, cap=cap, backup=backup, overflow="mark")
-    dense_rows = gate.overflowed | ~finite_rows(x)
-    row, col, r = _sparse_entries(gate, dense_rows)
-    u = None if w.up is None else nnf.linear(x, w.up, w.up_bias)[row, col]
-    h = activate(r, activation) if u is None else activate(r, activation) * u
-    h_MF = _scatter(row, col, h, gate.shape)
-    y = nnf.linear(h_MF, w.down, w.down_bias)
-    l1_sum, counts = statistics(_scatter(row, col, r, gate.shape), h_MF, token_mask)
-
-    rest = forward(x[dense_rows], w, activation, _at(token_mask, dense_rows))
-    y[dense_rows] = rest.y
-    return y, l1_sum + rest.l1_sum, counts + rest.counts, HybridSaved(gate, u, dense_rows)
-
-
-def hybrid_backward(
-    dy: Tensor,
-    dl1: Tensor | None,
-    x: Tensor,
-    w: Weights,
-    saved: HybridSaved,
-    activation: str = "relu",
-    token_mask: Tensor | None = None,
-) -> Gradients:
-    """All gradients from the stored positions alone; ``dense_rows`` are recomputed from x.
-
-    The formulas are those of ``backward``, each taken at the entries (row, col) of ``saved.gate``.
-    """
-    shape, dense_rows = saved.gate.shape, saved.dense_rows
-    row, col, r = _sparse_entries(saved.gate, dense_rows)
-    a, u = activate(r, activation), saved.up
-    h = a if u is None else a * u
-    sparse_dy = dy.where(~dense_rows[:, None], 0)
-    dh = (sparse_dy @ w.down)[row, col]
-    if dl1 is not None:
-        sign = (h.sign() * dl1.to(h.dtype)).where(h != 0, 0)
-        dh = dh + (sign if token_mask is None else sign.where(token_mask[row], 0))
-    dz = (dh if u is None else dh * u) * slope(r, activation)
-    dz_MF, h_MF = _scatter(row, col, dz, shape), _scatter(row, col, h, shape)
-    du_MF = None if u is None else _scatter(row, col, dh * a, shape)
-    sparse_x = x.where(~dense_rows[:, None], 0)
-
-    mask = _at(token_mask, dense_rows)
-    again = forward(x[dense_rows], w, activation, mask)
-    rest = backward(dy[dense_rows], dl1, x[dense_rows], w, again.gate, again.up, activation, mask)
-
-    dx = dz_MF @ w.gate if du_MF is None or w.up is None else dz_MF @ w.gate + du_MF @ w.up
-    dx[dense_rows] = rest.x
-    gradients = Weights(
-        gate=dz_MF.T @ sparse_x,
-        up=None if du_MF is None else du_MF.T @ sparse_x,
-        down=sparse_dy.T @ h_MF,
-        gate_bias=dz_MF.sum(0),
-        up_bias=None if du_MF is None else du_MF.sum(0),
-        down_bias=sparse_dy.sum(0),
-    )
-    total = (p if q is None or p is None else p + q for p, q in zip(gradients, rest.weights, strict=True))
-    return Gradients(dx, Weights._make(total))
-
-
-def _at(token_mask: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if token_mask is None else token_mask[rows]

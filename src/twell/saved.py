@@ -1,11 +1,13 @@
 """What a training forward keeps for its backward, besides x and the weights: one tensor, in the dtype of x.
 
-One form for all ways, so that one operation can choose among them without its outputs changing in number; one tensor,
-since each takes 5 us of host time to allocate and more to save. Its length follows from numbers alone, without a
-branch: under a compiler they are symbols.
+One tensor for every way to compute: the outputs of an operation cannot change in number, and each further tensor costs
+5 us of host time to allocate and more to save. Its length is computed without branches: under a compiler the numbers
+are symbols.
 
-    densely          z and u of all neurons, one after the other (CPU and reference: r and u); plain FFN: z
-    in three parts   z and u of the hot neurons, interleaved; the cold tail: see ``Parts``
+    dense    z and u of all neurons, one after the other (CPU and reference: r and u); plain FFN: z
+    split    z and u of the hot neurons, interleaved, and the lists of the tail: ``SavedSplit``
+
+Numbers typed Any are ints, or a compiler's symbols.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from torch import Tensor
 
 from twell.formats import TILE, n_tiles
 
-LONG = 256  # neurons of a long token's list: see gpu/prefill/lists.py
-CHUNK = 256  # tokens, see gpu/training/transpose.py
+LONG = 256  # entries in a long token's list: see gpu/prefill/lists.py
+CHUNK = 256  # tokens: see gpu/training/transpose.py
 COUNTERS = 4  # see Turns
-LEAST = 2  # elements: a compiler treats 0 and 1 apart, and would compile for either
+LEAST = 2  # elements: a compiler specialises on sizes 0 and 1
 _MOST_BITS = 1 << 34
 
 
@@ -29,24 +31,25 @@ class Turns(NamedTuple):
 
     counters: Tensor  # int32 [4]: heavy tokens, tokens over cap, early tokens; programs that wait for each other
     entries: Tensor  # int32 [M]: n of token m if its turn is its own, else -1 - n; n is OVERFULL if a tile has > SLOTS
-    heavy: Tensor  # int32 [M]: heavy tokens from the front, those over cap (long, or too many for that) from the back
+    heavy: Tensor  # int32 [M]: heavy tokens from the front; tokens over cap (long, or too many for that) from the back
     early: Tensor  # int32 [n_early]
 
 
-class Parts(NamedTuple):
-    """Of what is kept in three parts. H hot neurons; K keys and P chunks: see Columns in gpu/training/transpose.py."""
+class SavedSplit(NamedTuple):
+    """What the split keeps. H hot neurons; K keys and P chunks: see Columns in gpu/training/transpose.py."""
 
     sums: Tensor  # [M, 2 H]: z and u of the hot neurons, interleaved; plain FFN: [M, H], z
     offsets: Tensor  # int32 [P, K + 16], and pair_of, int32 [entries]: Columns
     pair_of: Tensor
     turns: Turns
     rows: Tensor  # int16 or int32 [entries]: see Lists
-    values: Tensor  # [entries]: r of every entry, and u; plain FFN: none
-    up: Tensor | None
+    values: Tensor  # [entries]: r of every entry
+    up: Tensor | None  # [entries]: u of every entry; plain FFN: none
 
     @classmethod
-    def of(cls, kept: Tensor, tokens: int, n_neurons: int, n_hot: int, cap: int, *, gated: bool) -> Parts:
-        sizes, item = Sizes.of(tokens, n_neurons - n_hot, cap), kept.element_size()
+    def of(cls, kept: Tensor, tokens: int, n_neurons: int, n_hot: int, cap: int, *, gated: bool) -> SavedSplit:
+        """Views of the one tensor ``kept``."""
+        sizes, item = TailSizes.of(tokens, n_neurons - n_hot, cap), kept.element_size()
         narrow, width, at = index_dtype(n_neurons), (2 if gated else 1) * n_hot, 0
 
         def take(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -66,21 +69,21 @@ class Parts(NamedTuple):
         )
 
 
-class Sizes(NamedTuple):
-    """Of what is kept of the cold tail."""
+class TailSizes(NamedTuple):
+    """Sizes of what is kept of the tail."""
 
-    keys: Any  # cold neurons, and as many more as fill the last tile
+    keys: Any  # cold neurons, rounded up to whole tiles
     chunks: Any
     entries: Any  # of all lists
 
     @classmethod
-    def of(cls, tokens: Any, n_cold: Any, cap: Any) -> Sizes:
+    def of(cls, tokens: Any, n_cold: Any, cap: Any) -> TailSizes:
         keys, chunks = TILE * n_tiles(n_cold), (tokens + CHUNK - 1) // CHUNK
         return cls(keys, chunks, (list_size(tokens, cap) + 15) // 16 * 16)
 
 
 def _padded(size: Any) -> Any:
-    """Bytes that a part of so many takes: each starts where kernels may read 16 bytes at a time."""
+    """Bytes rounded up, so that each piece starts where kernels may read 16 bytes at a time."""
     return (size + 255) // 256 * 256
 
 
@@ -95,7 +98,7 @@ def n_early(tokens: Any) -> Any:
 
 
 def turn_sizes(tokens: Any) -> tuple[Any, Any, Any, Any]:
-    """Of ``Turns``."""
+    """Elements of each tensor of ``Turns``."""
     return COUNTERS, tokens, tokens, n_early(tokens)
 
 
@@ -105,13 +108,13 @@ def list_size(tokens: Any, cap: Any) -> Any:
 
 
 def index_dtype(n_neurons: int) -> torch.dtype:
-    """Of neurons in lists."""
+    """The dtype of a neuron's index in a list."""
     return torch.int16 if n_neurons <= 1 << 15 else torch.int32
 
 
-def runs_in_parts(tokens: Any, n_neurons: int, n_hot: Any, cap: Any, min_tokens: Any) -> Any:
-    """1, or 0 where all of a plan's batches run densely, so few tokens do, or so many that pairs, or words of a bit for
-    each token and neuron, would not be counted in 32 bits."""
+def runs_split(tokens: Any, n_neurons: int, n_hot: Any, cap: Any, min_tokens: Any) -> Any:
+    """1 if a batch runs by the split, else 0: if the plan is dense, if the tokens are fewer than ``min_tokens``, or if
+    they are so many that 32 bits could not count the pairs, or the words that hold a bit a token and neuron."""
     bits = tokens * (n_neurons - n_hot)
     if type(tokens) is int and type(n_hot) is int and type(cap) is int:
         is_counted = tokens < (1 << 31) // (cap + 16) and bits < _MOST_BITS
@@ -126,17 +129,17 @@ def runs_in_parts(tokens: Any, n_neurons: int, n_hot: Any, cap: Any, min_tokens:
 def saved_length(
     tokens: Any, n_neurons: int, plan: tuple[Any, Any, Any] | None, dtype: torch.dtype, *, gated: bool, save: bool
 ) -> Any:
-    """Elements of what is kept. ``plan``: H, cap and min_tokens, on a GPU."""
+    """Elements of the kept tensor. ``plan``: H, cap and min_tokens on a GPU, else None."""
     each, item, narrow = 2 if gated else 1, dtype.itemsize, index_dtype(n_neurons).itemsize
     if not save:
         return 0
     if plan is None:
         return each * tokens * n_neurons
     n_hot, cap, min_tokens = plan
-    in_parts = runs_in_parts(tokens, n_neurons, n_hot, cap, min_tokens)
-    n_hot = n_neurons - in_parts * (n_neurons - n_hot)
-    sizes = Sizes.of(tokens, n_neurons - n_hot, cap)
+    split = runs_split(tokens, n_neurons, n_hot, cap, min_tokens)
+    n_hot = n_neurons - split * (n_neurons - n_hot)
+    sizes = TailSizes.of(tokens, n_neurons - n_hot, cap)
     numbers = (sizes.chunks * (sizes.keys + 16), sizes.entries, *turn_sizes(tokens))
     lists = _padded(sizes.entries * narrow) + each * _padded(sizes.entries * item)
-    cold = in_parts * (sum(_padded(4 * n) for n in numbers) + lists)
-    return torch.sym_max(LEAST, (_padded(each * tokens * n_hot * item) + cold) // item)
+    tail = split * (sum(_padded(4 * n) for n in numbers) + lists)
+    return torch.sym_max(LEAST, (_padded(each * tokens * n_hot * item) + tail) // item)

@@ -1,4 +1,4 @@
-"""What training does about sparsity: the L1 coefficient, firing clocks, fresh starts for dead neurons, and plans."""
+"""Sparsity in training: the L1 coefficient, firing clocks, fresh starts for dead neurons, and plans."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from twell.ops import Stats
 from twell.ops.backends import choose_backend
 from twell.plan import Plan
 
-# Of L1Steering, chosen by runs of `tiny` and by simulated ones: L1 acts within 6 to 200 steps, and twice as much leaves
+# L1Steering: chosen by runs of `tiny` and simulated runs, in which L1 acts within 6 to 200 steps and doubling l1 leaves
 # 0.33 to 0.7 of the active neurons.
 _GAIN, _INTEGRAL, _REACHED = 1.5, 0.06, 0.24
-_INTEGRAL_STEPS = (10.0, 20.0)  # at least, at most: however long a run is, L1 acts within some 100 steps
+_INTEGRAL_STEPS = (10.0, 20.0)  # least and most: L1 acts within some 100 steps, however long the run
 _START, _LEAST, _MOST = 1e-2, 1e-5, 1.0  # nats of the L1 term
-_LOOKS, _CHANGED = 5, 0.1  # of Planner: how often layers are looked at between plans, and what is a change
-_SILENT = 1e-3  # of the target, and of the L1 sum: less counts as this
+_LOOKS, _CHANGED = 5, 0.1  # Planner: checks of the layers per planning interval, and the relative change that counts
+_SILENT = 1e-3  # least active neurons relative to the target, and least L1 sum: smaller values count as this
 
 
 def l1_warmup(step: int, start: int | None, end: int | None) -> float:
-    """What to multiply the L1 coefficient by: 0 until ``start``, then linearly up to 1 at ``end``.
+    """The factor on the L1 coefficient: 0 until ``start``, then linearly up to 1 at ``end``.
 
     Without an ``end`` there is no warm-up.
 
@@ -57,8 +57,8 @@ def sum_over_processes(stats: Sequence[Stats]) -> list[Stats]:
 class FiringClock:
     """Tokens since each neuron of a layer last fired.
 
-    A neuron is dead once its clock passes a number of tokens. Clocks are no part of a model's state dict: save
-    ``state_dict()`` beside the checkpoint.
+    A neuron is dead once its clock passes a number of tokens. Clocks are not in a model's state dict: save
+    ``state_dict()`` with the checkpoint.
 
     >>> clock = FiringClock(3)
     >>> clock.advance(Stats(torch.tensor(0.0), torch.tensor([2, 0, 1], dtype=torch.int32), torch.tensor(10)))
@@ -72,7 +72,7 @@ class FiringClock:
 
     @torch.no_grad()
     def advance(self, stats: Stats) -> None:
-        """Take in one step's statistics, of all processes: see ``sum_over_processes``."""
+        """Add one step's statistics, of all processes: see ``sum_over_processes``."""
         clock = self.tokens_since_fired.to(stats.counts.device)
         self.tokens_since_fired = torch.where(stats.counts > 0, 0, clock + stats.tokens)
 
@@ -81,7 +81,7 @@ class FiringClock:
         return self.tokens_since_fired >= after_tokens
 
     def restart(self, neurons: Tensor) -> None:
-        """Reset the clocks of the given neurons (bool [F]), after they were given fresh weights."""
+        """Reset the clocks of neurons (bool [F]) that were given fresh weights."""
         self.tokens_since_fired = self.tokens_since_fired.masked_fill(neurons.to(self.tokens_since_fired.device), 0)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ class FiringClock:
 
 
 class L1Steering:
-    """Steers the L1 coefficient until a token fires ``target`` neurons, in the mean over layers, and holds it there.
+    """Steers the L1 coefficient so that a token fires ``target`` neurons, in the mean over layers.
 
     After every optimiser step call ``advance`` with the step's statistics (of all processes); ``l1`` is the coefficient
     for the next step. With a = active neurons of a token and e = log(a / target) - reference, each step
@@ -108,8 +108,8 @@ class L1Steering:
     while the model learns: ``tiny`` ends 1 to 5 % below the cross-entropy of a constant l1 at equal sparsity. The L1
     term starts at 0.01 nats and stays below 1.
 
-    A step's statistics go to the host and act one step later. l1 does not depend on timing, and the host waits only for
-    what was queued a whole step before. ``state_dict()`` belongs into the checkpoint.
+    A step's statistics go to the host and act one step later. So l1 does not depend on timing, and the host waits only
+    for work queued a whole step before. Save ``state_dict()`` in the checkpoint.
 
     >>> steering = L1Steering(target=5, steps=300)
     >>> for active in (256, 200, 150):  # of 512 neurons, of one layer
@@ -127,15 +127,15 @@ class L1Steering:
             raise ValueError(f"L1Steering: steps must be at least 1, got {steps}")
         self.target, self.steps, self.l1 = target, steps, 0.0
         least, most = _INTEGRAL_STEPS
-        self._integral = min(max(least, _INTEGRAL * steps), most)  # steps in which a lasting error acts once more
-        self._step = 0  # how many were seen
+        self._integral = min(max(least, _INTEGRAL * steps), most)  # steps after which a constant error has acted twice
+        self._step = 0  # steps seen
         self._first: list[float] = []  # log(a / target) and the L1 sum of a token, in the first step
         self._error = 0.0  # e of the last step
         self._sent: HostCopy | None = None
 
     @torch.no_grad()
     def advance(self, stats: Sequence[Stats]) -> None:
-        """Take in one step's statistics; set l1 by those of the step before."""
+        """Add one step's statistics; set l1 by those of the step before."""
         if self._sent is not None:
             self._steer(self._sent.value())
         self._sent = HostCopy(
@@ -144,7 +144,7 @@ class L1Steering:
 
     def _steer(self, sums: Tensor) -> None:
         active, l1_sum = (sums[:, :2] / sums[:, 2:]).mean(0).tolist()
-        if not (math.isfinite(active) and math.isfinite(l1_sum)):  # no tokens, or a run that ends with its next log
+        if not (math.isfinite(active) and math.isfinite(l1_sum)):  # no tokens, or a run about to end with an error
             return
         x, l1_sum = math.log(max(active / self.target, _SILENT)), max(l1_sum, _SILENT)
         if not self._first:
@@ -170,12 +170,12 @@ class Planner:
     """Moves layers between the dense path and the sparse kernels while they train, by how often their neurons fired.
 
     After every optimiser step call ``advance`` with the step's statistics (of all processes). Every ``every`` steps all
-    layers are planned, by the counts since the last look; five times as often those layers whose active neurons have
-    changed by more than a tenth since their plan, so that a layer whose neurons fall silent is sparse once that pays.
-    Counts go to the host and act one step later. So which step runs by which plan does not depend on timing, and the
-    host waits only for what was queued a whole step before.
+    layers are planned, by the counts since the last check. Five times as often, layers are planned whose active neurons
+    have changed by more than a tenth since their plan, so that a layer becomes sparse as soon as that pays.
+    Counts go to the host and act one step later. So plans do not depend on timing, and the host waits only for work
+    queued a whole step before.
 
-    Layers start densely. Where the kernels cannot run, nothing happens. ``state_dict()`` belongs into the checkpoint.
+    Layers start densely. Without kernels, nothing happens. Save ``state_dict()`` in the checkpoint.
 
     >>> from twell import GatedSparseFFN
     >>> planner = Planner([GatedSparseFFN(64, 256)], every=10)
@@ -188,8 +188,8 @@ class Planner:
         if every < 1:
             raise ValueError(f"Planner: every must be at least 1, got {every}")
         self.ffns, self.every, self._between = list(ffns), every, every // _LOOKS or every
-        self._means: list[float | None] = [None] * len(self.ffns)  # active neurons that a layer was planned for
-        self._sums: Tensor | None = None  # counts and tokens of layer after layer, since they were last sent
+        self._means: list[float | None] = [None] * len(self.ffns)  # active neurons per token when a layer was planned
+        self._sums: Tensor | None = None  # each layer's counts and tokens since the last copy
         self._steps = 0
         self._sent: HostCopy | None = None
         for ffn in self.ffns:
@@ -197,7 +197,7 @@ class Planner:
 
     @torch.no_grad()
     def advance(self, stats: Sequence[Stats]) -> None:
-        """Take in one step's statistics; set plans if it is time."""
+        """Add one step's statistics; set plans if it is time."""
         if not self.ffns or not all(_has_kernels(ffn) for ffn in self.ffns):
             return
         if self._sent is not None:
@@ -222,7 +222,7 @@ class Planner:
                     ffn.set_plan(None)
 
     def hot_neurons(self) -> list[int | None]:
-        """Per layer: how many neurons its plan calls hot; None while it runs densely."""
+        """For each layer the number of hot neurons; None while it runs densely."""
         return [None if ffn.plan is None else len(ffn.plan.hot) for ffn in self.ffns]
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,7 +238,7 @@ class Planner:
         if len(state["plans"]) != len(self.ffns):
             raise ValueError(f"Planner: the saved plans are of {len(state['plans'])} layers, not {len(self.ffns)}")
         for ffn, plan in zip(self.ffns, state["plans"], strict=True):
-            # Plans used to be encoded as tensors: such a layer is dense until it is planned again.
+            # Old checkpoints hold plans as tensors: such a layer is dense until it is planned again.
             ffn.set_plan(Plan.from_state_dict(plan) if isinstance(plan, dict) else None)
         self._means = state.get("means", self._means)
         self._sums, self._steps = state["sums"], state["steps"]
@@ -255,15 +255,15 @@ def restart_neurons_(
 ) -> None:
     """Give the gate rows of ``neurons`` (bool [F]) fresh normal weights and forget the optimiser's state for them.
 
-    Only the projection that carries the activation changes, so the rest of what a neuron has learned stays. The
-    numbers depend on ``seed`` alone: the same seed on every process gives the same weights.
+    Only the gate changes; the neuron's other weights stay. The numbers depend on ``seed`` alone: the same seed gives
+    the same weights on every process.
     """
     gate = getattr(ffn, ffn.projections[0])
     if neurons.dtype != torch.bool or neurons.shape != (gate.out_features,):
         raise ValueError(
             f"restart_neurons_: neurons must be bool [{gate.out_features}], got {neurons.dtype} {tuple(neurons.shape)}"
         )
-    # Drawn for all neurons on the CPU: what one neuron gets does not depend on which others are restarted.
+    # Drawn for all neurons on the CPU, so that a neuron's weights do not depend on which others are restarted.
     generator = torch.Generator().manual_seed(seed)
     fresh = torch.randn(gate.weight.shape, generator=generator) * std
     for parameter, value in ((gate.weight, fresh), (gate.bias, torch.zeros(gate.out_features))):

@@ -1,8 +1,8 @@
-"""Makes the sparse model types known to transformers without importing it: ``import twell`` stays cheap.
+"""Registers the sparse model types with transformers without importing it, so that ``import twell`` stays cheap.
 
-``AutoConfig`` learns two stand-ins as soon as its module is imported, by whomever. A stand-in turns into the real
-thing when it is used: it imports ``twell.hf``, which registers the real configurations and models in its place.
-(Registering the real classes right away would import half of transformers in the middle of its own imports.)
+``AutoConfig`` receives two placeholders when its module is imported, by any code. A placeholder that is used imports
+``twell.hf``, which replaces it with the real configurations and models. (Registering the real classes at once would
+import half of transformers in the middle of its own imports.)
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MODEL_TYPES = {"llama_sparse_relu": "LlamaSparseReluConfig", "qwen2_sparse_relu"
 def register_with_transformers() -> None:
     """Called by ``import twell``."""
     if _AUTO_CONFIG_MODULE in sys.modules:
-        _register_stand_ins(sys.modules[_AUTO_CONFIG_MODULE])
+        _register_placeholders(sys.modules[_AUTO_CONFIG_MODULE])
     elif not any(isinstance(finder, _RegisterAfterImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegisterAfterImport())
 
 
-def _register_stand_ins(auto: ModuleType) -> None:
+def _register_placeholders(auto: ModuleType) -> None:
     for model_type, name in MODEL_TYPES.items():
         if model_type not in auto.CONFIG_MAPPING:
-            auto.AutoConfig.register(model_type, _stand_in(model_type, name))
+            auto.AutoConfig.register(model_type, _placeholder(model_type, name))
 
 
-def _stand_in(model_type: str, name: str) -> type:
-    """A class that makes configurations of the real class."""
+def _placeholder(model_type: str, name: str) -> type:
+    """A placeholder class whose instances are configurations of the real class."""
 
     def real() -> Any:
         return getattr(importlib.import_module("twell.hf"), name)
@@ -51,7 +51,7 @@ def _stand_in(model_type: str, name: str) -> type:
 
 
 class _RegisterAfterImport(importlib.abc.MetaPathFinder):
-    """Finds nothing of its own: it wraps the loader of the one module waited for."""
+    """Finds no module itself: it wraps the loader of one module, to act after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -65,7 +65,7 @@ class _RegisterAfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _register_stand_ins(module)
+            _register_placeholders(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

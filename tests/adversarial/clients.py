@@ -45,7 +45,7 @@ class Asked(NamedTuple):
 def serve(args: list[str]) -> None:
     """``twell serve``, of which a step of the model fails after each SIGUSR1."""
     from twell.workbench import cli
-    from twell.workbench.cli import serving
+    from twell.workbench.cli import serve as serve_command
 
     wanted = threading.Event()
 
@@ -61,8 +61,8 @@ def serve(args: list[str]) -> None:
         model.register_forward_pre_hook(fail, with_kwargs=True)
         return model, tokenizer
 
-    load = serving.load_model
-    serving.load_model = load_and_watch
+    load = serve_command.load_model
+    serve_command.load_model = load_and_watch
     signal.signal(signal.SIGUSR1, lambda *_: wanted.set())
     sys.argv = ["twell", "serve", *args]
     cli.main()
@@ -239,7 +239,7 @@ def main() -> int:
     options = parser.parse_args()
     from rich.progress import Progress
 
-    from serving import get, make_model, wait_until
+    from serving import make_model, request, wait_until
     from test_serve_clients import BAD
     from twell.train.run import quiet_libraries
 
@@ -270,7 +270,7 @@ def main() -> int:
                 process.send_signal(signal.SIGUSR1)
         load.failed = float("inf")  # from here on no error is right
         try:
-            wait_until(lambda: get(f"http://{load.address}", "/health") == (200, {"status": "ok", "running": 0}))
+            wait_until(lambda: request(load.address, "GET", "/health") == (200, {"status": "ok", "running": 0}))
             load.wrong += [f"at the end: {said}" for one in requests[:20] if (said := load.good([one]))]
             memory.append(resident(process))
             process.send_signal(signal.SIGTERM)

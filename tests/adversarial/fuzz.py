@@ -151,19 +151,24 @@ def any_branch(seed: int) -> Iterator[None]:
     """Costs of the CPU path that lead small layers into all of its branches, not into the dense one alone."""
     rng = random.Random(~seed)
     column = rng.choice((1.0, 500.0))
-    gather = cpu._Gather(rng.choice((0.0, 35.0)), rng.choice((0.0, 1.0, 7.0)), column, read=0.1, line=16)
-    habits = cpu._blas_habits()._replace(
+    gather = cpu.block.GatherCost(rng.choice((0.0, 35.0)), rng.choice((0.0, 1.0, 7.0)), column, read=0.1, line=16)
+    habits = cpu.products.blas_habits()._replace(
         slow_matvec=rng.random() < 0.5, transposed_rows=range(rng.choice((0, 99))),
-        transposed_bf16_rows=range(rng.choice((0, 99))), rows_in_parts=range(rng.choice((0, 99))),
+        transposed_bf16_rows=range(rng.choice((0, 99))), rows_in_pieces=range(rng.choice((0, 99))),
     )  # fmt: skip
-    changed: dict[str, Any] = {
-        "_MIN_WORK": 1, "_MIN_TRAIN_ROWS": 1, "_MIN_HOT_ROWS": rng.choice((1, 64)), "_MIN_INT8_GATE": 0,
-        "_GATHER": gather, "_GATHER_BF16": gather, "_BLOCK_BYTES": rng.choice((1 << 12, 24 << 20)),
-        "_SMALL": rng.choice((0, 10**9)), "_MAX_CANDIDATES": rng.choice((1 / 16, 1.0)), "_blas_habits": lambda: habits,
+    changed: dict[Any, dict[str, Any]] = {
+        cpu: {"BLOCK_BYTES": rng.choice((1 << 12, 24 << 20))},
+        cpu.block: {
+            "MIN_WORK": 1, "MIN_HOT_ROWS": rng.choice((1, 64)), "GATHER": gather, "GATHER_BF16": gather,
+            "_SMALL": rng.choice((0, 10**9)),
+        },
+        cpu.frozen: {"MIN_INT8_GATE": 0, "MAX_CANDIDATES": rng.choice((1 / 16, 1.0))},
+        cpu.products: {"blas_habits": lambda: habits},
+        cpu.training: {"MIN_TRAIN_ROWS": 1},
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
-        for name, value in changed.items():
-            stack.enter_context(mock.patch.object(cpu, name, value))
+        for module, values in changed.items():
+            stack.enter_context(mock.patch.multiple(module, **values))
         stack.enter_context(mock.patch.object(torch, "get_num_threads", lambda: 2))  # products in parts
         yield
 

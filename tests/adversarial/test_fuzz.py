@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import cpu
-from twell.nn import layers as nn
+from twell import cpu, nn
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +33,7 @@ def test_a_seed_is_a_case() -> None:
         assert case == fuzz.Case.of(seed) and fuzz.run(case) == fuzz.run(case)
 
 
-LINEAR, WEIGHTED_SUM, WEIGHTS = cpu._linear, cpu._weighted_sum, nn.SparseFFNBase._plain_weights
+LINEAR, WEIGHTED_SUM, WEIGHTS = cpu.products.linear, cpu.rows.weighted_sum, nn.SparseFFNBase._plain_weights
 
 
 @pytest.mark.parametrize("seed", [301106, 28736])
@@ -56,9 +55,9 @@ def of_the_first_call(layer: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "name", "wrong"),
     [
-        (cpu, "_weighted_sum", less_one_neuron),
-        (cpu, "_linear", lambda *a: LINEAR(*a).to(torch.bfloat16).to(a[0].dtype)),
-        (cpu, "is_finite", lambda *_: True),
+        (cpu.rows, "weighted_sum", less_one_neuron),
+        (cpu.products, "linear", lambda *a: LINEAR(*a).to(torch.bfloat16).to(a[0].dtype)),
+        (cpu.block, "is_finite", lambda *_: True),
         (nn.SparseFFNBase, "_plain_weights", of_the_first_call),
     ],
     ids=["a neuron is left out", "a rounding too many", "infinite tokens are not looked for", "old weights"],

@@ -1,7 +1,7 @@
-"""compressed-tensors' words for FP8 weights, written into and read from a ``config.json`` without that library.
+"""The description of FP8 weights in a ``config.json``, in compressed-tensors' terms but without that library.
 
-The scheme is the one that ``Fp8Linear`` computes: format "float-quantized", a scale for each output row ("channel"),
-x rounded token by token in the call. Every other linear layer is named under ``ignore``."""
+The scheme is that of ``Fp8Linear``: format "float-quantized", one scale per output row ("channel"), x rounded token
+by token in the call. All other linear layers are named under ``ignore``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from twell.fp8.linear import Fp8Linear
 
 METHOD, FORMAT = "compressed-tensors", "float-quantized"
-OWN_FIELD = "fp8_quantization"  # of the configurations of our model types, which read it themselves: see hf/configs.py
+OWN_FIELD = "fp8_quantization"  # in the configurations of our own model types: see hf/configs.py
 _EITHER = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None}
 _WEIGHTS = {**_EITHER, "strategy": "channel", "dynamic": False}
 _X = {**_EITHER, "strategy": "token", "dynamic": True}
@@ -23,7 +23,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     """The ``quantization_config`` of a model with FP8 layers."""
     ignore = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     prefix = getattr(model, "base_model_prefix", "")
-    if prefix and not hasattr(model, prefix):  # a model without its head: it shares its configuration with the whole
+    if prefix and not hasattr(model, prefix):  # a model without its head shares the configuration of the whole model
         ignore += [*(f"{prefix}.{name}" for name in ignore), "lm_head"]
     return {
         "quant_method": METHOD,
@@ -44,7 +44,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def record_(model: nn.Module) -> None:
-    """Have ``save_pretrained`` write what FP8 layers the model has; a model without a configuration saves none."""
+    """Describe the model's FP8 layers in its configuration, if it has one, so that ``save_pretrained`` writes them."""
     config = getattr(model, "config", None)
     if config is None:
         return
@@ -59,7 +59,7 @@ def record_(model: nn.Module) -> None:
 
 
 def other_quantization(model: nn.Module) -> str | None:
-    """The method by which a model's configuration says that it is quantised, unless it is the one above."""
+    """The quantisation method in a model's configuration; None if there is none, or if it is this scheme."""
     found = getattr(getattr(model, "config", None), "quantization_config", None)
     if found is None or is_rowwise_fp8(found):
         return None
@@ -68,7 +68,7 @@ def other_quantization(model: nn.Module) -> str | None:
 
 
 def is_rowwise_fp8(quantization: Any) -> bool:
-    """Whether a ``quantization_config`` describes the scheme above and nothing else, for whichever layers."""
+    """Whether a ``quantization_config`` describes this scheme and no other, for any layers."""
     if hasattr(quantization, "to_dict"):
         quantization = {**quantization.to_dict(), "quant_method": getattr(quantization, "quant_method", None)}
     if not isinstance(quantization, dict):
@@ -94,9 +94,9 @@ def _is_rowwise_group(group: Any) -> bool:
 
 
 def place_fp8_(model: nn.Module, quantization: dict[str, Any], prefix: str = "") -> None:
-    """Put an ``Fp8Linear`` of zeros where a checkpoint has FP8 weights, on the device of the linear that was there.
+    """Replace each linear that has FP8 weights in a checkpoint by an ``Fp8Linear`` of zeros on the same device.
 
-    ``prefix``: of the names in a checkpoint, where ``model`` is a part of what was saved."""
+    ``prefix``: what the checkpoint's names begin with, if ``model`` is a part of the saved model."""
     targets = [target for group in quantization["config_groups"].values() for target in group["targets"]]
     ignore = quantization.get("ignore") or []
     for name, linear in list(model.named_modules()):
@@ -117,5 +117,5 @@ def place_fp8_(model: nn.Module, quantization: dict[str, Any], prefix: str = "")
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Of a linear layer: by the library's rules a pattern is its name, its class, or after ``re:`` an expression."""
+    """By the library's rules a pattern is a layer's name, its class, or ``re:`` and a regular expression."""
     return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern in (name, "Linear")

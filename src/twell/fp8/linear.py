@@ -1,8 +1,8 @@
-"""Linear layers with FP8 weights: what each holds, how it runs, and what it takes over from other libraries.
+"""``Fp8Linear``, a linear layer with FP8 weights, and the conversion of other libraries' FP8 layers to it.
 
-A weight is e4m3 with one float32 scale for each output row. x is rounded row by row in the call, each row by its own
-largest value: ``reference.to_fp8``. ``twell.quantize_`` makes such layers. A sparse FFN calls them, or reads them where
-there are kernels: gpu/fp8.py.
+A weight is e4m3 with one float32 scale per output row. x is rounded row by row in the call, each row scaled by its
+own largest value: ``reference.to_fp8``. ``twell.quantize_`` makes these layers. A sparse FFN calls them, or where there
+are kernels reads their weights: gpu/fp8.py.
 
 Names and shapes of the parameters are those of compressed-tensors: ``weight`` [out, in], ``weight_scale`` [out, 1]."""
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from twell.reference import E4M3, Fp8, to_fp8
 
-MULTIPLE = 16  # of both sizes of a weight: what FP8 matrix products take
+MULTIPLE = 16  # both sizes of a weight must be multiples for FP8 matrix products
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INFERENCE = (
     "FP8 layers are for inference, and x requires a gradient: call the model under torch.no_grad() or "
@@ -28,22 +28,22 @@ _WAY_OUT = (
     "slowly by twell.quantize_(model, 'fp8', emulate=True)"
 )
 _TRANSFORMERS = "transformers.integrations.compressed_tensors.CompressedTensorsFP8Linear"
-_capable: set[torch.device] = set()  # what a device can do does not change
+_capable: set[torch.device] = set()  # devices that can run FP8 products: that does not change
 
 
 def why_unavailable(device: torch.device) -> str | None:
-    """Why FP8 matrix products cannot run on ``device``, or None where they can."""
+    """Why FP8 matrix products cannot run on ``device``; None if they can."""
     needed = "FP8 matrix products need an NVIDIA GPU of compute capability 8.9 or newer"
     if device.type != "cuda":
         return f"{needed}, and this is {device.type}"
-    if torch.version.hip is not None:  # AMD's GPUs call themselves cuda, too
+    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
         return f"{needed}, and this torch is built for AMD's (ROCm)"
     capability = torch.cuda.get_device_capability(device)
     return None if capability >= (8, 9) else f"{needed}, and this one has {capability[0]}.{capability[1]}"
 
 
 def why_not_sizes(in_features: int, out_features: int) -> str | None:
-    """Why a weight of these sizes cannot be FP8, or None where it can."""
+    """Why a weight of these sizes cannot be FP8; None if it can."""
     if in_features % MULTIPLE or out_features % MULTIPLE or not in_features * out_features:
         sizes = f"{in_features} and {out_features}"
         return f"FP8 weights need in_features and out_features that are multiples of {MULTIPLE}, got {sizes}"
@@ -51,7 +51,8 @@ def why_not_sizes(in_features: int, out_features: int) -> str | None:
 
 
 def _has_rowwise_cublas(device: torch.device) -> bool:
-    """``_scaled_mm`` with scales of rows is then cuBLAS's and gives any dtype; PyTorch's own is sure of bf16 alone."""
+    """Whether ``_scaled_mm`` with row scales uses cuBLAS, which gives any dtype; PyTorch's kernel is safe for bf16
+    only."""
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
@@ -59,8 +60,8 @@ def _has_rowwise_cublas(device: torch.device) -> bool:
 class Fp8Linear(nn.Module):
     """y = x W^T + b with W in FP8, for inference. y has the dtype of x.
 
-    On GPUs of compute capability 8.9 or newer. Elsewhere a call raises, unless the layer was made with
-    ``emulate=True``: then it multiplies the values that W and the rounded x stand for in float32, slowly.
+    Runs on GPUs of compute capability 8.9 or newer. Elsewhere a call raises, unless the layer has ``emulate=True``: it
+    then multiplies the values of W and of the rounded x in float32, slowly.
 
     >>> layer = Fp8Linear.from_linear(nn.Linear(32, 16), emulate=True)
     >>> layer(torch.ones(2, 32)).shape
@@ -81,7 +82,7 @@ class Fp8Linear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """All zeros. ``dtype``: of the bias."""
+        """A layer of zeros. ``dtype``: of the bias."""
         q = torch.zeros(out_features, in_features, dtype=E4M3, device=device)
         scale = torch.ones(out_features, dtype=torch.float32, device=device)
         b = nn.Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
@@ -100,7 +101,7 @@ class Fp8Linear(nn.Module):
 
     @classmethod
     def of(cls, rows: Fp8, bias: nn.Parameter | None = None, *, emulate: bool = False) -> Self:
-        """The layer that multiplies by ``rows``, which stay as they are."""
+        """The layer whose weight is ``rows``, unchanged."""
         new = cls.__new__(cls)
         new._build(rows, bias, emulate)
         return new
@@ -108,7 +109,7 @@ class Fp8Linear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linear(cls, linear: nn.Linear, *, emulate: bool = False) -> Self:
-        """The weight rounded to FP8; the bias is shared."""
+        """A layer with the weight rounded to FP8; it shares the bias."""
         new = cls.of(to_fp8(linear.weight.detach()), linear.bias, emulate=emulate)
         new.train(linear.training)
         return new
@@ -119,7 +120,7 @@ class Fp8Linear(nn.Module):
 
     @torch.no_grad()
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A plain layer with the values that the weight stands for; the bias is shared where its dtype is the same."""
+        """A plain layer with the values of the weight; it shares a bias of the same dtype."""
         dtype = dtype or torch.get_default_dtype()
         new = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         wide = torch.promote_types(dtype, torch.float32)
@@ -162,7 +163,7 @@ class Fp8Linear(nn.Module):
         q, scale = to_fp8(rows)
         any_dtype = _has_rowwise_cublas(rows.device)
         out = dtype if any_dtype else torch.bfloat16
-        inside = None if dtype == torch.float32 or not any_dtype else bias  # which _scaled_mm does not add in float32
+        inside = None if dtype == torch.float32 or not any_dtype else bias  # _scaled_mm adds no bias in float32
         y = torch._scaled_mm(
             q,
             self.weight.detach().t(),
@@ -185,20 +186,20 @@ class Fp8Linear(nn.Module):
     # -- what PyTorch does to modules ----------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """``to(dtype)``, ``half()`` and their like change the bias alone; to ``fn`` weight and scale are integers."""
+        """Let ``to(dtype)`` and ``half()`` change the bias alone: ``fn`` sees weight and scale as integers."""
         kept = {id(self.weight): torch.uint8, id(self.weight_scale): torch.int32}
 
         def apply(t: Tensor) -> Tensor:
             if id(t) not in kept:
                 return fn(t)
             bits = fn(t.view(kept[id(t)]))
-            return bits.view(t.dtype) if bits.dtype == kept[id(t)] else t.to(bits.device)  # module.type() converts all
+            return bits.view(t.dtype) if bits.dtype == kept[id(t)] else t.to(bits.device)  # module.type()
 
         return super()._apply(apply, recurse)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         found = state_dict.get(f"{prefix}weight")
-        if isinstance(found, Tensor) and found.dtype != E4M3:  # copy_ would round it, without a scale
+        if isinstance(found, Tensor) and found.dtype != E4M3:  # copy_ would round it without a scale
             errors: list[str] = args[-1]
             errors.append(f"{prefix}weight is {found.dtype}, expected {E4M3} with {prefix}weight_scale")
             return
@@ -211,7 +212,7 @@ class Fp8Linear(nn.Module):
 
 @contextlib.contextmanager
 def emulated(module: nn.Module) -> Iterator[None]:
-    """Run its FP8 layers anywhere: for a few tokens."""
+    """Let a module's FP8 layers run on any device, slowly: for a few tokens."""
     layers = [m for m in module.modules() if isinstance(m, Fp8Linear)]
     before = [layer.emulate for layer in layers]
     for layer in layers:
@@ -223,32 +224,30 @@ def emulated(module: nn.Module) -> Iterator[None]:
             layer.emulate = emulate
 
 
-# ---------------------------------------------------------------------------------------------------------
-# FP8 layers of other libraries
-# ---------------------------------------------------------------------------------------------------------
-# They are known by the names that the libraries give them, since none of the libraries has to be installed.
+# -- FP8 layers of other libraries -----------------------------------------------------------------------
+# Recognised by the names of their classes, so that none of the libraries needs to be installed.
 
 
 class _Found(NamedTuple):
-    weight: Tensor  # [out, in]; e4m3, or after compressed-tensors has decompressed it what e4m3 stands for
-    scale: Tensor  # one for each row
+    weight: Tensor  # [out, in]: e4m3, or the values that compressed-tensors has decompressed
+    scale: Tensor  # one per row
 
 
 def is_foreign(linear: nn.Module) -> bool:
-    """Whether another library's layer means what an ``Fp8Linear`` means: rows of e4m3, x rounded row by row."""
+    """Whether it is another library's layer of the same scheme: rows of e4m3, x rounded row by row."""
     return _find(linear) is not None
 
 
 @torch.no_grad()
 def take_over(linear: nn.Module) -> Fp8Linear | None:
-    """Another library's FP8 layer with the same e4m3 values and scales; None for any other layer."""
+    """Another library's FP8 layer as an ``Fp8Linear`` with the same values and scales; None for any other layer."""
     found = _find(linear)
     if found is None or why_not_sizes(found.weight.shape[1], found.weight.shape[0]) is not None:
         return None
     scale = found.scale.detach().reshape(-1, 1)
     q = found.weight.detach()
     if q.dtype != E4M3:
-        q = (q.float() / scale.float()).to(E4M3)  # q * scale was rounded, by far less than e4m3's steps
+        q = (q.float() / scale.float()).to(E4M3)  # exact: q * scale was rounded by far less than a step of e4m3
         if not (q.to(scale.dtype) * scale).equal(found.weight):
             return None
     bias: Any = linear.bias
@@ -278,7 +277,7 @@ def _find(linear: nn.Module) -> _Found | None:
 
 
 def _is_rowwise_scheme(scheme: Any) -> bool:
-    """compressed-tensors' QuantizationScheme: a scale for each row of the weight, and dynamic ones for each token."""
+    """Whether a QuantizationScheme of compressed-tensors has one scale per row, and dynamic ones per token."""
 
     def says(args: Any, strategy: str, dynamic: bool) -> bool:
         kind, by = getattr(args, "type", None), getattr(args, "strategy", None)
@@ -292,11 +291,11 @@ def _is_rowwise_scheme(scheme: Any) -> bool:
 
 
 def _torchao(weight: Any) -> _Found | None:
-    """Of a Float8Tensor made by Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())."""
+    """The weight of a Float8Tensor made by Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())."""
     x = getattr(weight, "act_quant_kwargs", None)
     if type(weight).__name__ != "Float8Tensor" or x is None or weight.dim() != 2:
         return None
     is_by_rows = type(x.granularity).__name__ == "PerRow" and list(weight.block_size) == [1, weight.shape[1]]
     is_e4m3 = weight.qdata.dtype == x.float8_dtype == E4M3
-    is_bounded = x.hp_value_lb is not None or x.hp_value_ub is not None  # limits of a row's largest value
+    is_bounded = x.hp_value_lb is not None or x.hp_value_ub is not None  # bounds on a row's largest value
     return _Found(weight.qdata, weight.scale) if is_by_rows and is_e4m3 and not is_bounded else None

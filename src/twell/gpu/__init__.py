@@ -1,5 +1,58 @@
-"""The GPU path of an FFN: few tokens by their own kernels, more by the neurons that fire for any of a tile of tokens,
-many in three parts by the plan, or densely. Results do not depend on the plan."""
+"""Which GPU kernels run a call. The choice changes time, never a result.
+
+M tokens, D model width, F neurons, of which H hot and C = F - H cold. ``few``, ``most`` and ``least`` are numbers of
+the plan (``Plan.tokens``; other ones for CUDA graphs). Rows are tried from the top; "cuBLAS" stands for PyTorch's
+GEMMs. [brackets]: not launched for a frozen layer.
+
+    Inference, ``forward_here``            file                  kernels, in order of launch
+    ---------------------------------------------------------------------------------------------------------------
+    1 <= M <= few, Wd neuron-major         decode/few.py
+      M 1, with an int8 screen (frozen)    screen.py, steps.py   screened_neurons_kernel, sum_kernel
+      sm_90, 16 bits, M <= 16              hopper.py             hopper_neurons_kernel, hopper_sums_kernel
+      sm_90, 16 bits, M <= 32              steps.py, hopper.py   neurons_kernel, hopper_sums_kernel
+      otherwise                            steps.py              neurons_kernel, sums_kernel
+    few < M <= most, M < least,            prefill/union.py      cuBLAS (gate), _marks_kernel, _up_kernel, _down_kernel
+      16 bits, Wd neuron-major
+    M >= least, H < F                      prefill/split.py      [_transpose_kernel, _gather_kernel,]
+                                                                 _gate_kernel (cold), _list_kernel, _heavy_kernel,
+                                                                 _gate_kernel (hot), _tail_kernel, cuBLAS (hot down)
+    otherwise                              dense.py
+      sm_90, 16 bits, gated, one wave      dense.py              _gate_up_kernel, cuBLAS (down)
+      otherwise                            dense.py              cuBLAS (gate, up), _activate_kernel, cuBLAS (down)
+
+    Inference, FP8 weights, sm_90 only     ``fp8.forward``: other GPUs call the projections
+    ---------------------------------------------------------------------------------------------------------------
+    1 <= M <= few                          decode/few_fp8.py
+      M 1, D <= 2048                       hopper_fp8_one.py     hopper_one_kernel, hopper_add_kernel
+      M <= 16, D <= 2048                   hopper_fp8.py         hopper_fp8_neurons_kernel, hopper_fp8_sums_kernel
+      otherwise                            steps.py, hopper_fp8  _round_kernel, neurons_kernel, hopper_fp8_sums_kernel
+    M >= least, H < F                      prefill/split_fp8.py  _round_kernel, _gate_kernel (cold), _list_kernel,
+                                                                 _heavy_fp8_kernel, _gate_kernel (hot), _tail_kernel,
+                                                                 cuBLAS (hot down)
+    otherwise: gated, one wave             dense_fp8.py          _round_kernel, _gate_up_kernel, _round_kernel,
+                                                                 _down_fp8_kernel
+    otherwise                              fp8.py                _round_kernel, cuBLAS, _round_kernel, cuBLAS
+
+    Training, ``train`` and ``backward``   training/
+    ---------------------------------------------------------------------------------------------------------------
+    M >= least, H < F, forward             split_training.py     _gather_kernel, _transpose_kernel (unless Wd is
+                                                                 neuron-major), _gate_kernel (cold), _list_kernel,
+                                                                 _count_kernel, _total_kernel, _add_up_kernel and
+                                                                 _pair_kernel (transpose.py), _gate_kernel (hot),
+                                                                 _forward_kernel (activation.py; for statistics),
+                                                                 _heavy_kernel, _tail_kernel, _add_kernel (hot.py; from
+                                                                 8192 tokens on cuBLAS), _statistics_kernel
+    M >= least, H < F, backward            split_training.py     _tail_backward_kernel, _share_kernel, _neuron_kernel,
+                                                                 _heavy_backward_kernel, _gather_kernel,
+                                                                 _gradient_kernel and _add_kernel (hot.py), cuBLAS (hot
+                                                                 weights), _put_rows_kernel, _transpose_kernel
+    otherwise                              dense.py              cuBLAS, _forward_kernel, _statistics_kernel; backward:
+                                                                 cuBLAS, _backward_kernel (activation.py)
+
+hopper.py needs Triton 3.6 or 3.7 and an SM's share of the gate in shared memory (few_tiles.py). An int8 screen exists
+if the plan counted at most 1 % active neurons (screen.py). "One wave": the tiles of h fill the SMs once
+(``dense.fused_tile``). The split's files are the same for all architectures; tiles.py says where TMA reads.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +69,12 @@ from twell.gpu import fp8 as fp8
 from twell.gpu.decode import few as few_tokens
 from twell.gpu.decode import screen
 from twell.gpu.prefill import split, union
-from twell.gpu.prefill.split import Split
+from twell.gpu.prefill.split import SplitSizes
 from twell.gpu.shared.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
-from twell.gpu.training import hybrid
+from twell.gpu.training import split_training
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
 from twell.reference import Gradients, Weights, is_neuron_major
-from twell.saved import runs_in_parts
+from twell.saved import runs_split
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,21 +90,21 @@ _INTERPRETED = Tiles(  # tiny, for Triton's interpreter
 
 
 class Frozen(NamedTuple):
-    """What ``freeze`` makes of a layer's weights; empty where there is nothing to keep."""
+    """Copies of a layer's weights that ``freeze`` makes; empty where a copy is not needed."""
 
-    down: Tensor  # [F, D]: Wd neuron by neuron, unless it lies so
-    hot: Tensor  # see Layout; likewise the four after it
+    down: Tensor  # [F, D]: a neuron-major copy of Wd; empty where Wd is neuron-major
+    hot: Tensor  # see Layout, as the next four
     hot_bias: Tensor
     hot_down: Tensor
     cold: Tensor
     cold_bias: Tensor
-    q: Tensor  # see Screen
+    q: Tensor  # see Screen, as the next two
     scale: Tensor
     reach: Tensor
 
 
-def _where_the_tensors_are(function: Callable[P, R]) -> Callable[P, R]:
-    """With the first argument's device as the current one: there Triton launches."""
+def _on_its_device(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes the first argument's device the current one: Triton launches there."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -69,9 +122,9 @@ def _where_the_tensors_are(function: Callable[P, R]) -> Callable[P, R]:
 # ---------------------------------------------------------------------------------------------------------
 
 
-@_where_the_tensors_are
+@_on_its_device
 def forward(x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, frozen: Sequence[Tensor] = ()) -> Tensor:
-    """y [..., D] for x [..., D]. Without a plan densely. ``frozen``: see ``Frozen``, or empty."""
+    """y [..., D] for x [..., D]; dense without a plan. ``frozen``: the tensors of ``Frozen``, or empty."""
     if plan is None:
         return dense.infer(x, w, activation)
     return forward_here(x, w, activation, plan, *tokens_of(plan), frozen)
@@ -88,12 +141,12 @@ def forward_here(
     frozen: Sequence[Tensor],
     watch: Tensor | None = None,
 ) -> Tensor:
-    """On the current device, with the plan's numbers of tokens: up to ``few`` and ``most`` and from ``least`` on it is
-    sparse. ``watch``: see ``split.forward``."""
+    """On the current device. ``few``, ``most``, ``least``: sparse up to ``few`` tokens, by tiles of tokens up to
+    ``most``, split from ``least`` on. ``watch``: see ``split.forward``."""
     M = x.numel() // x.shape[-1]
     kept = (frozen if type(frozen) is Frozen else Frozen(*frozen)) if frozen else None
     down = kept.down if kept is not None and kept.down.numel() else None
-    by_neurons = down is not None or is_neuron_major(w.down)  # else to turn Wd would take as long as dense
+    by_neurons = down is not None or is_neuron_major(w.down)  # transposing Wd would take as long as dense
     if 0 < M <= few and by_neurons:
         screened = None
         if kept is not None and M == 1 and kept.q.numel():
@@ -102,17 +155,17 @@ def forward_here(
         return few_tokens.forward(x, rows, activation, None, screened, settled=kept is not None)
     if few < M <= most and M < least and by_neurons and x.element_size() == 2:
         return union.forward(x, w, activation, launch_facts(x)[0], down)
-    parts = Split.of(plan)
-    if least > M or M == 0 or parts.n_hot == w.gate.shape[0]:
+    sizes = SplitSizes.of(plan)
+    if least > M or M == 0 or sizes.n_hot == w.gate.shape[0]:
         return dense.infer(x, w, activation)
     layout = None
     if kept is not None and kept.cold.numel():
         layout = split.Layout(*(t if t.numel() else None for t in kept[1:6]))  # type: ignore[arg-type]
-    return split.forward(x, w, plan.order, plan.places, parts, activation, *launch_facts(x), down, layout, watch)
+    return split.forward(x, w, plan.order, plan.places, sizes, activation, *launch_facts(x), down, layout, watch)
 
 
 def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
-    """``Frozen`` for weights that stay, where kernels would have use for it."""
+    """The tensors of ``Frozen`` for weights that stay; empty where kernels have no use for them."""
     (D, F), gate = w.down.shape, w.gate
     if plan is None or gate.dtype == torch.float64 or D % 16 or F % 16:
         return ()
@@ -136,7 +189,7 @@ def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
 # ---------------------------------------------------------------------------------------------------------
 
 
-@_where_the_tensors_are
+@_on_its_device
 def train(
     x: Tensor,
     w: Weights,
@@ -147,23 +200,23 @@ def train(
     want_stats: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, l1_sum, counts, what the backward needs: saved.py)."""
+    """(y, l1_sum, counts, tensor kept for the backward: see saved.py)."""
     token_mask = split.plain(token_mask)
     given: Sequence[Tensor]
-    if plan is not None and _runs_in_parts(len(x), len(w.gate), plan):
-        facts = plan.order, plan.places, Split.of(plan), activation, token_mask, *launch_facts(x)
-        *given, kept = hybrid.forward(x, w, *facts, want_stats=want_stats)
+    if plan is not None and _runs_split(len(x), len(w.gate), plan):
+        facts = plan.order, plan.places, SplitSizes.of(plan), activation, token_mask, *launch_facts(x)
+        *given, kept = split_training.forward(x, w, *facts, want_stats=want_stats)
     else:
         *given, kept = dense.forward(x, w, activation, token_mask, want_stats=want_stats)
     return *given, kept if save else x.new_empty(0)  # type: ignore[return-value]
 
 
-def _runs_in_parts(tokens: int, n_neurons: int, plan: PlanTensors) -> bool:
+def _runs_split(tokens: int, n_neurons: int, plan: PlanTensors) -> bool:
     n_hot, cap, _ = sizes_of(plan)
-    return bool(runs_in_parts(tokens, n_neurons, n_hot, cap, tokens_of(plan)[2]))
+    return bool(runs_split(tokens, n_neurons, n_hot, cap, tokens_of(plan)[2]))
 
 
-@_where_the_tensors_are
+@_on_its_device
 def backward(
     dy: Tensor,
     dl1: Tensor | None,
@@ -177,9 +230,9 @@ def backward(
 ) -> Gradients:
     """Empty or None where a gradient is not needed."""
     dy, dl1, token_mask = split.plain(dy), split.plain(dl1), split.plain(token_mask)
-    if plan is not None and _runs_in_parts(len(x), len(w.gate), plan):
-        given = plan.order, plan.places, Split.of(plan), activation, token_mask, *launch_facts(x), needs
-        return hybrid.backward(dy, dl1, x, w, kept, *given)
+    if plan is not None and _runs_split(len(x), len(w.gate), plan):
+        given = plan.order, plan.places, SplitSizes.of(plan), activation, token_mask, *launch_facts(x), needs
+        return split_training.backward(dy, dl1, x, w, kept, *given)
     return dense.backward(dy, dl1, x, w, kept, activation, token_mask, needs)
 
 
@@ -189,7 +242,7 @@ def backward(
 
 
 def launch_facts(x: Tensor) -> tuple[Tiles, int]:
-    """Tile sizes for x's dtype and device, and how many programs fill it."""
+    """Tile sizes for x's dtype and device, and the number of programs that fill the device."""
     if x.device.type == "cpu":
         return _INTERPRETED, 2
     capability, processors = device_facts(x.device.index)

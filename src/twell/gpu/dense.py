@@ -1,8 +1,8 @@
-"""Layers that run densely: GEMMs, and what a compiler would fuse between them, without one.
+"""Layers that run densely: cuBLAS's GEMMs, and kernels for the elementwise parts, which a compiler would fuse.
 
-Inference: h = a(z) * u over z in one pass, 3 * M * F elements, 0.55 GB at M 16384, F 5632 in bf16 (0.13 ms on an H200).
-Small batches, whose tiles are one wave (M up to 384 at F 5632), have gate and up in one GEMM with h in its epilogue.
-M 64: 25.4 us a layer, compiled 31.4; 128: 28.1 and 32.1; 192: 31.5 and 35.1; 256: 36.9 and 38.0; 384: 48.0 and 52.2.
+Inference: h = a(z) * u in place of z in one pass, 3 * M * F elements, 0.55 GB at M 16384, F 5632 in bf16 (0.13 ms on an
+H200). Small batches, whose tiles are one wave (M up to 384 at F 5632), compute gate and up in one GEMM with h in its
+epilogue: us per layer (compiled): M 64 25.4 (31.4), 128 28.1 (32.1), 192 31.5 (35.1), 256 36.9 (38.0), 384 48.0 (52.2).
 Training: nine GEMMs and the two passes of ``activation.py``; z and u are kept, h is computed again.
 """
 
@@ -26,7 +26,7 @@ from twell.reference import Gradients, Weights
 from twell.saved import saved_length
 
 _BLOCK = 2048
-FusedTiles = tuple[tuple[int, GateTile], ...]  # from so many tokens on
+FusedTiles = tuple[tuple[int, GateTile], ...]  # (minimum number of tokens, tile)
 _FUSED: FusedTiles = (  # measured on an H200
     (1, GateTile(64, 64, 128, 4, 4)),
     (81, GateTile(128, 64, 64, 4, 6)),
@@ -35,8 +35,8 @@ _FUSED: FusedTiles = (  # measured on an H200
 )
 FUSED_INTERPRETED = GateTile(32, 32, 32, 4, 2)
 _THREADS, _INTERPRETED = tl.constexpr(128), tl.constexpr(INTERPRETED)
-_QUICK_ROWS = 256  # cuBLAS takes 15.5 us for the down projection of 200 tokens, 12.9 for that of 256
-_SLOW_ROWS = 192  # and fewer are as quick as they should be
+_QUICK_ROWS = 256  # M is padded to this: cuBLAS's down projection takes 15.5 us for 200 tokens, 12.9 for 256
+_SLOW_ROWS = 192  # up to here, padding does not pay
 
 
 @triton.jit
@@ -77,13 +77,13 @@ def _clear(o_counters, n):
 
 @triton.jit
 def _gate_up_kernel(
-    i_x,  # [M, D], by the copy engine, like the weights [F, D]
-    i_gate,
-    i_up,
-    i_x_scale,  # SCALED: fp32 [M], of rows of x in e4m3; likewise [F] of the weights'
-    i_gate_scale,
-    i_up_scale,
-    o_counters,  # int32 [n_counters], become 0, for the kernel after this
+    i_x,  # [M, D] descriptor
+    i_gate,  # [F, D] descriptor
+    i_up,  # [F, D] descriptor
+    i_x_scale,  # SCALED: fp32 [M]
+    i_gate_scale,  # SCALED: fp32 [F]
+    i_up_scale,  # SCALED: fp32 [F]
+    o_counters,  # int32 [n_counters], set to 0 for the next kernel
     o_h,  # [M, F]
     M,
     D,
@@ -96,7 +96,7 @@ def _gate_up_kernel(
     SCALED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """A tile of h a program."""
+    """Each program computes a tile of h."""
     start_after(OVERLAPS)
     tiles_m = tl.cdiv(M, BM)
     m, n = tl.program_id(0) % tiles_m, tl.program_id(0) // tiles_m
@@ -106,7 +106,7 @@ def _gate_up_kernel(
         x = i_x.load([m * BM, k])
         gate = i_gate.load([n * BN, k])
         up = i_up.load([n * BN, k])
-        if SCALED and _INTERPRETED:  # which multiplies no e4m3
+        if SCALED and _INTERPRETED:  # it cannot multiply e4m3
             x = x.to(tl.float16)
             gate = gate.to(tl.float16)
             up = up.to(tl.float16)
@@ -119,7 +119,7 @@ def _gate_up_kernel(
         x_scale = tl.load(i_x_scale + row, mask=row < M, other=0.0)[:, None]
         z = z * x_scale * tl.load(i_gate_scale + col, mask=col < F, other=0.0)[None, :]
         u = u * x_scale * tl.load(i_up_scale + col, mask=col < F, other=0.0)[None, :]
-        u = u.to(dtype).to(tl.float32)  # as cuBLAS gives it
+        u = u.to(dtype).to(tl.float32)  # rounded, as cuBLAS's output
     a = relu(z).to(dtype).to(tl.float32)
     if SQUARED:
         a = a * a
@@ -129,7 +129,7 @@ def _gate_up_kernel(
 
 @functools.cache
 def _gate_up(dtype: torch.dtype, factors: torch.dtype, tile: GateTile, squared: bool, overlaps: bool) -> Kernel:
-    """``factors``: the dtype of x and the weights, e4m3 or that of h."""
+    """``factors``: the dtype of x and the weights: e4m3, or the dtype of h."""
     BM, BN, BK, warps, stages = tile
     blocks = (Descriptor(factors, (rows, BK)) for rows in (BM, BN, BN))
     tensors = *[torch.float32] * 3, torch.int32, dtype
@@ -151,7 +151,7 @@ def gate_up(
 ) -> None:
     """Write h [M, F] for x [M, D] and weights [F, D].
 
-    ``scales``: of x, gate and up, which are e4m3 then. ``counters`` (int32) become 0."""
+    ``scales``: of x, gate and up if they are e4m3. ``counters`` (int32) are set to 0."""
     (M, D), F = x.shape, len(gate)
     kernel = _gate_up(h.dtype, x.dtype, tile, squared, can_overlap())
     others = *(scales or (0, 0, 0)), 0 if counters is None else counters
@@ -169,10 +169,12 @@ def _launch_gate_up(
 
 
 def fused_tile(table: FusedTiles, M: int, D: int, F: int, device: int, waves: float = 1.0) -> GateTile | None:
-    """The first of a table for so many tokens of which the processors hold all tiles at once, on measured shapes; of
-    the last there may be ``waves``."""
-    of, processors = device_facts(device)
-    if of != 90 or not 32 * processors <= F <= 64 * processors or not 1024 <= D <= 4096:  # others were not measured
+    """The first tile of a table for M tokens whose tiles of h all run at once; None for shapes that were not measured.
+    The table's last tile may take ``waves`` waves."""
+    capability, processors = device_facts(device)
+    if (
+        capability != 90 or not 32 * processors <= F <= 64 * processors or not 1024 <= D <= 4096
+    ):  # others were not measured
         return None
     for least, tile in table:
         n = ceil_div(M, tile.BM) * ceil_div(F, tile.BN)
@@ -182,7 +184,7 @@ def fused_tile(table: FusedTiles, M: int, D: int, F: int, device: int, waves: fl
 
 
 def _fused_tile(x: Tensor, w: Weights) -> GateTile | None:
-    """None: gate and up are GEMMs of their own."""
+    """None: gate and up run as separate GEMMs."""
     gate, up = w.gate, w.up
     if up is None or w.gate_bias is not None or w.up_bias is not None or x.element_size() != 2:
         return None
@@ -221,7 +223,7 @@ def infer(x: Tensor, w: Weights, activation: str) -> Tensor:
 def forward(
     x: Tensor, w: Weights, activation: str, token_mask: Tensor | None, *, want_stats: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, l1_sum, counts, and what is kept: see saved.py."""
+    """(y, l1_sum, counts, tensor kept for the backward: see saved.py)."""
     M, F, gated = len(x), len(w.gate), w.up is not None
     kept = x.new_empty(saved_length(M, F, (F, 0, 0), x.dtype, gated=gated, save=True))
     for out, weight, bias in zip(split_in_two(kept, M, F, gated=gated), w[:2], w[3:5], strict=True):
@@ -262,7 +264,7 @@ def _launch_forward(
 
 
 def split_in_two(kept: Tensor, M: int, F: int, *, gated: bool) -> tuple[Tensor, Tensor | None]:
-    """z and u [M, F] of what is kept."""
+    """z and u [M, F], as views of the kept tensor."""
     z = kept.as_strided((M, F), (F, 1))
     return z, kept.as_strided((M, F), (F, 1), kept.storage_offset() + M * F) if gated else None
 
@@ -279,7 +281,7 @@ def backward(
 ) -> Gradients:
     """As ``reference.backward``. ``kept``: see ``forward``."""
     squared, gated = activation == "relu2", w.up is not None
-    h = dy @ w.down  # its gradient, until h takes its place
+    h = dy @ w.down  # dh; _launch_backward overwrites it with h
     dz = du = h
     if len(x):
         key = (h.shape, h.dtype, gated, activation, dl1 is None, token_mask is None)
@@ -316,7 +318,7 @@ def _launch_backward(
     gated: bool,
     squared: bool,
 ) -> tuple[Tensor, ...]:
-    """dz and du; h takes the place of dh."""
+    """Returns dz and du; overwrites dh with h."""
     z, u = split_in_two(kept, *dh.shape, gated=gated)
     dz, du, _ = activation_gradients_(z, u, dh, dl1, token_mask, squared=squared, space=space)
     return dz, du

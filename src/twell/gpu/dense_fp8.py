@@ -1,14 +1,14 @@
-"""Small dense batches of a gated FFN with FP8 weights, in four launches: see ``fp8.dense`` for others.
+"""Small dense batches of a gated FFN with FP8 weights, in four launches; ``fp8.dense`` runs the others.
 
     x in e4m3    h = a(x Wg^T) * (x Wu^T), by dense.py    h in e4m3    y = h Wd^T
 
-y has few tiles (32 of 64 columns at D 2048), so programs share their depth: fp32 sums in a workspace, which the last of
-a tile's programs adds, always in the same order.
+y has few tiles (32 of 64 columns at D 2048), so several programs share a tile's depth: each writes fp32 sums to a
+workspace, and the last program of a tile adds them, always in the same order.
 
-us a layer in CUDA graphs on an H200 (compiled, with cuBLAS's GEMMs): 1 token 22.6 (39.2), 32 21.5 (40.2), 64 20 (40.4),
-128 22.4 (40.9), 192 27.2 (42.6), 256 32.9 (43.2), 384 33.9 (46.0), 512 46.9 (55.8). cuBLAS takes 16 us for the down
-projection of 8 tokens: its tiles have 128 columns, and nobody shares their depth.
-Bytes, D 2048, F 5632: 35 MB of weights, 8.5 us at 4.1 TB/s; sums of 64 tokens in 4 shares 2 MB, in the L2 cache.
+us per layer in CUDA graphs on an H200 (compiled, with cuBLAS's GEMMs): 1 token 22.6 (39.2), 32 21.5 (40.2), 64 20
+(40.4), 128 22.4 (40.9), 192 27.2 (42.6), 256 32.9 (43.2), 384 33.9 (46.0), 512 46.9 (55.8). cuBLAS takes 16 us for the
+down projection of 8 tokens: its tiles have 128 columns, and programs do not share their depth.
+Bytes, D 2048, F 5632: 35 MB of weights, 8.5 us at 4.1 TB/s; sums of 64 tokens in 4 shares 2 MB, in L2.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch import Tensor
 
 from twell.gpu.dense import FUSED_INTERPRETED, FusedTiles, fused_tile, gate_up
 from twell.gpu.prefill.split_fp8 import Fp8Weights
-from twell.gpu.shared.fp8 import room_for, round_rows
 from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.replay import Matrix, Recorded, Space
+from twell.gpu.shared.round_fp8 import room_for, round_rows
 from twell.gpu.shared.tiles import GateTile, device_facts, start_after
 from twell.reference import E4M3
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-_MOST_SHARES = 8  # of a tile's depth
+_MOST_SHARES = 8  # programs that share a tile's depth, at most
 
 
 class SmallTiles(NamedTuple):
     gate_up: GateTile
     down: GateTile
-    programs: int  # of the down projection, as many as run at once
+    programs: int  # of the down projection: as many as run at once
 
 
-# From so many tokens on; measured on an H200.
+# (minimum number of tokens, tile); measured on an H200.
 _GATE_UP: FusedTiles = (
     (1, GateTile(64, 64, 256, 4, 4)),
     (81, GateTile(128, 64, 128, 4, 6)),
@@ -51,11 +51,11 @@ _DOWN: FusedTiles = (
     (129, GateTile(64, 64, 128, 4, 6)),
     (1, GateTile(64, 32, 256, 4, 6)),
 )
-_WAVES = 4 / 3  # of gate and up: 512 tokens at F 5632, 46 us where cuBLAS takes 53
+_WAVES = 4 / 3  # of gate and up, at most: 512 tokens at F 5632 take 46 us, cuBLAS 53
 
 
 def tiles_for(M: int, D: int, F: int, device: torch.device) -> SmallTiles | None:
-    """None: not for such batches."""
+    """None where these kernels do not run."""
     if INTERPRETED:
         return SmallTiles(FUSED_INTERPRETED, FUSED_INTERPRETED, 12)
     tile = fused_tile(_GATE_UP, M, D, F, device.index, _WAVES)
@@ -66,12 +66,12 @@ def tiles_for(M: int, D: int, F: int, device: torch.device) -> SmallTiles | None
 
 @triton.jit
 def _down_fp8_kernel(
-    i_h,  # e4m3 [M, F], by the copy engine, like Wd
-    i_down,  # e4m3 [D, F]
+    i_h,  # e4m3 [M, F] descriptor
+    i_down,  # e4m3 [D, F] descriptor
     i_h_scale,  # fp32 [M]
     i_down_scale,  # fp32 [D]
-    m_sums,  # fp32 [shares, M, D]; one share: unused
-    m_counters,  # int32 [tiles], 0 at first; likewise
+    m_sums,  # fp32 [shares, M, D]; unused if shares is 1
+    m_counters,  # int32 [tiles], 0 before the launch; unused if shares is 1
     o_y,  # [M, D]
     M,
     D,
@@ -82,7 +82,7 @@ def _down_fp8_kernel(
     BK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """A share of a tile of y a program."""
+    """Each program computes a share of the depth of a tile of y."""
     start_after(OVERLAPS)
     tile, share = tl.program_id(0) // shares, tl.program_id(0) % shares
     tiles_m = tl.cdiv(M, BM)
@@ -92,7 +92,7 @@ def _down_fp8_kernel(
     for k in range(share * depth, min((share + 1) * depth, F), BK):
         h = i_h.load([m * BM, k])
         down = i_down.load([n * BN, k])
-        if _INTERPRETED:  # which multiplies no e4m3
+        if _INTERPRETED:  # it cannot multiply e4m3
             h = h.to(tl.float16)
             down = down.to(tl.float16)
         y = tl.dot(h, down.T, y)
@@ -103,7 +103,7 @@ def _down_fp8_kernel(
     if shares > 1:
         size = M.to(tl.int64) * D
         tl.store(m_sums + share * size + at, y, mask=inside)
-        tl.debug_barrier()  # one thread speaks for the program
+        tl.debug_barrier()  # one thread's atomic stands for the program
         is_last = tl.atomic_add(m_counters + tile, 1, sem="acq_rel", scope="gpu") == shares - 1
         if is_last:
             tl.debug_barrier()
@@ -127,7 +127,7 @@ def _down(dtype: torch.dtype, tile: GateTile, overlaps: bool) -> Kernel:
 
 
 def forward(x: Tensor, w: Fp8Weights, activation: str, tiles: SmallTiles) -> Tensor:
-    """y [..., D] for x [..., D], whose rows lie apart at multiples of 16 elements."""
+    """y [..., D] for x [..., D], whose row stride is a multiple of 16 elements."""
     y = x.new_empty(x.shape)
     key = (x.shape, x.stride(-2), x.dtype, len(w.gate), activation, tiles)
     weights = (*w[:4], w.model_down, w.down_scale)

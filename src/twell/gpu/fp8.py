@@ -1,6 +1,6 @@
-"""The GPU path of an FFN with FP8 weights: few tokens by their own kernels, many in three parts, others densely.
+"""FFNs with FP8 weights: which kernels run a call (table: gpu/__init__.py).
 
-The meaning is that of ``reference.fp8_forward`` whatever the way: x is rounded row by row. Dense batches round h, too.
+Every path computes ``reference.fp8_forward``: x is rounded row by row. Dense batches round h, too.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from torch import Tensor
 from twell.gpu import dense_fp8
 from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
-from twell.gpu.prefill.split import Split, aligned
+from twell.gpu.prefill.split import SplitSizes, aligned
 from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
-from twell.gpu.shared.fp8 import room_for, round_hidden, round_rows
 from twell.gpu.shared.replay import INTERPRETED, Recorded, Space
+from twell.gpu.shared.round_fp8 import room_for, round_hidden, round_rows
 from twell.gpu.shared.tiles import device_facts
 from twell.plan import PlanTensors, tokens_of
 from twell.reference import E4M3, Fp8
 
-_WIDEST = 1 << 15  # of D and F: a program rounds a row
+_WIDEST = 1 << 15  # D and F at most: one program rounds a row
 
 
 class Kept(NamedTuple):
-    """What kernels read of a layer: its weights, Wd neuron by neuron where some batches are sparse, and rows in its
-    plan's order where large ones are."""
+    """The tensors that kernels read for a layer: its weights; a neuron-major Wd if some batches are sparse; rows in its
+    plan's order if large batches are."""
 
     w: Fp8Weights
     layout: Fp8Layout | None  # None: large batches are dense
 
     def derived(self) -> tuple[Tensor, ...]:
-        """All that is not the model's own."""
+        """All tensors that are not the model's own."""
         return () if self.w.down is None else (self.w.down, *(self.layout or ()))
 
     def rewrite_(self, new: Kept) -> None:
-        """With what another of the same plan has: CUDA graphs go on reading it."""
+        """Overwrite with the tensors of another one with the same plan: CUDA graphs read them in place."""
         for t, now in zip(self.derived(), new.derived(), strict=True):
             t.copy_(now)
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why these kernels do not run on a device, or None where they do."""
+    """Why these kernels cannot run on a device, or None."""
     if INTERPRETED or (device.type == "cuda" and split_fp8.tiles_for(device_facts(device.index)[0]) is not None):
         return None
     return "the sparse kernels for FP8 weights are for Hopper GPUs (compute capability 9.0)"
 
 
 def can_read(*weights: Fp8) -> bool:
-    """Whether kernels can go by the addresses of these weights."""
+    """Whether kernels can read these weights by their addresses."""
     device, sizes = weights[0].q.device, weights[0].q.shape
     return max(sizes) <= _WIDEST and all(
         t.is_contiguous() and t.dtype == dtype and t.device == device and t.data_ptr() % 16 == 0
@@ -59,9 +59,9 @@ def can_read(*weights: Fp8) -> bool:
 
 
 def keep(gate: Fp8, up: Fp8 | None, down: Fp8, plan: PlanTensors | None, dtype: torch.dtype = torch.bfloat16) -> Kept:
-    """Of a layer with these weights, down [D, F], and a plan."""
+    """The tensors for a layer with these weights, down [D, F], and a plan."""
     F = len(gate.q)
-    n_hot, few = (F, 0) if plan is None else (Split.of(plan).n_hot, tokens_of(plan)[0])
+    n_hot, few = (F, 0) if plan is None else (SplitSizes.of(plan).n_hot, tokens_of(plan)[0])
     w = Fp8Weights.of(gate, up, down, by_neurons=few > 0 or n_hot < F)
     return Kept(w, None if plan is None or n_hot == F else split_fp8.lay_out(w, plan, n_hot, dtype))
 
@@ -78,8 +78,8 @@ def forward(
     *,
     settled: bool = False,
 ) -> Tensor:
-    """y [..., D] for x [..., D] in bf16: sparse up to ``few`` tokens, with Wd neuron by neuron, and from ``least`` on,
-    with a layout. ``settled``: see few.py."""
+    """y [..., D] for x [..., D] in bf16: sparse up to ``few`` tokens (needs the neuron-major Wd), split from ``least``
+    on (needs a layout). ``settled``: see few.py."""
     M = x.numel() // x.shape[-1]
     if 0 < M <= few and w.down is not None:
         return few_fp8.forward(x, w, activation, settled=settled)
@@ -88,12 +88,12 @@ def forward(
     capability, processors = (90, 2) if INTERPRETED else device_facts(x.device.index)
     tiles = split_fp8.tiles_for(capability)
     assert tiles is not None
-    facts = Split.of(plan), activation, tiles, processors, watch
+    facts = SplitSizes.of(plan), activation, tiles, processors, watch
     return split_fp8.forward(x, w, layout, plan.order, plan.places, *facts)
 
 
 def dense(x: Tensor, w: Fp8Weights, activation: str) -> Tensor:
-    """y [..., D] for x [..., D]; GEMMs by cuBLAS, but for small batches."""
+    """y [..., D] for x [..., D]; GEMMs by cuBLAS, except for small gated batches."""
     given, x = x, aligned(x)
     D, dtype = x.shape[-1], x.dtype
     M = x.numel() // D
@@ -112,7 +112,7 @@ def dense(x: Tensor, w: Fp8Weights, activation: str) -> Tensor:
 
 
 def multiplied(q: Tensor, scale: Tensor, rows: Tensor, of_rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rows^T [M, N] of e4m3 [M, K] and [N, K] with scales [M] and [N]; sums as Hopper takes them fastest."""
+    """x rows^T [M, N] of e4m3 [M, K] and [N, K] with scales [M] and [N]; sums in Hopper's fast, less precise mode."""
     scales = scale[:, None], of_rows[None, :]
     return torch._scaled_mm(q, rows.t(), *scales, out_dtype=dtype, use_fast_accum=True)
 

@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from twell.fp8 import Fp8Linear, is_foreign, why_unavailable
 from twell.hf.classify import LEFT_ALONE, classify, find_ffns, projection_names
 
+SAMPLE_MODEL = Path(__file__).parent.parent / "sample"  # ships with the package: see its MODEL.md
+
 _SIZES = (  # fields of a configuration, if it has them
     "hidden_size",
     "intermediate_size",
@@ -53,8 +55,17 @@ def reading(name: str | Path) -> Iterator[None]:
         raise ValueError(said if str(name) in said else f"{name} cannot be loaded: {said}") from error
 
 
+def model_path(name: str) -> str:
+    """The folder of the shipped model for the name ``sample``; any other name unchanged.
+
+    If the working folder holds a file or folder called ``sample``, the name means that one.
+    """
+    return str(SAMPLE_MODEL) if name == SAMPLE_MODEL.name and not Path(name).exists() else name
+
+
 def check_name(name: str) -> None:
     """Refuse a name that is neither a folder of a model nor looks like owner/name on the hub."""
+    name = model_path(name)
     folder = Path(name)
     if (folder / "config.json").is_file():
         return
@@ -66,6 +77,7 @@ def check_name(name: str) -> None:
 
 
 def load_config(name: str) -> Any:
+    name = model_path(name)
     with reading(f"{name}/config.json" if Path(name).is_dir() else name):
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     text = config.get_text_config()
@@ -77,6 +89,7 @@ def load_config(name: str) -> Any:
 
 def load_causal_lm(name: str, dtype: torch.dtype | str = "auto") -> Any:
     """A causal language model from a folder or the hub; the files must hold every weight."""
+    name = model_path(name)
     check_name(name)
     config = load_config(name)
     if (Path(name) / "generation_config.json").exists():

@@ -1,11 +1,11 @@
-"""Frozen state: what a layer derives from its weights and keeps, by the user's word that they stay as they are.
+"""Frozen state: copies derived from a layer's weights, kept because the user declared that the weights stay.
 
-``freeze_`` makes it, ``thaw_`` (and ``train()``) let go. It is what kernels read faster than the weights themselves:
-gate rows in the plan's order, Wd neuron by neuron, and an int8 copy of the gate that rules neurons out for one token (a
-proven bound: results are those of the weights). And a frozen gate may be read before the kernel before it has ended.
+``freeze_`` makes them, ``thaw_`` and ``train()`` drop them. Kernels read them faster than the weights: gate rows in the
+plan's order, Wd neuron by neuron, and an int8 copy of the gate that rules neurons out for one token (a proven bound:
+results are those of the weights). A kernel may also read a frozen gate before the kernel ahead of it has ended.
 
-Its tensors stay where they are, so that CUDA graphs go on reading them. A change of weights that can be seen (a version
-counter, an address) rewrites them in place at the next call. A write through ``.data`` cannot be seen: call
+The tensors stay at their addresses, so that CUDA graphs go on reading them. A visible change of weights (a version
+counter, an address) rewrites them in place at the next call. A write through ``.data`` is invisible: call
 ``refresh_`` after it."""
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _address, _version = Tensor.data_ptr, operator.attrgetter("_version")
 
 
 class _Seen(NamedTuple):
-    """Of which weights frozen state is. They are held themselves, so that no other takes one's place: weak references
-    would keep torch.utils.swap_tensors from working."""
+    """The weights that frozen state was made from. It holds them, so that no other tensor takes over an id; weak
+    references would break torch.utils.swap_tensors."""
 
     plan: Plan | None
     ids: list[int]
     held: list[Tensor]
     addresses: list[int]
-    counted: list[Tensor]  # of them; tensors of inference mode have no version
+    counted: list[Tensor]  # those with a version counter: tensors of inference mode have none
     versions: list[int]
 
     @classmethod
@@ -40,8 +40,8 @@ class _Seen(NamedTuple):
         return cls(plan, [*map(id, w)], held, [*map(_address, held)], counted, [*map(_version, counted)])
 
 
-class Frozen:
-    """One layer's. ``tensors`` is what operations take: see ``cpu.freeze`` and ``gpu.freeze`` for what they are."""
+class FrozenState:
+    """Frozen state of one layer. ``tensors`` is what operations take: see ``cpu.freeze`` and ``gpu.freeze``."""
 
     def __init__(self, w: Weights, plan: Plan | None, backend: str) -> None:
         self.backend = backend
@@ -51,11 +51,11 @@ class Frozen:
         self._written(w, plan)
 
     def tensors(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
-        """Up to date, as far as changes can be seen. (Compiled code is made once: for it registered.py looks.)"""
+        """Up to date with visible changes. (Code under a compiler is traced once: registered.py checks for it.)"""
         return self._tensors if torch.compiler.is_compiling() else self.tensors_now(w, plan, _is_capturing(w))
 
     def tensors_now(self, w: Weights, plan: Plan | None, captured: bool) -> tuple[Tensor, ...]:
-        """The same for an eager call that knows whether a CUDA graph captures it."""
+        """``tensors`` for an eager call that knows whether a CUDA graph captures it."""
         if not self._is_of(w, plan):
             self.rewrite(w, plan)
         if captured:
@@ -63,7 +63,7 @@ class Frozen:
         return self._tensors
 
     def forget(self) -> None:
-        """Rewrite it at the next call: after ``to`` a weight may lie at its old address, with other values."""
+        """Rewrite at the next call: after ``to`` a weight may have other values at its old address."""
         self._seen = None
 
     @property
@@ -71,8 +71,8 @@ class Frozen:
         return sum(t.nbytes for t in self._tensors)
 
     def rewrite(self, w: Weights, plan: Plan | None) -> None:
-        """From the weights as they are, in place. Where sizes have changed, anew, unless a CUDA graph reads the old
-        ones."""
+        """Rewrite in place from the present weights. If sizes have changed, make new tensors, unless a CUDA graph reads
+        the old ones."""
         if _is_capturing(w):
             raise RuntimeError(
                 "a frozen layer's weights or plan have changed: call it, or refresh_, before it is captured"
@@ -96,15 +96,14 @@ class Frozen:
         self._written(w, plan)
 
     def _written(self, w: Weights, plan: Plan | None) -> None:
-        if w.gate.device.type == "cuda":  # kernels read it before the one before them has ended
+        if w.gate.device.type == "cuda":  # kernels read the tensors before the kernel ahead of them has ended
             torch.cuda.current_stream(w.gate.device).synchronize()
         self._seen = _Seen.of(w, plan)
         if self._tensors:
             self._tensors[0].twell_states = w.states()  # type: ignore[attr-defined]
 
     def _is_of(self, w: Weights, plan: Plan | None) -> bool:
-        """Whether no change is to be seen: the same tensors at the same addresses, with their version counters. Every
-        call asks."""
+        """Whether no change is visible: same tensors, addresses and version counters. Every call asks."""
         seen = self._seen
         return (
             seen is not None
@@ -115,7 +114,7 @@ class Frozen:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is of other tensors: it is written anew when first used."""
+        """A copy has other weights: it is rewritten when first used."""
         return {**self.__dict__, "_seen": None, "is_captured": False}
 
     def _make(self, w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
@@ -124,7 +123,7 @@ class Frozen:
 
         w = Weights._make(None if t is None else t.detach() for t in w)
         chosen = backends.choose_backend(self.backend, w.gate.device)
-        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be written over
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode cannot be rewritten
             if chosen == "cpu":
                 return cpu.freeze(w)
             if chosen == "triton":

@@ -1,15 +1,15 @@
-"""Tensor parallel FFNs: each process has a share of the neurons, runs the fused op on it, and one all-reduce gives y.
+"""Tensor parallel FFNs: each process has a share of the neurons, runs the fused op on it, and one all-reduce sums y.
 
-An FFN is parallel if its weights are: DTensors, gate and up cut by rows, down by columns. The styles "colwise" and
-"rowwise" of transformers' plans, which other engines know too, lay weights out like that. The layer reads its share off
-its weights in every call and keeps nothing, so it loads, saves, copies and pickles as far as DTensors do.
+An FFN is parallel if its weights are DTensors, gate and up cut by rows, down by columns. The styles "colwise" and
+"rowwise" of transformers' plans, which other engines know too, lay weights out so. The layer reads its share from its
+weights in every call and keeps nothing, so it loads, saves, copies and pickles wherever DTensors do.
 
-The styles also replace the forwards of the projections. The fused op stands in for these forwards. They stay in place,
-and the FFN calls them where a projection has an adapter or a hook, which then acts as in the dense block. A style's
-forward also marks weights as tensor parallel: FSDP2 can lay weights out alike, but they are whole in every call.
+The styles also replace the forwards of the projections. The fused op stands in for these forwards. They stay in place:
+the FFN calls them if a projection has an adapter or a hook, which then acts as in the dense block. A style's forward
+also marks weights as tensor parallel: FSDP2 may use the same layout, but its weights are whole in every call.
 
-Outside the FFN everything is of the whole layer and the same on every process: y, l1_sum, counts, the running counts.
-So the loss, its gradients and what is calibrated are those of one process. Only the plan is of a process's own neurons.
+Outside the FFN every result covers the whole layer and is the same on every process: y, l1_sum, counts, the running
+counts. So losses, gradients and calibration equal those of one process. Only the plan covers a process's own neurons.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from twell.reference import Weights
 
 
 class Share(NamedTuple):
-    """The neurons of a layer that this process has."""
+    """The neurons of a layer that this process owns."""
 
     mesh: Any  # the weights' DeviceMesh
     own: slice
@@ -38,19 +38,19 @@ class Share(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Not while FSDP divides the weights further: they are whole when it runs the layer."""
+        """False while FSDP divides the weights further: it gathers them to run the layer."""
         return bool(self.mesh.ndim == 1)
 
     def counts_of_own(self, counts: Tensor) -> Tensor:
-        """Of counts of the whole layer, or of these neurons already."""
+        """``counts`` are of the whole layer or already of these neurons."""
         return counts[self.own] if len(counts) == self.n_neurons else counts
 
     def weights_of_own(self, w: Weights) -> Weights:
-        """What this process computes with. Down's bias is left out: ``run`` adds it once."""
+        """The weights of the own neurons. Down's bias is left out: ``run`` adds it once."""
         return Weights._make(None if t is None else _local(t) for t in w._replace(down_bias=None))
 
     def run(self, ffn: Callable[[Tensor], Any], x: Tensor, down_bias: Tensor | None, return_stats: bool) -> Any:
-        """y and statistics of the whole layer, by a function that gives those of the own neurons."""
+        """y and statistics of the whole layer. ``ffn`` computes them for the own neurons."""
         result = ffn(_gradients_summed(x, self.mesh))
         y = _summed(result[0] if return_stats else result, self.mesh)
         if down_bias is not None:
@@ -65,9 +65,9 @@ class Share(NamedTuple):
 
 
 def share_of(projections: Sequence[nn.Module]) -> Share | None:
-    """This process's share, by the layout of the weights; None where they are not shared out by neurons.
+    """This process's share by the layout of the weights; None if they are not divided by neurons.
 
-    An input projection without a weight of its own, such as a wrapper, counts as laid out like the others.
+    An input projection without a weight of its own, for example a wrapper, counts as divided like the others.
     """
     *inputs, down = map(_wrapped, projections)
     weight: Any = down._parameters.get("weight")
@@ -82,12 +82,12 @@ def share_of(projections: Sequence[nn.Module]) -> Share | None:
     n, rank = mesh.size(dims[0]), mesh.get_coordinate()[dims[0]]
     each = -(-F // n)
     if each * (n - 1) >= F:
-        raise ValueError(f"an FFN of {F} neurons cannot be shared out over {n} processes: the last would have none")
+        raise ValueError(f"an FFN of {F} neurons cannot be divided over {n} processes: the last would have none")
     return Share(mesh, slice(each * rank, min(each * (rank + 1), F)), F)
 
 
 def _wrapped(linear: nn.Module) -> Any:
-    """The linear inside an adapter of PEFT; others as they are."""
+    """The linear inside an adapter of PEFT, or the linear itself."""
     return linear if "weight" in linear._parameters else getattr(linear, "base_layer", linear)
 
 
@@ -96,7 +96,7 @@ def _is_cut_by_rows(parameter: Any, mesh: Any, dim: int) -> bool:
 
 
 def is_distributed(parameter: Tensor) -> bool:
-    """Whether it is a DTensor. The module of those takes long to import."""
+    """Whether it is a DTensor, without importing DTensor's slow module."""
     return hasattr(parameter, "device_mesh")
 
 
@@ -105,13 +105,11 @@ def is_sharded(module: nn.Module) -> bool:
     return any(is_distributed(p) for p in module.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Forwards of the projections
-# ---------------------------------------------------------------------------------------------------------
+# -- Forwards of the projections -------------------------------------------------------------------------
 
 
 def stock_forward(linear: nn.Module) -> Any:
-    """What a style has put in the place of a projection's forward, or None."""
+    """The forward that a tensor parallel style gave a projection, or None."""
     forward = linear.__dict__.get("forward")
     is_ours = isinstance(forward, functools.partial) and forward.func is _forward_in_style
     is_theirs = getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel"
@@ -119,8 +117,8 @@ def stock_forward(linear: nn.Module) -> Any:
 
 
 def bind_forwards_(projections: Sequence[nn.Module]) -> None:
-    """Have the styles' forwards copied and pickled with their projections. Those of transformers are closures: they
-    cannot be pickled, and a copy's would compute with the weights of the original."""
+    """Make the styles' forwards copy and pickle with their projections. Those of transformers are closures: they
+    cannot be pickled, and a copied one would compute with the original's weights."""
     for i, linear in enumerate(map(_wrapped, projections)):
         if stock_forward(linear) is not None:
             style = "colwise" if i < len(projections) - 1 else "rowwise"
@@ -128,7 +126,7 @@ def bind_forwards_(projections: Sequence[nn.Module]) -> None:
 
 
 def _forward_in_style(linear: Any, style: str, *args: Any, **kwargs: Any) -> Any:
-    """What ``TensorParallelLayer.install_forward`` of transformers installs."""
+    """The forward that ``TensorParallelLayer.install_forward`` of transformers installs."""
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     known, mesh = ALL_PARALLEL_STYLES[style], linear.weight.device_mesh
@@ -138,18 +136,17 @@ def _forward_in_style(linear: Any, style: str, *args: Any, **kwargs: Any) -> Any
     return known.transform_output_post_forward(linear, output, mesh)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Tensors
-# ---------------------------------------------------------------------------------------------------------
+# -- Tensors ---------------------------------------------------------------------------------------------
 
 
 def _local(parameter: Any) -> Any:
-    """This process's part of a parameter."""
+    """This process's shard of a parameter."""
     return parameter.to_local() if is_distributed(parameter) else parameter
 
 
 def _summed(partial: Tensor, mesh: Any) -> Tensor:
-    """The sum over processes; its gradient goes to each of them as it is. May overwrite what has no gradient."""
+    """The sum over processes; each receives its gradient unchanged. May overwrite ``partial`` if it needs no
+    gradient."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     if not partial.requires_grad:
@@ -159,7 +156,7 @@ def _summed(partial: Tensor, mesh: Any) -> Tensor:
 
 
 def _gradients_summed(x: Tensor, mesh: Any) -> Tensor:
-    """x, the same on every process, whose gradient is the sum of what each of them finds."""
+    """x, which is the same on every process; its gradient is the sum of theirs."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     if not (torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad):

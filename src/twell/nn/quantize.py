@@ -1,4 +1,4 @@
-"""``quantize_`` and ``dequantize_``: the projections of sparse FFNs in FP8, and back; in place and explicit."""
+"""``quantize_`` and ``dequantize_``: convert the projections of sparse FFNs to FP8 and back, in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import nn
 
 from twell.fp8 import Fp8Linear, take_over, why_not_sizes
 from twell.fp8.compressed import other_quantization, record_
-from twell.nn.layers import SparseFFNBase, sparse_ffns, why_called
+from twell.nn.layers import SparseFFNBase
+from twell.nn.projections import why_called
+from twell.nn.whole_model import sparse_ffns
 
 CONFIGS = ("fp8",)
 _ALREADY = "its weights are FP8 already"
@@ -25,7 +27,7 @@ class QuantizeReport:
     bytes_before: int  # of the weights, scales and biases of these layers
     bytes_after: int
     left_alone: tuple[tuple[str, str], ...]  # name and reason
-    thawed: int  # of the layers, those that were frozen
+    thawed: int  # how many of the layers were frozen
 
     def __str__(self) -> str:
         line = (
@@ -41,19 +43,18 @@ class QuantizeReport:
     __repr__ = __str__
 
 
-@torch.inference_mode(False)  # writes to tensors that are made in it cannot be seen
+@torch.inference_mode(False)  # writes to tensors of inference mode are invisible
 @torch.no_grad()
 def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -> QuantizeReport:
-    """Round the projections of a model's sparse FFNs to FP8, in place, for inference; biases stay.
+    """Round the projections of a model's sparse FFNs to FP8, in place, for inference; biases stay as they are.
 
-    Weights become e4m3 with a scale for each output row, x is rounded token by token in the call. On Hopper GPUs few
-    and many tokens then run sparsely; all else is dense in FP8, on GPUs of compute capability 8.9 or newer.
-    ``emulate=True`` computes the same slowly, anywhere. Plans that were made from counts are made anew: costs are
-    others.
+    Weights become e4m3 with one scale per output row; x is rounded token by token in the call. On Hopper GPUs few
+    and many tokens then run sparsely; all other calls run densely in FP8, on GPUs of compute capability 8.9 or newer.
+    ``emulate=True`` computes the same slowly, on any device. Plans made from counts are made anew, since costs differ.
 
-    Layers whose projections are more than a plain ``nn.Linear`` are left alone, and so are those with weights that are
-    not finite; the report says why. FP8 weights of compressed-tensors and torchao are taken over as they are. Layers
-    that are FP8 already stay so, and ``emulate`` holds for them, too. Frozen layers are thawed.
+    Layers whose projections are more than a plain ``nn.Linear``, and layers with weights that are not finite, are left
+    alone; the report says why. FP8 weights of compressed-tensors and torchao are taken over unchanged. Layers that are
+    FP8 already stay so, and ``emulate`` is set on them, too. Frozen layers are thawed.
 
     ``save_pretrained`` then writes compressed-tensors' keys and configuration: pass the whole model.
     """
@@ -64,9 +65,11 @@ def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -
         raise ValueError("quantize_: the model has no sparse feed-forward layers; call sparsify_ first")
     method = other_quantization(model)
     if method is not None:
-        raise ValueError(f"quantize_: the model is quantised by {method} already, and can be saved as one of both only")
+        raise ValueError(
+            f"quantize_: the model is already quantised by {method}, and can be saved with one method only"
+        )
     names, left_alone, before, after, thawed = [], [], 0, 0, 0
-    known: dict[int, tuple[nn.Module, Fp8Linear]] = {}  # of projections that layers share
+    known: dict[int, tuple[nn.Module, Fp8Linear]] = {}  # projections that several layers may share
     for name, ffn in ffns:
         linears = [getattr(ffn, projection) for projection in ffn.projections]
         made = _in_fp8(ffn, linears, emulate, known)
@@ -88,7 +91,7 @@ def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -
 def _in_fp8(
     ffn: SparseFFNBase, linears: list[Any], emulate: bool, known: dict[int, tuple[nn.Module, Fp8Linear]]
 ) -> list[Fp8Linear] | str:
-    """A layer's projections in FP8, or why they stay as they are."""
+    """A layer's projections in FP8, or the reason why they stay as they are."""
     if all(isinstance(linear, Fp8Linear) for linear in linears):
         for linear in linears:
             linear.emulate = emulate
@@ -114,10 +117,10 @@ def _in_fp8(
 
 
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Give every FP8 layer of a model plain weights again, with the values that the FP8 ones stand for, in place.
+    """Give every FP8 layer of a model plain weights with the same values, in place; returns how many layers there were.
 
-    ``dtype``: by default that of the model's other weights. Returns how many layers there were. For kernels that read
-    ``down_proj`` neuron by neuron call ``sparsify_`` again, which lays it out so."""
+    ``dtype``: by default the dtype of the model's other weights. To lay ``down_proj`` out neuron by neuron again, call
+    ``sparsify_``."""
     ffns = list(sparse_ffns(model))
     if dtype is None:
         dtype = _dtype_of_others(model)
@@ -128,7 +131,7 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> int:
             made[id(layer)] = layer.to_linear(dtype)
         return made[id(layer)]
 
-    held = []  # so that no id is given twice
+    held = []  # keeps the old layers alive, so that no id is used twice
     for _, ffn in ffns:
         for projection in ffn.projections:
             layer = getattr(ffn, projection)
@@ -153,5 +156,5 @@ def _dtype_of_others(model: nn.Module) -> torch.dtype:
 
 
 def _bytes_of(linear: nn.Module) -> int:
-    """Of its tensors; a tensor of another library tells its own."""
+    """A tensor subclass of another library reports its own size."""
     return sum(p.nbytes for p in linear.parameters())

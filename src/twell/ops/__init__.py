@@ -1,5 +1,5 @@
-"""``twell.gated_ffn`` and ``twell.ffn`` (functional.py), their registration with PyTorch (registered.py), and
-the choice of the code that runs them (backends.py)."""
+"""``twell.gated_ffn`` and ``twell.ffn`` (functional.py), their registration with PyTorch (registered.py), and the
+choice of a backend (backends.py)."""
 
 from twell.ops.functional import DTYPES, Stats, ffn, gated_ffn
 

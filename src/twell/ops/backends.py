@@ -1,4 +1,4 @@
-"""Which code runs an operation: the reference, the CPU path, or the GPU's kernels."""
+"""The choice of a backend: the reference, the CPU path, or the GPU kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from twell.reference import Weights
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
-_AUTOMATIC = ("cpu", "triton", "reference")  # the first that can run
+_AUTOMATIC = ("cpu", "triton", "reference")  # "auto": the first that can run
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
 
 
@@ -32,17 +32,17 @@ def _why_no_triton(device: torch.device) -> str | None:
         return None if interpreted else "it runs on GPUs, and these tensors are on the CPU"
     if device.type != "cuda":
         return f"it runs on CUDA tensors, and these are on {device}"
-    if torch.version.hip is not None:  # AMD's GPUs call themselves cuda, too
+    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda, too
         return "its kernels are written for NVIDIA's GPUs (PTX), and this torch is built for AMD's (ROCm)"
     capability = torch.cuda.get_device_capability(device)
     return None if capability >= (8, 0) else f"it needs compute capability 8.0, and this GPU has {capability}"
 
 
-_chosen: dict[tuple[str, torch.device], str] = {}  # what a device can do does not change
+_chosen: dict[tuple[str, torch.device], str] = {}  # a device's abilities do not change
 
 
 def choose_backend(requested: str, device: torch.device) -> str:
-    """The backend that will run: the requested one, or for "auto" the fastest that can."""
+    """The backend that will run: the requested one, or for "auto" the fastest that can run here."""
     chosen = _chosen.get((requested, device))
     if chosen is not None:
         return chosen
@@ -55,7 +55,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
         if reason is not None:
             raise ValueError(f"backend {requested!r} is not available: {reason}")
         chosen = requested
-    if device.type == "cuda" and not torch.compiler.is_compiling():  # on a CPU triton's interpreter comes and goes
+    if device.type == "cuda" and not torch.compiler.is_compiling():  # Triton's interpreter may be switched
         _chosen[requested, device] = chosen
     return chosen
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twell.ops.backends import choose_backend
-from twell.ops.registered import Call, Train, goes_straight, infer
+from twell.ops.registered import Call, Train, infer, skips_dispatcher
 from twell.plan import Plan
 from twell.reference import ACTIVATIONS, Weights
 
@@ -18,16 +18,11 @@ NO_PLAN = (None, None, None, None)
 
 
 class Stats(NamedTuple):
-    """What one call saw. Tokens that ``token_mask`` leaves out are in none of the three.
+    """Statistics of one call. Tokens that ``token_mask`` leaves out count in none of the three."""
 
-    l1_sum: sum over tokens and neurons of |h|, differentiable, float32 (float64 for float64 inputs).
-    counts: int32 [F], the tokens for which each neuron was active.
-    tokens: int64 scalar tensor, the tokens counted.
-    """
-
-    l1_sum: Tensor
-    counts: Tensor
-    tokens: Tensor
+    l1_sum: Tensor  # sum over tokens and neurons of |h|, differentiable, float32 (float64 for float64 inputs)
+    counts: Tensor  # int32 [F], the tokens for which each neuron was active
+    tokens: Tensor  # int64 scalar tensor, the tokens counted
 
 
 def gated_ffn(
@@ -49,10 +44,10 @@ def gated_ffn(
 
     x [..., D]; w_gate, w_up [F, D]; w_down [D, F] (HF layout); biases [F], [F], [D]. Returns y [..., D], or
     (y, Stats) with ``return_stats``. ``token_mask`` [...] marks the tokens that count in the statistics; y
-    is computed for all. Equal to the dense FFN within rounding, whatever the sparsity.
+    is computed for all tokens. The result equals the dense FFN's within rounding, whatever the sparsity.
 
-    ``plan`` says how the GPU kernels split the work; it changes time, never the result. **Without a plan a call on a
-    GPU runs densely**: which neurons fire often is not known. The CPU needs none: it decides by what it sees.
+    ``plan`` sets how the GPU kernels split the work; it changes time, never the result. **Without a plan a call on a
+    GPU runs densely**, because which neurons fire often is not known. The CPU decides in the call and needs no plan.
 
     >>> x, w_gate, w_up, w_down = torch.randn(2, 3, 8), torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
     >>> y, stats = gated_ffn(x, w_gate, w_up, w_down, return_stats=True)
@@ -93,9 +88,9 @@ def _tensors_of(plan: Plan | None, x: Tensor) -> Sequence[Tensor | None]:
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether a call is captured in a CUDA graph, which repeats it without the host.
+    """Whether a call is captured in a CUDA graph, which replays it without the host.
 
-    What is compiled is not, as far as one can tell: without ``mode="reduce-overhead"`` it takes as much of the host.
+    False under a compiler: without ``mode="reduce-overhead"`` compiled code costs as much host time as eager code.
     """
     if torch.compiler.is_compiling():
         return False
@@ -112,9 +107,9 @@ def run(
     token_mask: Tensor | None,
     return_stats: bool,
 ) -> Any:
-    """``gated_ffn`` or ``ffn`` of arguments that fit each other. ``plan``: ``PlanTensors``, or four times None."""
-    straight = goes_straight(x)
-    if not straight and not torch.compiler.is_compiling():  # what is chosen would be a guard of compiled code
+    """``gated_ffn`` or ``ffn`` with checked arguments. ``plan``: ``PlanTensors``, or four times None."""
+    straight = skips_dispatcher(x)
+    if not straight and not torch.compiler.is_compiling():  # under a compiler the choice would be a guard
         choose_backend(backend, x.device)  # raises here, with a clean traceback
     save = torch.is_grad_enabled() and (x.requires_grad or any(t is not None and t.requires_grad for t in w))
     if not save and not return_stats:
@@ -138,7 +133,7 @@ def run(
 
 
 def check(name: str, x: Tensor, w: Weights, activation: str, token_mask: Tensor | None) -> None:
-    """Raise a ValueError that says what was expected and what came."""
+    """Raise a ValueError that says what was expected and what was given."""
     if w.up is None:
         weights = {"w_up": w.gate, "w_down": w.down, "b_up": w.gate_bias, "b_down": w.down_bias}
     else:
@@ -148,12 +143,7 @@ def check(name: str, x: Tensor, w: Weights, activation: str, token_mask: Tensor 
 
 
 def _check(
-    name: str,
-    x: Tensor,
-    weights: dict[str, Any],
-    activation: str,
-    token_mask: Tensor | None,
-    plan: Plan | None,
+    name: str, x: Tensor, weights: dict[str, Any], activation: str, token_mask: Tensor | None, plan: Plan | None
 ) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"{name}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

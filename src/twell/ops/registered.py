@@ -1,17 +1,20 @@
 """The operations as PyTorch knows them: ``twell::ffn``, ``ffn_train``, ``ffn_backward`` and ``fp8_layer``.
 
-One family for gated and plain FFNs: the plain one has no up projection, and its ``w_up`` is the gate's weight here.
+One family for gated and plain FFNs: a plain one has no ``w_up``, and its up projection is called ``w_gate`` here.
 With M tokens, D model width, F neurons:
 
     twell::ffn           x [M, D], weights, plan, frozen           -> y [M, D]
-    twell::ffn_train     x [M, D], weights, token_mask [M], plan   -> y, l1_sum [], counts [F], what a backward needs
+    twell::ffn_train     x [M, D], weights, token_mask [M], plan   -> y, l1_sum [], counts [F], kept (saved.py)
     twell::ffn_backward  dy [M, D], dl1 [], and all of these       -> dx and six gradients of weights
-    twell::fp8_layer     x [..., D], its weights, its number       -> y [..., D], as the layer computes it by itself
+    twell::fp8_layer     x [..., D], its weights, its number       -> y [..., D]
 
-The first three are functional: statistics are outputs, nothing is updated behind the caller's back. Few tokens, many
-tokens and dense are choices inside an operation, by the plan's numbers, which arrive as sizes (``PlanTensors``): a
-compiled model holds one call a layer, whatever the plan. Forward-mode AD and double backward raise. The last calls the
-layer, which may count what fires, plan, and keep what kernels read of its weights."""
+The first three are functional: statistics are outputs, and nothing is updated in place. The operation itself chooses
+between few tokens, the split and dense, by the plan's numbers, which arrive as tensor sizes (``PlanTensors``). So a
+compiled model holds one call per layer for every plan. Forward-mode AD and double backward raise. ``fp8_layer`` calls
+the layer object, which may count neurons, plan, and keep copies of its weights.
+
+An operation is called through PyTorch's dispatcher: autocast (casts the arguments), then autograd (records the
+backward), then the device. Eager calls that need none of the stops skip them: ``skips_dispatcher``."""
 
 from __future__ import annotations
 
@@ -34,13 +37,13 @@ _count_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functor
 _tracing = torch._C._get_tracing_state
 
 
-def goes_straight(x: Tensor) -> bool:
-    """Whether a call would reach its kernels unchanged: the dispatcher's two stops take 25 us of host time."""
-    return type(x) is Tensor and x.device.type in ("cuda", "cpu") and nothing_stands_before(x.device.type)
+def skips_dispatcher(x: Tensor) -> bool:
+    """Whether the dispatcher would change nothing on the way to the kernels: its two stops cost 25 us of host time."""
+    return type(x) is Tensor and x.device.type in ("cuda", "cpu") and nothing_intercepts(x.device.type)
 
 
-def nothing_stands_before(device_type: str) -> bool:
-    """No compiler, tracer, mode, function transform, tangents or autocast."""
+def nothing_intercepts(device_type: str) -> bool:
+    """No compiler, tracer, dispatch mode, function transform, forward-mode AD or autocast is active."""
     return (
         not torch.compiler.is_compiling()
         and forward_ad._current_level < 0
@@ -51,16 +54,14 @@ def nothing_stands_before(device_type: str) -> bool:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What runs
-# ---------------------------------------------------------------------------------------------------------
+# -- What runs on a device -------------------------------------------------------------------------------
 
 
 class Call(NamedTuple):
     """What a training forward takes besides x and the weights, in the operation's order."""
 
     token_mask: Tensor | None
-    order: Tensor | None  # a plan's: see PlanTensors
+    order: Tensor | None  # the four tensors of the plan: see PlanTensors
     places: Tensor | None
     sizes: Tensor | None
     tokens: Tensor | None
@@ -92,6 +93,7 @@ def infer(
 
 
 def _train(x: Tensor, w: Weights, call: Call) -> tuple[Tensor, ...]:
+    """y, l1_sum, counts, kept."""
     chosen, (mask, *_, activation, _, want_stats, save) = choose_backend(call.backend, x.device), call
     if chosen == "triton" and fits_triton(x, w):
         return kernels().train(x, w, activation, call.plan, mask, want_stats=want_stats, save=save)
@@ -101,8 +103,8 @@ def _train(x: Tensor, w: Weights, call: Call) -> tuple[Tensor, ...]:
         out = reference.forward(x, w, activation, mask, want_stats=want_stats)
     kept = x.new_empty(0)
     if save:
-        parts = [t.reshape(-1) for t in (out.gate, out.up) if t is not None]
-        kept = parts[0] if len(parts) == 1 else torch.cat(parts)
+        pieces = [t.reshape(-1) for t in (out.gate, out.up) if t is not None]
+        kept = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return out.y, out.l1_sum, out.counts, kept
 
 
@@ -115,23 +117,20 @@ def _backward(
         gradients = kernels().backward(dy, dl1, x, w, kept, activation, call.plan, mask, needs)
     else:
         path = cpu.backward if chosen == "cpu" else reference.backward
-        parts = kept.view(1 if w.up is None else 2, len(x), len(w.gate))
-        gradients = path(dy, dl1, x, w, parts[0], None if w.up is None else parts[1], activation, mask, needs)
+        r, *u = kept.view(1 if w.up is None else 2, len(x), len(w.gate))
+        gradients = path(dy, dl1, x, w, r, u[0] if u else None, activation, mask, needs)
     return gradients.x, *gradients.weights
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Registration
-# ---------------------------------------------------------------------------------------------------------
+# -- Schemas and device implementations ------------------------------------------------------------------
 
-_library = torch.library.Library("twell", "DEF")  # must stay alive: dropping it unregisters
+_library = torch.library.Library("twell", "DEF")  # must stay alive: its end unregisters the operations
 _WEIGHTS = "Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
 _PLAN = "Tensor? order, Tensor? places, Tensor? sizes, Tensor? tokens"
 _TAGS = (torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag)
 
 _library.define(
-    f"ffn(Tensor x, {_WEIGHTS}, {_PLAN}, Tensor[] frozen, str activation, str backend) -> Tensor",
-    tags=_TAGS,
+    f"ffn(Tensor x, {_WEIGHTS}, {_PLAN}, Tensor[] frozen, str activation, str backend) -> Tensor", tags=_TAGS
 )
 _library.define(
     f"ffn_train(Tensor x, {_WEIGHTS}, Tensor? token_mask, {_PLAN}, str activation, str backend, bool want_stats, "
@@ -143,18 +142,17 @@ _library.define(
     f"str activation, str backend, bool[] needs) -> ({', '.join(['Tensor'] * 7)})",
     tags=_TAGS,
 )
-
-# It takes the weights so that compilers see what it reads. A layer may keep what it makes of them, and plan: in the
-# memory of a compiler's CUDA graphs that would be lost.
+# fp8_layer takes the weights so that compilers see what it reads. It is unsafe in a compiler's CUDA graphs because the
+# layer may make copies of its weights, and a plan: in the memory of a graph they would be lost.
 _library.define(
     "fp8_layer(Tensor x, Tensor[] weights, Tensor number) -> Tensor", tags=(*_TAGS, torch.Tag.cudagraph_unsafe)
 )
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count(1 << 59)  # as sizes, that no other is
+_numbers = itertools.count(1 << 59)  # they arrive as sizes: no other size is as large
 
 
 def number_of(layer: Any) -> int:
-    """By which compiled code calls ``layer.in_fp8``."""
+    """A new number by which compiled code calls ``layer.in_fp8``."""
     number = next(_numbers)
     _layers[number] = layer
     return number
@@ -174,7 +172,7 @@ def _fp8_layer_op(x: Tensor, weights: Sequence[Tensor], number: Tensor) -> Tenso
 def _infer_op(x: Tensor, *rest: Any) -> Tensor:
     *weights, order, places, sizes, tokens, frozen, activation, backend = rest
     w = Weights(*weights)
-    if frozen and getattr(frozen[0], "twell_states", None) != w.states():  # compiled code takes them without a look
+    if frozen and getattr(frozen[0], "twell_states", None) != w.states():  # compiled code passes them unchecked
         frozen = ()
     return infer(x, w, activation, backend, (order, places, sizes, tokens), frozen)
 
@@ -184,10 +182,10 @@ def _train_op(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_op(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *others, kept, activation, backend, needs = rest
-    mask, order, places, sizes, tokens = others[6:]
+    *weights_mask_plan, kept, activation, backend, needs = rest
+    mask, order, places, sizes, tokens = weights_mask_plan[6:]
     call = Call(mask, order, places, sizes, tokens, activation, backend, want_stats=False, save=True)
-    gradients = _backward(dy, dl1, x, Weights(*others[:6]), call, kept, tuple(needs))
+    gradients = _backward(dy, dl1, x, Weights(*weights_mask_plan[:6]), call, kept, tuple(needs))
     return tuple(x.new_empty(0) if g is None else g for g in gradients)
 
 
@@ -195,6 +193,9 @@ _OPS = {"ffn": _infer_op, "ffn_train": _train_op, "ffn_backward": _backward_op, 
 for _name, _function in _OPS.items():
     for _key in ("CPU", "CUDA"):  # CPU: also Triton's interpreter
         _library.impl(_name, _function, _key)
+
+
+# -- Shapes, for compilers -------------------------------------------------------------------------------
 
 
 @torch.library.register_fake("twell::fp8_layer")
@@ -220,55 +221,50 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("twell::ffn_backward")
 def _(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *weights, _, _, _, _, _, _, _, backend, needs = rest
-    w = Weights(*weights)
+    w, backend, needs = Weights(*rest[:6]), rest[-2], rest[-1]
     (M, D), F = x.shape, w.gate.shape[0]
     shapes = [(M, D), (F, D), (F, D), (D, F), (F,), (F,), (D,)]
-    there = [True, True, w.up is not None, True, True, w.up is not None, True]
-    out = [
-        x.new_empty(s if need and t else (0,)) for s, need, t in zip(shapes, needs, there, strict=True)
-    ]  # fmt: skip
+    exists = [True, True, w.up is not None, True, True, w.up is not None, True]
+    out = [x.new_empty(s if need and e else (0,)) for s, need, e in zip(shapes, needs, exists, strict=True)]
     by_kernels = choose_backend(backend, x.device) == "triton" and fits_triton(x, w)
     if needs[3] and by_kernels and reference.is_neuron_major(w.down):
         out[3] = x.new_empty(F, D).t()
     return tuple(out)
 
 
-def _check_no_tangents(tensors: Sequence[Any]) -> None:
-    """Forward-mode AD would silently get zero tangents from an operation that has no rule for it."""
-    if forward_ad._current_level >= 0 and any(
-        isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors
-    ):
+# -- Autograd --------------------------------------------------------------------------------------------
+
+
+def _needs_gradients(args: Sequence[Any]) -> bool:
+    """Whether autograd must record the call. Raises under forward-mode AD, whose tangents would silently be lost."""
+    tensors = [t for t in args if isinstance(t, Tensor)]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError("twell: sparse FFNs have no forward-mode derivative (jvp, jacfwd); use the backward")
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _infer_with_gradients(*args: Any) -> Tensor:
-    """What autograd asks for: y has no gradient, which must not go unnoticed."""
-    _check_no_tangents(args)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+def _infer_autograd(*args: Any) -> Tensor:
+    if _needs_gradients(args):
         raise NotImplementedError(
             "twell::ffn has no gradient: call twell.gated_ffn or twell.ffn, which train by ffn_train"
         )
     with torch._C._AutoDispatchBelowAutograd():
-        if goes_straight(args[0]):  # as compiled code does: the dispatcher's next stop is this one
+        if skips_dispatcher(args[0]):  # true for calls from compiled code: the device is the only stop left
             return _infer_op(*args)
         return torch.ops.twell.ffn.default(*args)
 
 
-_library.impl("ffn", _infer_with_gradients, "Autograd")
-
-
 class Train(torch.autograd.Function):
-    """ffn_train with its backward. (torch.library.register_autograd does the same, and takes 300 us more of host
-    time.) ``straight``: to the kernels, without the dispatcher, and of x [..., D]: a view outside would be another node
-    of autograd's graph."""
+    """``ffn_train`` with its backward. (torch.library.register_autograd does the same and costs 300 us more of host
+    time.) ``straight``: call the kernels without the dispatcher, and accept x [..., D]: a view made outside would be
+    another node of autograd's graph."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *weights, call, straight = rest
         if straight:
             y, *others = _train(x.reshape(-1, x.shape[-1]), Weights(*weights), call)
-            output = y.view(x.shape).data, *others  # as a view it could not be written to in place, as Falcon does
+            output = y.view(x.shape).data, *others  # not a view: Falcon writes to y in place
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 output = torch.ops.twell.ffn_train.default(x, *weights, *call)
@@ -282,11 +278,11 @@ class Train(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, *_: Any) -> Any:
         if not ctx.call.save:
-            raise RuntimeError("twell::ffn_train was called with save=False: there is nothing to differentiate by")
-        x, *weights, mask, kept = ctx.saved_tensors  # once: under checkpointing a second look computes it all again
+            raise RuntimeError("twell::ffn_train was called with save=False: it kept nothing for a backward")
+        x, *weights, mask, kept = ctx.saved_tensors  # read once: under checkpointing each read recomputes them all
         call, needs = ctx.call if mask is None else ctx.call._replace(token_mask=mask), ctx.needs_input_grad[:7]
         dy = torch.zeros_like(x) if dy is None else dy
-        if goes_straight(dy) and not torch.is_grad_enabled():
+        if skips_dispatcher(dy) and not torch.is_grad_enabled():
             flat = -1, x.shape[-1]
             dx, *others = _backward(dy.reshape(flat), dl1, x.reshape(flat), Weights(*weights), call, kept, needs)
             grads: Any = dx.view(x.shape) if needs[0] and dx is not None else None, *others
@@ -296,8 +292,8 @@ class Train(torch.autograd.Function):
         return (*[g if n else None for g, n in zip(grads, needs, strict=True)], None, None)
 
 
-class _TrainBackward(torch.autograd.Function):
-    """ffn_backward, whose own derivative raises."""
+class _OnlyBackward(torch.autograd.Function):
+    """``ffn_backward``, whose own derivative raises."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -309,28 +305,30 @@ class _TrainBackward(torch.autograd.Function):
         raise NotImplementedError("twell: sparse FFNs have no second derivative (double backward)")
 
 
-def _train_with_gradients(*args: Any) -> Any:
-    _check_no_tangents(args)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+def _train_autograd(*args: Any) -> Any:
+    if _needs_gradients(args):
         return Train.apply(*args[:7], Call(*args[7:]), False)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.twell.ffn_train.default(*args)
 
 
-def _backward_with_gradients(*args: Any) -> Any:
-    _check_no_tangents(args)
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
-        return _TrainBackward.apply(*args)
+def _backward_autograd(*args: Any) -> Any:
+    if _needs_gradients(args):
+        return _OnlyBackward.apply(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.twell.ffn_backward.default(*args)
 
 
-_library.impl("ffn_train", _train_with_gradients, "Autograd")
-_library.impl("ffn_backward", _backward_with_gradients, "Autograd")
+_library.impl("ffn", _infer_autograd, "Autograd")
+_library.impl("ffn_train", _train_autograd, "Autograd")
+_library.impl("ffn_backward", _backward_autograd, "Autograd")
+
+
+# -- Autocast --------------------------------------------------------------------------------------------
 
 
 def _register_autocast(name: str, device_type: str, dispatch_key: str) -> None:
-    """Under autocast run in the autocast dtype, as F.linear does. (torch's own helper fixes one dtype.)"""
+    """Run in the autocast dtype, as F.linear does. (torch.library.register_autocast fixes one dtype.)"""
     op = getattr(torch.ops.twell, name)
 
     def cast(arg: Any, dtype: torch.dtype) -> Any:
@@ -342,7 +340,7 @@ def _register_autocast(name: str, device_type: str, dispatch_key: str) -> None:
         with torch.autocast(device_type, enabled=False):
             given = [cast(a, dtype) for a in args]
             if name == "ffn" and any(a is not b for a, b in zip(given[1:7], args[1:7], strict=True)):
-                given[11] = []  # what is frozen is of the weights as they were
+                given[11] = []  # frozen tensors were made from the weights before the cast
             return op(*given)
 
     _library.impl(name, kernel, dispatch_key)

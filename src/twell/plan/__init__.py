@@ -1,5 +1,7 @@
-"""Which neurons of a layer are hot and which tokens heavy, from counts and costs: costs.py, choose.py, plan.py.
-drift.py tells when a plan no longer suits the text."""
+"""The plan of a layer: which neurons are hot, which tokens heavy, and from how many tokens on it runs sparsely.
+
+plan.py: what a plan is. costs.py: what things cost on a GPU; tuned.py: costs that ``twell tune`` measured. choose.py
+makes plans from counts and costs. drift.py tells when a plan no longer suits the text."""
 
 from twell.plan.choose import choose_plan, few_tokens_for, gain_left, union_of, union_tokens_for
 from twell.plan.costs import Costs, costs_are, costs_for

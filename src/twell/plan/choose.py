@@ -1,29 +1,28 @@
-"""The plan of a layer: which neurons are hot, how many active neurons make a token heavy, or that it runs densely.
+"""Choose a layer's plan: which neurons are hot, how many active neurons make a token heavy, or that it runs densely.
 
-A plan follows from how often each neuron fires and from what things cost on a GPU. Costs are counted in units of one
-element of a large GEMM: one token, one neuron, one projection. A gated FFN of F neurons costs 3 F a token densely. In
-the three-part split a token pays
+A plan follows from how often each neuron fires and from what things cost on a GPU, in units of one element of a large
+GEMM: one token, one neuron, one projection. A dense gated FFN of F neurons costs 3 F a token. In the split a token pays
 
     hot neuron        2 + down               gate, up and down densely
     cold neuron       gate + p * gather      its gate, and two gathered rows whenever it fires (with frequency p)
-    heavy token       3 * heavy * C          gate, up and down of the C cold neurons densely, by GEMMs over listed rows
-    any token         token                  its lists, x and y once more; + hot if any neuron is: y another time
+    heavy token       3 * heavy * C          gate, up and down of the C cold neurons, by GEMMs over listed rows
+    any token         token                  its lists, x and y once more; + hot if any neuron is hot: y another time
 
 and a batch pays ``batch`` once. (A plain FFN has no up projection: 1 + down, gate + p * gather / 2, 2 * heavy * C.) The
-hot set that costs least is chosen among those that leave whole tiles of cold neurons; a token is heavy where gathering
-would cost more than the GEMMs. A plan changes time, never a result.
+cheapest hot set is chosen among those that leave whole tiles of cold neurons; a token is heavy if gathering would cost
+more than the GEMMs. A plan changes time, never a result.
 
-Training counts forward and backward: densely 3 * dense * F a token, a hot neuron 3 * dense - 1 + down; the cold gate
-has no dense backward, a pair gathers seven rows instead of two. It keeps what it computed, so a smaller hot set and
-shorter lists are worth a little time; and it plans for a longer tail than was counted, since too small a hot set costs
-more than too large a one when other text comes.
+Training counts forward and backward: dense costs 3 * dense * F a token, a hot neuron 3 * dense - 1 + down; the cold
+gate has no dense backward; a pair gathers seven rows instead of two. The forward keeps what it computed, so a smaller
+hot set and shorter lists are worth a little time. The plan assumes a longer tail than was counted: when the text
+changes, too small a hot set costs more than too large a one.
 
-A few tokens, as in generation, are bound by the bytes of the weights, and split otherwise (gpu/decode/few.py): all of
-the gate is read, of up and down the U neurons that fire for any of M tokens, densely 3 F rows. That pays where
+A few tokens, as in generation, are bound by the bytes of the weights, and run otherwise (gpu/decode/few.py): all of the
+gate is read, and of up and down the U neurons that fire for any of the M tokens; dense reads 3 F rows. This pays if
 
     start + gate * F + 2 * gather * U(M)  <  3 F / 1.05        U(M) = sum over neurons of 1 - (1 - p)^M
 
-Between few and many tokens it is the same with tiles of 64 tokens, U(64) (gpu/prefill/union.py).
+Between few and many tokens the same holds for tiles of 64 tokens, with U(64) (gpu/prefill/union.py).
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from twell.plan.costs import Costs, Fp8Costs
 from twell.plan.plan import MAX_FEW_TOKENS, MIN_TOKENS, Plan, dense_plan
 
 _TILE = 256  # cold neurons of one tile of the gate kernel
-_MIN_GAIN = 1.05  # every sparse way must promise this much over dense
-# More in training: counts do not tell of heavy tokens. Where later text had twice the cold activations, 1.17x promised
-# were 0.89x (H200).
+_MIN_GAIN = 1.05  # speedup over dense that every sparse way must promise
+# More in training, since counts do not show heavy tokens: when later text had twice the cold activations, a promised
+# 1.17x was 0.89x (H200).
 _MIN_GAIN_TRAINING = 1.25
-_STEP = 16  # of cap and first: kernels are compiled anew where a number stops being a multiple of it
-_LATER_TAIL = 1.4  # in training: the tail that is planned for, in terms of the one counted, since text changes
-_MEMORY_MARGIN = 0.035  # time that training gives for a smaller hot set: it keeps z and u of hot neurons
-# Fewer tokens leave parts of the GPU idle in every kernel, and in eager calls all of it while the host launches them:
-# 0.08 ms a forward, half as much again inside a model, where its code is cold; 0.8 ms a forward and backward. Forward,
-# then training; the second ones for calls that are captured.
+_STEP = 16  # cap and first are multiples: Triton recompiles a kernel when an argument stops being a multiple of 16
+_LATER_TAIL = 1.4  # training plans for this multiple of the counted tail, since text changes
+_MEMORY_MARGIN = 0.035  # share of the time that training gives for a smaller hot set: it keeps z and u of hot neurons
+# Fewer tokens leave SMs idle in every kernel, and in eager calls the whole GPU while the host launches: 0.08 ms a
+# forward, half as much again inside a model, where the code is cold in the caches; 0.8 ms a forward and backward.
+# Inference, then training; eager, then captured.
 _MIN_TOKENS, _MIN_TOKENS_CAPTURED = MIN_TOKENS, 2048
 _MIN_TOKENS_TRAINING, _MIN_TOKENS_TRAINING_CAPTURED = 4096, 4096
-# In rows of a dense FFN's weights that take as long to read, by tokens at once: what there is to do besides, and a
-# gathered row. Fitted to an H200's times of 4 to 3800 neurons of 5632 (D 2048), as CUDA graphs. Where hopper.py's first
-# kernel cannot run, up to 16 tokens take longer: at 8 by 2000 rows.
+# {tokens at once: (fixed cost, a gathered row)}, in rows of a dense FFN's weights that take as long to read. Fitted to
+# an H200's times of 4 to 3800 neurons of 5632 (D 2048), as CUDA graphs. Where hopper.py's first kernel cannot run, up
+# to 16 tokens take longer: 8 tokens by 2000 rows.
 FEW_COSTS = {
     1: (550.0, 2.2),
     2: (550.0, 2.2),
@@ -61,9 +60,10 @@ FEW_COSTS = {
     32: (3000.0, 1.2),
     MAX_FEW_TOKENS: (4300.0, 0.85),
 }
-_FEW_DENSE = {32: 0.88, MAX_FEW_TOKENS: 0.78}  # of a compiled dense FFN's time where gate and up are one GEMM: dense.py
-# Of FP8 weights, in rows of the dense layer of gpu/dense_fp8.py. From an H200's times of skew29, as CUDA graphs; of one
-# token also of 1000 and 2800 neurons (9.5 and 15.4 us, densely 23.1). With few it takes less than the gate's rows.
+_FEW_DENSE = {32: 0.88, MAX_FEW_TOKENS: 0.78}  # factor on dense where gate and up are one GEMM: gpu/dense.py
+# The same with FP8 weights, in rows of the dense layer of gpu/dense_fp8.py. From an H200's times of skew29, as CUDA
+# graphs; one token also with 1000 and 2800 neurons (9.5 and 15.4 us, dense 23.1). One token costs less than the gate's
+# rows.
 _FEW_COSTS_FP8 = {
     1: (-450.0, 1.15),
     2: (1460.0, 2.2),
@@ -73,11 +73,11 @@ _FEW_COSTS_FP8 = {
     32: (7500.0, 1.2),
     MAX_FEW_TOKENS: (12300.0, 0.85),
 }
-# Likewise, of gpu/prefill/union.py: beside the gate, and a neuron that fires for any of a tile of tokens.
+# The same for gpu/prefill/union.py: (fixed cost beside the gate, a neuron that fires for any of a tile of tokens).
 TILE_TOKENS = 64
 _UNION_COSTS = {128: (6050.0, 0.85), 256: (5200.0, 1.2), 512: (2750.0, 1.95), 1024: (1950.0, 2.2), 4095: (1200.0, 2.2)}
-FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; of F 14336 (D 4096), where processors have two programs
-_MANY_NEURONS = 64 * 132  # on an H200, above which they do
+FEW_GATE, _FEW_GATE_MANY = 0.95, 1.45  # a row of the gate; of F 14336 (D 4096), where an SM runs two programs
+_MANY_NEURONS = 64 * 132  # above which an H200's SMs run two programs
 
 
 def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048, gated: bool = True) -> Plan:
@@ -95,8 +95,8 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
         raise ValueError("a plan needs the counts of at least one token")
     frequency, order = (counts.double().cpu() / tokens).sort(descending=True, stable=True)
     projections, gather = (3, costs.gather) if gated else (2, costs.gather / 2)
-    tail = frequency.sum() - torch.cat([frequency.new_zeros(1), frequency.cumsum(0)])  # [H]: pairs a token left
-    n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)], device="cpu")  # those that leave whole tiles
+    tail = frequency.sum() - torch.cat([frequency.new_zeros(1), frequency.cumsum(0)])  # [H]: pairs left, per token
+    n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)], device="cpu")  # the rest is whole tiles
     cost = (projections * costs.dense - 1 + costs.down) * n_hot + costs.hot * (n_hot > 0)
     cost = cost + costs.gate * (F - n_hot) + gather * tail[n_hot] + costs.token
     training = costs.dense > 1
@@ -111,9 +111,9 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     if predicted < (_MIN_GAIN_TRAINING if training else _MIN_GAIN):
         return dense_plan(F, few_tokens, float(frequency.sum()), union_tokens)
     cap = projections * costs.heavy * (F - H) / gather
-    if training:  # which keeps the lists; the few tokens beyond have lists of their own
+    if training:  # it keeps the lists; the few tokens above cap have lists of their own
         cap = _STEP * math.ceil(min(cap, 6 + 4 * float(tail[H])) / _STEP)
-    captured = _MIN_TOKENS_CAPTURED if union_tokens < _MIN_TOKENS_CAPTURED else _MIN_TOKENS  # up to there by tiles
+    captured = _MIN_TOKENS_CAPTURED if union_tokens < _MIN_TOKENS_CAPTURED else _MIN_TOKENS  # below it, by tiles
     pays_from = int(costs.batch * 2048 / width / (dense - float(cost[best])))
     return Plan(
         n_neurons=F,
@@ -131,8 +131,8 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
 
 
 def gain_left(plan: Plan, costs: Costs, pairs: float, heavy: float, *, gated: bool) -> float:
-    """What a text leaves of the gain that a plan promised for another: 1, less, or below 0 where it is slower than
-    dense. ``pairs``: active cold neurons a token; ``heavy``: heavy tokens a token.
+    """The share of a plan's promised gain that is left on another text: 1 or less, below 0 if slower than dense.
+    ``pairs``: active cold neurons per token; ``heavy``: heavy tokens per token.
 
     >>> counts = torch.tensor([900] * 256 + [3] * 1792)
     >>> costs = Costs(gate=1.0, down=1.0, gather=150.0, heavy=1.4, token=0.0, hot=100.0, batch=1e7)
@@ -149,17 +149,16 @@ def gain_left(plan: Plan, costs: Costs, pairs: float, heavy: float, *, gated: bo
 
 
 def union_of(frequency: Tensor, tokens: int) -> float:
-    """How many neurons fire for any of so many tokens, if they are independent of each other: U."""
+    """U: the expected number of neurons that fire for any of so many tokens, if tokens are independent."""
     return float((1 - (1 - frequency.clamp(max=1)) ** tokens).sum())
 
 
 def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float = 1.0, fp8: bool = False) -> int:
-    """The most tokens up to which every batch pays by gpu/decode/few.py, or few_fp8.py; 0: none. ``frequency`` [F] of
-    neurons.
+    """The largest batch up to which gpu/decode/few.py, or few_fp8.py, pays; 0: none. ``frequency`` [F]: of neurons.
 
-    Not more than the ``tokens`` that were seen: of neurons that wait for rarer ones nothing is known.
+    At most the ``tokens`` that were seen: they tell nothing about neurons that fire more rarely.
     """
-    F, others = len(frequency), 2 if gated else 1  # projections beside the gate
+    F, others = len(frequency), 2 if gated else 1  # others: projections beside the gate
     gate = FEW_GATE if F <= _MANY_NEURONS else _FEW_GATE_MANY
     is_fused = gated and not fp8 and _MANY_NEURONS // 2 <= F <= _MANY_NEURONS
     few_tokens = 0
@@ -173,7 +172,7 @@ def few_tokens_for(frequency: Tensor, tokens: int, *, gated: bool, factor: float
 
 
 def union_tokens_for(frequency: Tensor, tokens: int, width: int, *, gated: bool, factor: float = 1.0) -> int:
-    """The most tokens up to which every batch pays by gpu/prefill/union.py, from few tokens on; 0: none."""
+    """The largest batch, above few tokens, up to which gpu/prefill/union.py pays; 0: none."""
     F, others, union_tokens = len(frequency), 2 if gated else 1, 0
     if tokens < TILE_TOKENS:
         return 0

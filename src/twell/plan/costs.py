@@ -1,6 +1,6 @@
 """What things cost on a GPU, in units of one element of a large GEMM: one token, one neuron, one projection.
 
-``twell tune`` measures a GPU; without that the costs of an H200 are scaled to it, or all runs densely."""
+``twell tune`` measures a GPU. Without that, an H200's costs are scaled to it, or layers run densely."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from twell.plan import tuned
 
 
 class Costs(NamedTuple):
-    """What a GPU takes, in elements of a large dense FFN: 5.8 ps on an H200 at D 2048, bf16."""
+    """Costs of a GPU, in elements of a large dense FFN: 5.8 ps on an H200 at D 2048, bf16."""
 
     gate: float  # an element of the cold gate
     down: float  # an element of the hot down projection
     gather: float  # the two gathered rows of one active (token, neuron) pair
     heavy: float  # an element of a GEMM over listed rows
-    token: float  # what a token costs besides
-    hot: float  # what it costs more once any neuron is hot
-    batch: float  # what a batch costs besides, at D 2048
-    dense: float = 1.0  # an element of a projection run densely; in training with its backward
-    few: float = 1.0  # factor of what few tokens cost, in rows of weights read
+    token: float  # fixed cost of a token
+    hot: float  # further fixed cost of a token if any neuron is hot
+    batch: float  # fixed cost of a batch, at D 2048
+    dense: float = 1.0  # an element of a dense projection; in training with its backward
+    few: float = 1.0  # factor on the cost of few tokens, in rows of weights read
 
 
 # Fitted to an H200's times of 8 layers of a trained model and of synthetic workloads, 1024 to 131072 tokens.
 _COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.5, token=650.0, hot=440.0, batch=1.2e7),
+    90: Costs(gate=0.93, down=0.71, gather=147.0, heavy=1.5, token=650.0, hot=440.0, batch=1.2e7)
 }
 
 
 class Fp8Costs(Costs):
-    """Of FP8 weights, in elements of a dense FP8 FFN, 3.5 ps: few tokens have a table of their own, and there are no
-    tiles of tokens."""
+    """Costs with FP8 weights, in elements of a dense FP8 FFN, 3.5 ps. Few tokens have a table of their own in
+    choose.py; no kernel runs tiles of tokens."""
 
 
-# From an H200's times of parts, 16384 tokens of skew29.
+# From an H200's times of the split's kernels, 16384 tokens of skew29.
 _FP8_COSTS: dict[int, Costs] = {
-    90: Fp8Costs(gate=0.83, down=1.17, gather=210.0, heavy=2.5, token=1200.0, hot=730.0, batch=1e7),
+    90: Fp8Costs(gate=0.83, down=1.17, gather=210.0, heavy=2.5, token=1200.0, hot=730.0, batch=1e7)
 }
 # Fitted to an H200's forward and backward with L1, 16384 tokens of skew29, skew100, iid29 and a trained model's layers;
 # dense: compiled.
 _TRAINING_COSTS: dict[int, Costs] = {
-    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=4.9, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95),
+    90: Costs(gate=0.93, down=0.25, gather=690.0, heavy=4.9, token=4600.0, hot=1000.0, batch=3.6e7, dense=2.95)
 }
-_UNKNOWN = Costs(gate=1e9, down=1e9, gather=1e9, heavy=1e9, token=1e9, hot=1e9, batch=1e9, few=1e9)  # all is dense
-_PROCESSORS, _BANDWIDTH = 132, 4.8  # of the H200 that was measured; TB/s
-_LEAST_BANDWIDTH = 2.0  # of GPUs with compute capability 9.0: taken where torch does not tell one's
+_UNKNOWN = Costs(gate=1e9, down=1e9, gather=1e9, heavy=1e9, token=1e9, hot=1e9, batch=1e9, few=1e9)  # all runs densely
+_PROCESSORS, _BANDWIDTH = 132, 4.8  # SMs and TB/s of the H200 that was measured
+_LEAST_BANDWIDTH = 2.0  # TB/s, of GPUs with compute capability 9.0: assumed if torch does not report a GPU's
 
 
 class Scale(NamedTuple):
-    """What costs of a GPU depend on, relative to the H200 that was measured."""
+    """The facts that a GPU's costs depend on, relative to the H200 that was measured."""
 
     capability: int  # 10 * major + minor
     processors: float = 1.0
@@ -63,24 +63,25 @@ class Scale(NamedTuple):
 
 
 def scale_of(device: torch.device) -> Scale:
-    """A CPU counts as the H200: what is planned there is what that GPU would do."""
+    """The scale of a device. A CPU counts as the H200, so plans made there are those of that GPU."""
     if device.type != "cuda":
         return Scale(90)
     facts: Any = torch.cuda.get_device_properties(device)
     if "H200" in facts.name and facts.multi_processor_count == _PROCESSORS:
         return Scale(10 * facts.major + facts.minor)
-    clock, bits = getattr(facts, "memory_clock_rate", 0), getattr(facts, "memory_bus_width", 0)  # kHz; two a clock
+    clock, bits = (getattr(facts, "memory_clock_rate", 0), getattr(facts, "memory_bus_width", 0))  # kHz; twice a clock
     bandwidth = 2e3 * clock * bits / 8 / 1e12 or _LEAST_BANDWIDTH
     relative = facts.multi_processor_count / _PROCESSORS, bandwidth / _BANDWIDTH
     return Scale(10 * facts.major + facts.minor, *relative)
 
 
 def costs_for(device: torch.device, *, training: bool = False, fp8: bool = False) -> Costs:
-    """What ``twell tune`` has measured on the device; else the measured costs of an H200, scaled to it; of a compute
-    capability without any such that all runs densely. ``fp8``: of FP8 weights, which ``twell tune`` does not measure.
+    """The costs that ``twell tune`` has measured on the device; else those of an H200, scaled to the device; for an
+    unknown compute capability costs so high that all runs densely. ``fp8``: costs with FP8 weights, which ``twell
+    tune`` does not measure.
 
-    The scaling is a guess by what bounds each cost: a GEMM takes as much longer as there are fewer multiprocessors,
-    gathers and what tokens cost besides as there is less bandwidth, and a batch's start always takes the same time.
+    The scaling is a guess from what bounds each cost: GEMMs by the number of SMs, gathers and the fixed cost of tokens
+    by the bandwidth, and the fixed cost of a batch takes the same time on every GPU.
     """
     own, _ = _tuned(device)
     if own is not None and not fp8:
@@ -96,7 +97,7 @@ def costs_for(device: torch.device, *, training: bool = False, fp8: bool = False
         token=known.token * bytes_bound,
         hot=known.hot * bytes_bound,
         batch=known.batch * of.processors,
-        few=known.few * max(1.0, of.bandwidth),  # its start takes the same time, in which more rows are read
+        few=known.few * max(1.0, of.bandwidth),  # the launch takes the same time, in which more rows are read
     )
 
 
@@ -105,7 +106,7 @@ def _tuned(device: torch.device) -> tuple[dict[str, dict[str, float]] | None, st
 
 
 def costs_are(device: torch.device) -> str:
-    """Where the costs of a device come from, in words."""
+    """The source of a device's costs, in words."""
     of, (own, why) = scale_of(device), _tuned(device)
     if own is not None:
         return why

@@ -1,6 +1,4 @@
-"""The plan of a layer: which neurons are hot, which tokens heavy, and from how many tokens on; choose.py makes them.
-
-A plan changes time, never a result."""
+"""``Plan``, and ``PlanTensors``, the form that operations take. A plan changes time, never a result."""
 
 from __future__ import annotations
 
@@ -11,30 +9,30 @@ import torch
 from torch import Tensor
 
 MIN_TOKENS = 3072  # see choose.py
-MAX_FEW_TOKENS = 64  # that gpu/decode/few.py takes at once
+MAX_FEW_TOKENS = 64  # what gpu/decode/few.py takes at once
 
 
 class PlanTensors(NamedTuple):
-    """A plan as operations take it: on the layer's device, with nothing on the host to read.
+    """A plan as operations take it: on the layer's device, so that no call copies from the host.
 
-    ``sizes`` and ``tokens`` hold numbers as a size of theirs, [0, number], and no memory. A compiler treats sizes as
-    symbols, so a new plan compiles nothing anew; each symbol costs compiled code a call of Python, so several numbers
-    are packed into one. Large offsets keep them from being equal to other sizes, which would become one symbol."""
+    ``sizes`` and ``tokens`` hold numbers as their shape, [0, number], and no memory. A compiler treats sizes as
+    symbols, so a new plan does not recompile. Each symbol costs compiled code a call of Python, so several numbers are
+    packed into one. Large offsets make them differ from all other sizes: equal sizes would share a symbol."""
 
     order: Tensor  # int32 [F]: the neurons, hot ones first
-    places: Tensor  # int32 [F]: of a cold neuron among the cold ones; -1 for hot ones
-    sizes: Tensor  # H, cap, first, of 18 bits each
-    tokens: Tensor  # see ``Plan.tokens``: of 7, 14 and 22 bits
+    places: Tensor  # int32 [F]: position of a cold neuron among the cold ones; -1 for hot ones
+    sizes: Tensor  # H, cap, first: 18 bits each
+    tokens: Tensor  # ``Plan.tokens``: 7, 14 and 22 bits
 
 
-_SIZE, _TOKENS, _UNION = 1 << 18, 1 << 22, 1 << 14  # which numbers are below; more tokens are run as so many are
+_SIZE, _TOKENS, _UNION = 1 << 18, 1 << 22, 1 << 14  # limits of these numbers; a larger min_tokens is clamped
 _OFFSET_SIZES, _OFFSET_TOKENS = 1 << 60, 1 << 61
 
 
 def as_size(number: int, device: torch.device) -> Tensor:
-    """A number, from 2 on, as the size of an empty tensor: compiled code takes it as a symbol."""
-    t = torch.empty(0, 1, dtype=torch.int8, device=device).expand(0, number)  # of no elements: it may be copied
-    if not torch.compiler.is_compiling():  # symbols from the first time on: else layers would compile anew one by one
+    """A number of at least 2 as the size of an empty tensor: a symbol for compiled code."""
+    t = torch.empty(0, 1, dtype=torch.int8, device=device).expand(0, number)  # no elements, so copies cost nothing
+    if not torch.compiler.is_compiling():  # a symbol from the first call on: else each layer would recompile
         torch._dynamo.maybe_mark_dynamic(t, 1)
     return t
 
@@ -55,25 +53,25 @@ def tokens_of(plan: PlanTensors) -> tuple[int, int, int]:
 class Plan:
     """How one layer runs on a GPU. Changes time, never a result.
 
-    Calls that are captured in a CUDA graph have thresholds of their own: a graph replays without the host, which
-    otherwise takes longer than a small batch does on the GPU.
+    Calls captured in a CUDA graph have thresholds of their own: a graph replays without the host, and an eager call of
+    a small batch takes longer on the host than on the GPU.
     """
 
     n_neurons: int
-    hot: Tensor  # int64 [H], most frequent first; all F neurons where batches run densely
-    cap: int  # a token with more active cold neurons is heavy, unless there are few of them
-    first: int = 32  # the tail starts with tokens that have more than this
-    min_tokens: int = MIN_TOKENS  # a smaller batch runs densely
-    few_tokens: int = 0  # but not one of at most so many tokens
-    union_tokens: int = 0  # nor of so many: by the neurons that fire for any of a tile of tokens
+    hot: Tensor  # int64 [H], most frequent first; all F neurons if large batches run densely
+    cap: int  # a token with more active cold neurons is heavy, or gets a long list if few tokens are
+    first: int = 32  # tokens with more tail entries than this run first
+    min_tokens: int = MIN_TOKENS  # batches of at least this many tokens run by the split
+    few_tokens: int = 0  # batches of at most this many run by the kernels for few tokens
+    union_tokens: int = 0  # above those, up to this many run by the neurons that fire for any of a tile of tokens
     min_tokens_captured: int | None = None  # in a CUDA graph; None: the same
     few_tokens_captured: int | None = None
     predicted: float | None = None  # speedup over dense
-    mean_active: float | None = None  # neurons that a token fires, where it was counted
-    tail: float | None = None  # cold ones of them; for plans that inference may replace: see drift.py
+    mean_active: float | None = None  # active neurons per token, if counted
+    tail: float | None = None  # active cold neurons per token; None: inference never replaces the plan (drift.py)
 
     def __post_init__(self) -> None:
-        """A neuron that is hot twice, or not there, would silently change what the layer computes."""
+        """Check: a hot neuron that is listed twice or does not exist would silently change results."""
         object.__setattr__(self, "_on", {})
         hot = self.hot.unique()
         inside = len(hot) == 0 or (int(hot[0]) >= 0 and int(hot[-1]) < self.n_neurons)
@@ -95,19 +93,20 @@ class Plan:
 
     @property
     def is_dense(self) -> bool:
-        """Of batches that are not few tokens."""
+        """Whether large batches run densely."""
         return len(self.hot) == self.n_neurons
 
     def tokens(self, *, captured: bool) -> tuple[int, int, int]:
-        """Sparse: as few tokens up to the first number, by tiles up to the second, in parts from the last on."""
+        """(few, most, least): up to ``few`` tokens by the kernels for few tokens, up to ``most`` by tiles of tokens,
+        from ``least`` on by the split; densely otherwise."""
         few, least = self.few_tokens, self.min_tokens
         if captured:
             few = few if self.few_tokens_captured is None else self.few_tokens_captured
             least = least if self.min_tokens_captured is None else self.min_tokens_captured
         return few, max(few, self.union_tokens), least
 
-    def in_parts(self, tokens: int, *, captured: bool) -> bool:
-        """Whether a batch of so many tokens runs in three parts."""
+    def runs_split(self, tokens: int, *, captured: bool) -> bool:
+        """Whether a batch of so many tokens runs by the split: hot neurons, heavy tokens, tail."""
         return not self.is_dense and tokens >= self.tokens(captured=captured)[2]
 
     def __repr__(self) -> str:
@@ -132,7 +131,7 @@ class Plan:
         return torch.cat([self.hot.cpu(), cold.nonzero()[:, 0]])
 
     def on(self, device: torch.device, *, captured: bool = False) -> PlanTensors:
-        """What operations take, kept for the next time. Made outside of graphs only: they would own it."""
+        """The plan's tensors, made once. Not to be made under capture: the CUDA graph would own them."""
         kept: dict[tuple[torch.device, bool], PlanTensors] = self.__dict__["_on"]
         tensors = kept.get((device, captured))
         if tensors is None:
@@ -143,7 +142,7 @@ class Plan:
     def _make(self, device: torch.device, captured: bool) -> PlanTensors:
         other = self.__dict__["_on"].get((device, not captured))
         few, most, least = self.tokens(captured=captured)
-        with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode cannot be kept
+        with torch.inference_mode(False), torch.no_grad():  # autograd cannot save tensors of inference mode
             packed = (len(self.hot) * _SIZE + self.cap) * _SIZE + self.first
             sizes = as_size(packed + _OFFSET_SIZES, device)
             tokens = as_size((few * _UNION + most) * _TOKENS + min(least, _TOKENS - 1) + _OFFSET_TOKENS, device)
@@ -155,7 +154,7 @@ class Plan:
             return PlanTensors(order.int().to(device), places.int().to(device), sizes, tokens)
 
     def __reduce__(self) -> Any:
-        """Copies and pickles make tensors of their own: they may be for another device."""
+        """Copies and pickles make tensors of their own, since they may be for another device."""
         return Plan.from_state_dict, (self.state_dict(),)
 
     def state_dict(self) -> dict[str, Any]:
@@ -168,6 +167,6 @@ class Plan:
 
 
 def dense_plan(n_neurons: int, few_tokens: int = 0, mean_active: float | None = None, union_tokens: int = 0) -> Plan:
-    """Dense but for batches of so many tokens."""
+    """Dense except for few tokens and tiles of tokens."""
     hot, given = torch.arange(n_neurons, device="cpu"), {"few_tokens": few_tokens, "union_tokens": union_tokens}
     return Plan(n_neurons=n_neurons, hot=hot, cap=0, predicted=1.0, mean_active=mean_active, **given)

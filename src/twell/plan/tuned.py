@@ -1,7 +1,7 @@
-"""Costs of a GPU that ``twell tune`` has measured: a file in the user's cache folder, one a kind of GPU.
+"""Costs of a GPU that ``twell tune`` has measured: a file in the user's cache folder, one per kind of GPU.
 
-Without such a file plans go by an H200's costs, scaled, on GPUs of its generation, and are dense on others: see
-``plan.costs_for``. Kernels change, and so does what they take: a file of other versions is left alone.
+Without a file, plans use an H200's costs, scaled, on GPUs of its generation, and are dense on others: see
+``plan.costs_for``. Kernels change, and their costs with them, so a file of other versions is ignored.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-VERSION = 1  # of what the file means
-_LEAST, _MOST = 1e-3, 1e12  # of a cost
+VERSION = 1  # of the file's meaning
+_LEAST, _MOST = 1e-3, 1e12  # range of a cost
 
 
 def folder() -> Path:
@@ -33,7 +33,7 @@ def path_for(device: torch.device) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """What a measurement holds for."""
+    """The versions that a measurement is valid for."""
     found = {"costs": str(VERSION), "torch": torch.__version__}
     for package in ("twell", "triton"):
         try:
@@ -44,7 +44,7 @@ def versions() -> dict[str, str]:
 
 
 def write(device: torch.device, costs: dict[str, dict[str, float]], **facts: Any) -> Path:
-    """``costs``: of inference and of training, by name."""
+    """Write a file of costs: {"inference": {name: cost}, "training": {name: cost}}."""
     path = path_for(device)
     content = {"device": torch.cuda.get_device_name(device), "versions": versions(), **facts, **costs}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write(device: torch.device, costs: dict[str, dict[str, float]], **facts: Any
 
 @functools.cache
 def read(path: Path, names: tuple[str, ...]) -> tuple[dict[str, dict[str, float]] | None, str]:
-    """(costs of inference and training, or None; where they come from or why there are none)."""
+    """(costs of inference and training, or None; their source, or why there are none)."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

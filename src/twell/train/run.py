@@ -33,7 +33,6 @@ from twell.train.files import (
     writing,
 )
 from twell.train.hub_data import find_dataset, read_dataset, stream_corpus
-from twell.train.live import LiveView
 from twell.train.lora import add_lora, merge_lora, save_adapter
 from twell.train.recipe_file import RECIPE_FILE, TOKENIZER_FOLDER, Saved, tokens_of
 from twell.train.recipes import Recipe
@@ -126,6 +125,8 @@ def run(
             )
             _write_recipe(now, saved, out, has_checkpoint=found.checkpoint is not None)
         start = time.perf_counter()
+        if live:
+            from twell.train.live import LiveView  # which needs rich
         with LiveView(recipe) if live else _Talk(recipe, say) as view:
             trainer.add_callback(view)
             if found.checkpoint is None:

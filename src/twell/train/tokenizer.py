@@ -7,13 +7,14 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from twell.hf.loading import reading
+from twell.hf.loading import model_path, reading
 from twell.train.data import END_OF_TEXT
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """A tokenizer by hub name, folder, or path of a ``tokenizer.json``. It must have an end-of-text token."""
-    path = Path(name_or_path)
+    name = model_path(str(name_or_path))
+    path = Path(name)
     if path.suffix == ".json":
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
@@ -25,7 +26,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
             tokenizer.eos_token = tokenizer.bos_token = tokenizer.pad_token = END_OF_TEXT
     else:
         with reading(f"the tokenizer of {name_or_path}"):
-            tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{name_or_path}: the tokenizer has no end-of-text token")
     return tokenizer

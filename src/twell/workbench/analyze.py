@@ -1,18 +1,14 @@
-"""``twell analyze``: which neurons of a model wake on a text, seen by layer, position, token and neuron.
+"""``twell analyze``: which neurons of a model fire on a text, by layer, position, token and neuron.
 
-``analyze`` runs a model over a text and returns an ``Analysis``: numbers, strings and lists throughout, which
-``to_json`` turns into what ``json.dumps`` takes. Everything follows from the recorded trace (``analyze_trace``): which
-neurons fired, never how strongly.
-
-Sequences are cut from the text one after another and know nothing of each other: neighbours, positions and examples
-lie within one.
+Everything follows from the recorded trace: which neurons fired, never how strongly. Sequences are independent:
+neighbours, positions and examples lie within one sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,37 +17,40 @@ from torch import Tensor, nn
 
 from twell.nn import SparseFFNBase
 from twell.plan import Costs, choose_plan, costs_for
-from twell.workbench.trace import (
-    DEFAULT_LENGTH,
-    Progress,
-    Trace,
-    _context,
-    _silent,
-    encode_beginning,
-    packed_text,
-    record,
+from twell.progress import Progress, silent
+from twell.workbench.analysis import (
+    Analysis,
+    Counted,
+    Curve,
+    Example,
+    Facts,
+    LayerAnalysis,
+    Overlap,
+    PlanSummary,
+    Positions,
+    Sample,
+    TokenType,
 )
+from twell.workbench.sequences import DEFAULT_LENGTH, Text, sequences_of
+from twell.workbench.trace import Trace, record
 
-FORMAT = 1  # of the JSON form
-TOP_PERCENT = (1, 5, 10, 20)  # of a layer's neurons, the busiest
+TOP_PERCENT = (1, 5, 10, 20)  # of a layer's neurons, busiest first
 CURVE_POINTS = 200
-_PAIRS_AT_ONCE = 1024  # rows of a pattern compared at once
+_PAIRS_AT_ONCE = 1024  # pairs of tokens compared in one step
 _MAX_RANDOM_PAIRS = 16384
-
-Text = str | Path | Sequence[int] | np.ndarray | Tensor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is shown of a text, and how much of it."""
+    """How much of a text is shown."""
 
-    top: int = 20  # token types at either end of the ranking
-    min_count: int = 5  # occurrences that a type needs to be ranked
+    top: int = 20  # token types in either ranking
+    min_count: int = 5  # occurrences a type needs to be ranked
     examples: int = 3  # of each ranked type
-    window: int = 8  # tokens on either side of an example, as far as its sequence goes
-    sample_sequence: int = 0  # the stretch that is shown token by token
+    window: int = 8  # tokens on either side of an example, within its sequence
+    sample_sequence: int = 0  # where the stretch begins that is shown token by token
     sample_start: int = 0
-    sample_tokens: int = 128  # as far as the sequence goes
+    sample_tokens: int = 128  # at most; the stretch ends with its sequence
     seed: int = 0  # of the random pairs
 
     def __post_init__(self) -> None:
@@ -63,208 +62,8 @@ class Options:
 _DEFAULTS = Options()
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The result
-# ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What was analysed: ``tokens`` = ``sequences`` * ``length``."""
-
-    model_type: str | None
-    layers: int
-    width: int  # D
-    hidden_sizes: list[int]  # F of each layer
-    tokens: int
-    sequences: int
-    length: int  # tokens a sequence: the context that the model had
-    token_types: int  # different tokens among them
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Counted:
-    """What was counted of a layer before: while it ran, or by ``twell calibrate``."""
-
-    source: str  # "running counts" or "calibration"
-    tokens: int
-    silent: float  # share of neurons that never fired in them
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
-    """How often neurons fire, the busiest first: at most 200 of them, dense where ranks are low, with both ends."""
-
-    ranks: list[int]  # 0 for the busiest neuron, F - 1 for the rarest
-    frequencies: list[float]  # share of tokens for which it fired
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """Mean Jaccard index of two tokens' active sets: shared neurons over all neurons of either.
-
-    Pairs of which neither token woke a neuron do not count; None where all pairs are such.
-    """
-
-    neighbours: float | None  # tokens t and t + 1 of a sequence
-    random: float | None  # any two different tokens
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerPlan:
-    """How the GPU kernels would split the layer's work, by this text; see ``twell.plan``."""
-
-    dense: bool  # the split would gain too little
-    hot: int  # neurons computed for every token; F where dense
-    cap: int  # a token with more active cold neurons is heavy
-    min_tokens: int  # a smaller batch runs densely
-    predicted: float  # speedup over dense, of batches that are large enough
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layer:
-    """One FFN."""
-
-    name: str
-    mean: float  # active neurons a token
-    p50: float
-    p90: float
-    p99: float
-    max: int
-    silent: float  # share of neurons that never fired on this text
-    counted: Counted | None  # None where the model carries no counts
-    by_position: list[float]  # mean active neurons, for each of the analysis' positions
-    curve: Curve
-    top_shares: dict[
-        str, float
-    ]  # percent of neurons, the busiest: the share of all firings they carry; 0 if none fired
-    overlap: Overlap
-    plan: LayerPlan
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Positions:
-    """Places in a sequence from ``first`` to ``last``, both included."""
-
-    first: int
-    last: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Example:
-    """A token in its context: ``text[start:end]`` is the token.
-
-    A token that is only a part of a character is shown as the whole character.
-    """
-
-    sequence: int
-    position: int
-    active: int  # neurons that it woke, over all layers
-    text: str
-    start: int
-    end: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenType:
-    """All occurrences of one token."""
-
-    id: int
-    text: str
-    count: int
-    mean: float  # neurons that it woke, over all layers
-    examples: list[Example]  # spread evenly over its occurrences
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
-    """A stretch of the text, token by token."""
-
-    sequence: int
-    start: int
-    tokens: list[str]
-    active: list[list[int]]  # [layers][tokens]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Analysis:
-    """What ``analyze`` found.
-
-    ``most_active`` and ``least_active`` rank token types by the neurons they wake, over all layers: the most, or the
-    fewest, first; among equals the more frequent, then the lower id. A text of few types has some in both.
-    """
-
-    facts: Facts
-    layers: list[Layer]
-    positions: list[Positions]
-    min_count: int
-    most_active: list[TokenType]
-    least_active: list[TokenType]
-    mean_predicted: float  # speedup over dense: the mean of the layers' plans
-    sample: Sample
-
-    @property
-    def mean_active(self) -> float:
-        """Neurons that a token wakes, over all layers."""
-        return sum(layer.mean for layer in self.layers)
-
-    def to_json(self) -> dict[str, Any]:
-        """Nothing but what ``json.dumps`` takes."""
-        return {"format": FORMAT, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Analysis:
-        """What ``to_json`` gave, after ``json.loads``."""
-        if not isinstance(data, dict) or "format" not in data:
-            raise ValueError("not an analysis: it tells no format")
-        if data["format"] != FORMAT:
-            raise ValueError(f"an analysis of format {data['format']!r}: only {FORMAT} can be read")
-        try:
-            fields = {name: value for name, value in data.items() if name != "format"}
-            made = {
-                "facts": Facts(**fields["facts"]),
-                "layers": [_layer_from(layer) for layer in fields["layers"]],
-                "positions": [Positions(**positions) for positions in fields["positions"]],
-                "most_active": [_token_type_from(row) for row in fields["most_active"]],
-                "least_active": [_token_type_from(row) for row in fields["least_active"]],
-                "sample": Sample(**fields["sample"]),
-            }
-            return cls(**{**fields, **made})
-        except KeyError as error:
-            raise ValueError(f"not a whole analysis: {error} is missing") from None
-        except TypeError as error:
-            raise ValueError(f"not a whole analysis: {error}") from None
-
-    def __repr__(self) -> str:
-        facts = self.facts
-        return (
-            f"Analysis({facts.layers} layer{'s'[: facts.layers > 1]}, {facts.tokens:,} tokens, "
-            f"{self.mean_active:.1f} neurons active, predicted {self.mean_predicted:.2f}x)"
-        )
-
-
-def _layer_from(data: dict[str, Any]) -> Layer:
-    counted = None if data["counted"] is None else Counted(**data["counted"])
-    parts = {
-        "counted": counted,
-        "curve": Curve(**data["curve"]),
-        "overlap": Overlap(**data["overlap"]),
-        "plan": LayerPlan(**data["plan"]),
-    }
-    return Layer(**{**data, **parts})
-
-
-def _token_type_from(data: dict[str, Any]) -> TokenType:
-    return TokenType(**{**data, "examples": [Example(**example) for example in data["examples"]]})
-
-
-# ---------------------------------------------------------------------------------------------------------
-# A model on a text
-# ---------------------------------------------------------------------------------------------------------
-
-
 class FFNShape(NamedTuple):
-    """What a plan asks of a layer besides how often its neurons fire."""
+    """What a plan depends on besides how often neurons fire."""
 
     width: int  # D
     gated: bool
@@ -280,18 +79,17 @@ def analyze(
     batch_size: int | None = None,
     device: torch.device | None = None,
     options: Options = _DEFAULTS,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Analysis:
-    """Run ``model`` over the first ``tokens`` tokens of a text, as far as it goes, and analyse which neurons fire.
+    """Run a model over the first ``tokens`` tokens of a text and analyse which neurons fire.
 
-    ``model``: as for ``twell.workbench.trace.record``. ``text`` is the text itself, the ``Path`` of a file (.txt,
-    .jsonl, .parquet, or a folder; documents are packed with an end-of-text token after each), or token ids. It is cut
-    into sequences of ``length``: by default 1024, or the model's context or the text where that is shorter; what fills
-    no sequence is left out. ``batch_size``: sequences computed at once, by default about 1024 tokens. ``device``: whose
-    costs the plans go by, by default the model's. ``progress`` is called with the sequences done, and how many there
-    are.
+    ``text`` and ``length``: see ``sequences_of``; ``model`` and ``progress``: see ``record``. ``batch_size`` counts
+    sequences; by default a batch has about 1024 tokens. Plans follow the costs of ``device``, by default the model's.
     """
-    input_ids = _cut(_ids(tokenizer, text, tokens), tokens, length, _context(model))
+    from twell.hf.text import context_of
+
+    context = context_of(model) if hasattr(model, "config") else None
+    input_ids = sequences_of(tokenizer, text, tokens, length, context, shortest=2)
     n_sequences, length = input_ids.shape
     _check_sample(options, n_sequences, length)
     if batch_size is None:
@@ -321,17 +119,17 @@ def analyze_trace(
     device: torch.device | None = None,
     options: Options = _DEFAULTS,
 ) -> Analysis:
-    """Analyse what ``record`` gave for ``input_ids`` [sequences, length]. ``shapes`` and ``counted``: one per layer."""
+    """Analyse the trace of ``input_ids`` [sequences, length]. ``shapes`` and ``counted`` have one entry a layer."""
     n_sequences, length = input_ids.shape
     if trace.hidden_sizes is None:
-        raise ValueError("the trace does not tell the width of its layers")
+        raise ValueError("the trace does not hold the width of its layers")
     if trace.tokens != input_ids.numel():
-        raise ValueError(f"the trace is of {trace.tokens:,} tokens, not of the {input_ids.numel():,} given")
+        raise ValueError(f"the trace has {trace.tokens:,} tokens, input_ids {input_ids.numel():,}")
     if length < 2:
-        raise ValueError("sequences of at least 2 tokens are needed, since neighbours are compared")
-    _check_sample(options, n_sequences, length)
+        raise ValueError("a sequence needs at least 2 tokens: neighbours are compared")
     if len(shapes) != trace.layers:
-        raise ValueError(f"the trace is of {trace.layers} layers, not of the {len(shapes)} whose shapes were given")
+        raise ValueError(f"the trace has {trace.layers} layers, but {len(shapes)} shapes were given")
+    _check_sample(options, n_sequences, length)
     ids_SL = input_ids.cpu().numpy()
     active_SL = np.sum(trace.counts, axis=0, dtype=np.int64).reshape(n_sequences, length)  # over all layers
     positions = _positions(length)
@@ -342,7 +140,7 @@ def analyze_trace(
         counts, fired, active = trace.counts[i], trace.neuron_counts(i), trace.pattern(i)
         p50, p90 = np.percentile(counts, (50, 90)).tolist()
         layers.append(
-            Layer(
+            LayerAnalysis(
                 name=summary.layer,
                 mean=summary.mean,
                 p50=p50,
@@ -381,73 +179,19 @@ def analyze_trace(
     )
 
 
-def correlation(active: Sequence[float], speedups: Sequence[float]) -> float:
-    """Pearson's correlation between layers' mean active neurons and their measured speedups.
-
-    >>> round(correlation([10, 20, 40], [3.0, 2.5, 1.5]), 6)
-    -1.0
-    """
-    x, y = np.asarray(active, dtype=np.float64), np.asarray(speedups, dtype=np.float64)
-    if x.shape != y.shape or x.ndim != 1:
-        raise ValueError(f"one speedup a layer is needed, got {x.size} layers and {y.size} speedups")
-    if len(x) < 2:
-        raise ValueError(f"a correlation needs at least 2 layers, got {len(x)}")
-    for name, values in (("active neurons", x), ("speedups", y)):
-        if not np.isfinite(values).all():
-            raise ValueError(f"the {name} must be finite numbers")
-        if (values == values[0]).all():
-            raise ValueError(f"there is no correlation: all layers have the same {name}, {values[0]:g}")
-    x, y = (values / np.abs(values).max() for values in (x, y))  # squares neither overflow nor vanish
-    x, y = x - x.mean(), y - y.mean()
-    return float(np.clip((x @ y) / np.sqrt((x @ x) * (y @ y)), -1, 1))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The text and the model
-# ---------------------------------------------------------------------------------------------------------
-
-
-def _ids(tokenizer: Any, text: Text, tokens: int) -> Tensor:
-    """int64 [n]: the ids of a text, at least ``tokens`` of them if it has as many."""
-    if tokens < 2:
-        raise ValueError(f"at least 2 tokens are needed, since neighbours are compared; got tokens={tokens}")
-    if isinstance(text, Path):
-        text = packed_text(tokenizer, text, tokens)
-    elif isinstance(text, str):
-        text = encode_beginning(tokenizer, text, tokens)
-    if len(text) == 0:
-        raise ValueError("the text is empty")
-    ids = torch.as_tensor(text)
-    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise ValueError(f"token ids must be integers [tokens], got {ids.dtype} {list(ids.shape)}")
-    return ids.long()
-
-
-def _cut(ids: Tensor, tokens: int, length: int | None, context: int | None) -> Tensor:
-    """[sequences, length]: the first ``tokens`` ids in whole sequences."""
-    n_tokens = min(len(ids), tokens)
-    if length is None:
-        length = min(DEFAULT_LENGTH, context or DEFAULT_LENGTH, max(2, n_tokens))
-    if length < 2:
-        raise ValueError(f"sequences of at least 2 tokens are needed, since neighbours are compared; got {length}")
-    if length > tokens:
-        raise ValueError(f"{tokens:,} tokens hold no sequence of {length:,}")
-    if length > n_tokens:
-        plural = "s"[: n_tokens != 1]
-        raise ValueError(f"the text holds {n_tokens:,} token{plural}: too few for one sequence of {length:,}")
-    n_sequences = n_tokens // length
-    return ids[: n_sequences * length].view(n_sequences, length)
-
-
 def _check_sample(options: Options, n_sequences: int, length: int) -> None:
-    if not 0 <= options.sample_sequence < n_sequences:
-        raise ValueError(f"no sequence {options.sample_sequence} to show: the text has {n_sequences:,}, from 0 on")
-    if not 0 <= options.sample_start < length:
-        raise ValueError(f"nothing to show from token {options.sample_start} on: a sequence has {length:,}, from 0 on")
+    sequence, start = options.sample_sequence, options.sample_start
+    if not 0 <= sequence < n_sequences:
+        raise ValueError(f"sample_sequence must be 0 to {n_sequences - 1:,}, got {sequence}")
+    if not 0 <= start < length:
+        raise ValueError(f"sample_start must be 0 to {length - 1:,}, got {start}")
+
+
+# -- the model ----------------------------------------------------------------------------------------------
 
 
 def _gate_of(ffn: nn.Module) -> tuple[str, nn.Linear]:
-    """The projection that carries the activation, with its name."""
+    """The projection that the activation follows, with its name."""
     from twell.hf.classify import projection_names
 
     name = projection_names(ffn)[0]
@@ -460,7 +204,7 @@ def _shape_of(ffn: nn.Module) -> FFNShape:
 
 
 def _counted(model: Any, ffns: Sequence[nn.Module]) -> list[Counted | None]:
-    """Per FFN: its running counts where any has some, else what ``twell calibrate`` left beside the model."""
+    """For each FFN: running counts if any FFN has them, else the counts of ``twell calibrate`` beside the model."""
     running = [_counted_while_running(ffn) for ffn in ffns]
     if any(running):
         return running
@@ -471,7 +215,7 @@ def _counted(model: Any, ffns: Sequence[nn.Module]) -> list[Counted | None]:
         return running
     widths, counted = [_gate_of(ffn)[1].out_features for ffn in ffns], [len(fired) for fired in counts.fired]
     if widths != counted:
-        raise ValueError(f"the counts are of {len(counted)} FFNs {counted}, the model has {len(widths)} {widths}")
+        raise ValueError(f"the counts have {len(counted)} FFNs {counted}, the model has {len(widths)} {widths}")
     return [Counted(source="calibration", tokens=counts.tokens, silent=_never(fired)) for fired in counts.fired]
 
 
@@ -485,13 +229,11 @@ def _never(fired: Tensor) -> float:
     return float((fired == 0).double().mean())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Layers
-# ---------------------------------------------------------------------------------------------------------
+# -- layers -------------------------------------------------------------------------------------------------
 
 
 def _positions(length: int) -> list[Positions]:
-    """0, 1, 2 to 3, 4 to 7, ... up to the end of a sequence, which may come before that of the last.
+    """0, 1, 2 to 3, 4 to 7, ..., doubling; the last range ends with the sequence.
 
     >>> [(p.first, p.last) for p in _positions(10)]
     [(0, 0), (1, 1), (2, 3), (4, 7), (8, 9)]
@@ -505,7 +247,7 @@ def _by_position(counts_SL: np.ndarray, positions: list[Positions]) -> list[floa
 
 
 def _curve(fired: Tensor, tokens: int) -> Curve:
-    """Half of the points at equal distances, half at equal ratios: a few busy neurons carry most layers."""
+    """Half of the points at equal distances, half at equal ratios, since a few busy neurons fire most."""
     F, half = len(fired), CURVE_POINTS // 2
     frequencies = fired.sort(descending=True).values.double() / tokens
     if F <= CURVE_POINTS:
@@ -516,7 +258,7 @@ def _curve(fired: Tensor, tokens: int) -> Curve:
 
 
 def _top_shares(fired: Tensor) -> dict[str, float]:
-    """By percent of neurons, at least one neuron: the share of firings that the busiest carry."""
+    """Share of all firings by the busiest 1, 5, ... percent of the neurons, at least one neuron."""
     busiest, total = fired.sort(descending=True).values, max(1, int(fired.sum()))
     return {str(p): int(busiest[: max(1, round(len(fired) * p / 100))].sum()) / total for p in TOP_PERCENT}
 
@@ -528,7 +270,7 @@ def _neighbours(n_sequences: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _random_pairs(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Two different tokens each, of any sequences; as many pairs as tokens, up to a limit."""
+    """Pairs of different tokens, of any sequences: as many as there are tokens, up to a limit."""
     generator = torch.Generator().manual_seed(seed)
     n_pairs = min(tokens, _MAX_RANDOM_PAIRS)
     left = torch.randint(tokens, (n_pairs,), generator=generator)
@@ -537,7 +279,7 @@ def _random_pairs(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _jaccard(active_MF: Tensor, left: Tensor, right: Tensor) -> float | None:
-    """The mean over pairs of tokens of which at least one woke a neuron."""
+    """The mean over pairs of tokens for which a neuron fired."""
     total, pairs, counts = 0.0, 0, active_MF.sum(1)
     for a, b in zip(left.split(_PAIRS_AT_ONCE), right.split(_PAIRS_AT_ONCE), strict=True):
         both = (active_MF[a] & active_MF[b]).sum(1)
@@ -547,42 +289,39 @@ def _jaccard(active_MF: Tensor, left: Tensor, right: Tensor) -> float | None:
     return total / pairs if pairs else None
 
 
-def _plan(fired: Tensor, tokens: int, shape: FFNShape, costs: Costs) -> LayerPlan:
+def _plan(fired: Tensor, tokens: int, shape: FFNShape, costs: Costs) -> PlanSummary:
     plan = choose_plan(fired, tokens, costs, width=shape.width, gated=shape.gated)
-    assert plan.predicted is not None  # of a plan that was chosen
-    return LayerPlan(
+    assert plan.predicted is not None  # choose_plan always predicts
+    return PlanSummary(
         dense=plan.is_dense, hot=len(plan.hot), cap=plan.cap, min_tokens=plan.min_tokens, predicted=plan.predicted
     )
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Tokens
-# ---------------------------------------------------------------------------------------------------------
+# -- tokens -------------------------------------------------------------------------------------------------
 
 
 def _rankings(
     ids_SL: np.ndarray, active_SL: np.ndarray, tokenizer: Any, options: Options
 ) -> tuple[list[TokenType], list[TokenType]]:
-    """The token types that wake the most neurons, and those that wake the fewest."""
-    types, of_token, counts = np.unique(ids_SL, return_inverse=True, return_counts=True)
-    means = np.bincount(of_token.ravel(), weights=active_SL.ravel()) / counts
+    """The token types with the most and with the fewest active neurons."""
+    types, type_of_token, counts = np.unique(ids_SL, return_inverse=True, return_counts=True)
+    means = np.bincount(type_of_token.ravel(), weights=active_SL.ravel()) / counts
     enough = np.flatnonzero(counts >= options.min_count)
-    rankings = []
-    for key in (-means, means):
-        order = np.lexsort((types[enough], -counts[enough], key[enough]))[: options.top]  # by the last key first
-        rankings.append(
-            [
-                TokenType(
-                    id=int(types[i]),
-                    text=_token_text(tokenizer, int(types[i])),
-                    count=int(counts[i]),
-                    mean=float(means[i]),
-                    examples=_examples(int(types[i]), ids_SL, active_SL, tokenizer, options),
-                )
-                for i in enough[order]
-            ]
-        )
-    return rankings[0], rankings[1]
+
+    def ranked(keys: np.ndarray) -> list[TokenType]:
+        order = np.lexsort((types[enough], -counts[enough], keys[enough]))[: options.top]  # the last key counts first
+        return [
+            TokenType(
+                id=int(types[i]),
+                text=_token_text(tokenizer, int(types[i])),
+                count=int(counts[i]),
+                mean=float(means[i]),
+                examples=_examples(int(types[i]), ids_SL, active_SL, tokenizer, options),
+            )
+            for i in enough[order]
+        ]
+
+    return ranked(-means), ranked(means)
 
 
 def _examples(token: int, ids_SL: np.ndarray, active_SL: np.ndarray, tokenizer: Any, options: Options) -> list[Example]:
@@ -599,22 +338,17 @@ def _examples(token: int, ids_SL: np.ndarray, active_SL: np.ndarray, tokenizer: 
 def _in_context(tokenizer: Any, ids: list[int], position: int, window: int) -> tuple[str, int, int]:
     """The text around a token of a sequence, and where the token starts and ends in it.
 
-    The place is found by decoding up to the token and through it: what differs from the whole text there is the
-    replacement for half a character.
+    Compares the decoded tokens before the position, and up to and including it, with the decoded window. They differ
+    from it where a token ends inside a character, which decodes to a replacement character.
     """
     first = max(0, position - window)
     text = _decode(tokenizer, ids[first : position + window + 1])
     before, through = (_decode(tokenizer, ids[first:end]) for end in (position, position + 1))
-    start, end = (_shared_start(text, part) for part in (before, through))
+    start, end = (len(commonprefix([text, part])) for part in (before, through))  # noqa: RUF071, characters are compared
     end = min(len(text), end + (end < len(through)))
-    if start >= end and _decode(tokenizer, [ids[position]]):  # more of a character that the window cuts off
+    if start >= end and _decode(tokenizer, [ids[position]]):  # the window cuts off the rest of the character
         start = max(0, end - 1)
     return text, start, end
-
-
-def _shared_start(a: str, b: str) -> int:
-    """Characters at the start that two strings share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
@@ -623,7 +357,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _token_text(tokenizer: Any, token: int) -> str:
-    """A token by itself; with the space before a word, which some tokenizers drop where a text starts with it."""
+    """A single token as text, with the space before a word that some tokenizers drop at the start of a text."""
     text = _decode(tokenizer, [token])
     piece = tokenizer.convert_ids_to_tokens(token) or ""
     return f" {text}" if piece.startswith("▁") and not text.startswith(" ") else text

@@ -1,4 +1,4 @@
-"""What this machine has, which backend and kernels would run and why, a self-test, and the plans of a model."""
+"""What ``twell doctor`` reports: the machine, the backend and kernels that would run, a self-test, a model's plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from twell import cpu, plan
 from twell.nn import FIRST_LOOK, LOOK_TOKENS, SparseFFNBase, sparse_ffns
@@ -26,20 +25,20 @@ from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing, train
 
 WITHOUT_A_PLAN = (
-    f"on a GPU a call runs densely; a layer plans by the first tokens it sees ({FIRST_LOOK} for few at once, "
-    f"{LOOK_TOKENS} for many), or by the counts of `twell calibrate`; a CPU needs none"
+    f"on a GPU a layer runs densely until it has a plan: made from the first tokens it sees ({FIRST_LOOK} for calls "
+    f"with few tokens, {LOOK_TOKENS} for many), or from the counts of `twell calibrate`; a CPU needs no plan"
 )
 
 
-class Report(NamedTuple):
+class Findings(NamedTuple):
     healthy: bool
     facts: dict[str, Any]
 
 
-def examine() -> Report:
+def examine() -> Findings:
     """Collect the facts and run the self-test.
 
-    About a second; two more where the CPU advertises AMX, and ten where GPU kernels are compiled for the first time.
+    Takes a second; two more where the CPU advertises AMX, ten more when GPU kernels compile for the first time.
     """
     bf16, gpu = bf16_problem(), _gpu()
     self_test, passed = _self_test(), "sparse equals dense, forward and backward"
@@ -63,7 +62,7 @@ def examine() -> Report:
         "bf16 on cpu": bf16 or "works",
         "self-test": self_test or passed,
     }
-    return Report(bf16 is None and self_test is None, facts)
+    return Findings(bf16 is None and self_test is None, facts)
 
 
 def _gpu() -> torch.device | None:
@@ -87,11 +86,11 @@ def _backend_and_why(device: torch.device) -> str:
 
 
 def _kernels(gpu: torch.device | None) -> str:
-    """Which kernels would run on the GPU, and what its plans are made by."""
+    """The kernels that would run on the GPU, and the costs that its plans are made from."""
     why_none = "torch sees no GPU" if gpu is None else backends.why_unavailable("triton", gpu)
     if gpu is None or why_none:
         return f"none: {why_none}; plans: {plan.costs_are(torch.device('cpu'))}"
-    from twell.gpu.decode import tiles as few_tiles
+    from twell.gpu.decode import few_tiles
     from twell.gpu.shared import tiles
 
     major, minor = torch.cuda.get_device_capability(gpu)
@@ -109,15 +108,13 @@ def _driver() -> str:
     try:
         first = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace").partition("\n")[0]
     except OSError:
-        return (
-            "none found" if torch.version.cuda is None else f"none found (torch is built for CUDA {torch.version.cuda})"
-        )
+        return "none found" + (f" (torch is built for CUDA {torch.version.cuda})" if torch.version.cuda else "")
     number = re.search(r"\d+\.\d+(\.\d+)?", first)
     return f"NVIDIA {number[0] if number else first.strip()}, torch is built for CUDA {torch.version.cuda or 'no GPU'}"
 
 
 def _compiler() -> str:
-    """Triton builds a small C module at a kernel's first launch."""
+    """The C compiler, with which Triton builds a small module at a kernel's first launch."""
     found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(os.environ.get("CC", name)))), None)
     missing = [] if found else ["a C compiler (Debian: apt install gcc)"]
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
@@ -126,7 +123,7 @@ def _compiler() -> str:
 
 
 def _extras() -> str:
-    """Which extras are whole, and the command that makes the others so."""
+    """The extras that are installed, and for each of the others the command that installs it."""
     try:
         required = importlib.metadata.requires("twell") or []
     except importlib.metadata.PackageNotFoundError:
@@ -135,17 +132,17 @@ def _extras() -> str:
     for line in required:
         if found := re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line):
             packages.setdefault(found[2], []).append(found[1])
-    missing = {}
+    whole, lacking = [], []
     for extra, names in packages.items():
-        if absent := [name for name in names if name != "twell" and _version_of(name) == "not installed"]:
-            missing[extra] = absent
-    whole = [extra for extra in packages if extra not in missing]
-    lacking = [f"{extra} lacks {', '.join(names)}: pip install 'twell[{extra}]'" for extra, names in missing.items()]
-    return "; ".join([*([f"{', '.join(whole)} installed"] if whole else []), *lacking])
+        if missing := [name for name in names if name != "twell" and _version_of(name) == "not installed"]:
+            lacking.append(f"{extra} lacks {', '.join(missing)}: pip install 'twell[{extra}]'")
+        else:
+            whole.append(extra)
+    return "; ".join([f"{', '.join(whole)} installed"] * bool(whole) + lacking)
 
 
 def _self_test() -> str | None:
-    """What is wrong, or None: two sparsity levels against float64, large enough for the fast path to run."""
+    """What is wrong, or None. Two sparsity levels against float64, large enough for the fast path."""
     for name in ("skew10", "skew100"):
         inputs = cases.make(name, 256, 512, 1408, dtype=torch.float32)
         few, w = inputs.x[:1], (inputs.w_gate, inputs.w_up, inputs.w_down)
@@ -164,15 +161,19 @@ def kernel_problem(
     width: int = 512,
     hidden: int = 1408,
 ) -> str | None:
-    """What is wrong with the Triton kernels, or None: a plan under which every part of the split has work, forward and
-    backward, and few tokens; by weights as they are, and frozen."""
+    """What is wrong with the Triton kernels, or None.
+
+    Runs many, few and one token with plain and frozen weights, and a backward, by a plan in which every part of the
+    split has work.
+    """
     try:
         inputs = cases.make("skew29", tokens, width, hidden, dtype=dtype, device=device)
         fired = (torch.relu(inputs.x @ inputs.w_gate.T) != 0).sum(0)
         hot = fired.argsort(descending=True)[: hidden // 11].cpu()
+        few_active = 1.0  # so few that one token is screened
         split = plan.Plan(
-            n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0, few_tokens=16, mean_active=1.0
-        )  # so few that one token is screened
+            n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0, few_tokens=16, mean_active=few_active
+        )
         case = ffn.Case(workload="skew29", M=tokens, backend="triton", device=str(device), fp8=False)
         w = (inputs.w_gate, inputs.w_up, inputs.w_down)
         with torch.no_grad():
@@ -185,86 +186,76 @@ def kernel_problem(
         train.errors_of(train.Problem.of(inputs.x, Weights(*w)), "triton", split)
     except ffn.WrongResult as error:
         return f"Triton kernels: {error}"
-    except Exception as error:  # whatever a driver or compiler may raise: that is what a doctor is asked for
+    except Exception as error:  # drivers and compilers can raise anything, and every failure is a finding
         return f"Triton kernels: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The plans of a model
-# ---------------------------------------------------------------------------------------------------------
+# -- the plans of a model -----------------------------------------------------------------------------------
 
 
-class LayerPlan(NamedTuple):
-    """One FFN: how it would run. ``predicted``: speedup over dense on a GPU, or None where nothing predicts it.
-
-    ``frozen_bytes``: what ``twell.freeze_`` would add to its weights on this machine; None where that waits for a plan.
-    """
+class LayerForecast(NamedTuple):
+    """How one FFN would run."""
 
     layer: str
-    runs: str  # sparse, called (and why) or left alone (and why)
+    runs: str  # "sparse", or "called" or "left alone" with the reason
     plan: str
-    predicted: float | None
-    frozen_bytes: int | None
+    predicted: float | None  # speedup over dense on a GPU; None: unknown
+    frozen_bytes: int | None  # that freezing would add to the weights on this machine; None: depends on a later plan
 
 
-def plans(model: str) -> list[LayerPlan]:
-    """The plan ``sparsify_`` would choose on this machine for each FFN of the model in a folder; reads no weights.
+def plans(model: str) -> list[LayerForecast]:
+    """The plan that ``sparsify_`` would choose on this machine for each FFN of a model in a folder. Reads no weights.
 
-    Without a GPU: the plan for one whose costs were measured.
+    Without a GPU: the plan for a GPU with measured costs.
     """
+    from transformers import AutoModelForCausalLM
+
+    from twell.fp8.compressed import is_rowwise_fp8, place_fp8_
+    from twell.hf.classify import SPARSE
+    from twell.hf.counts import find_counts
+    from twell.hf.loading import check_name, load_config, model_path, reading
+    from twell.hf.sparsify import sparsify_empty_
+
+    model = model_path(model)
     if not Path(model).is_dir():
         raise ValueError(f"no such model folder: {model}")
-    try:
-        from transformers import AutoModelForCausalLM
-
-        from twell.fp8.compressed import is_rowwise_fp8, place_fp8_
-        from twell.hf.classify import SPARSE
-        from twell.hf.counts import find_counts
-        from twell.hf.loading import check_name, load_config, reading
-        from twell.hf.sparsify import sparsify_empty_
-    except ImportError as error:
-        raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
     check_name(model)
     config = load_config(model)
     with reading(model), torch.device("meta"):
         empty: Any = AutoModelForCausalLM.from_config(config)
         if is_rowwise_fp8(getattr(config, "quantization_config", None)):
-            place_fp8_(empty, config.quantization_config)  # our own types have done so
+            place_fp8_(empty, config.quantization_config)  # as our own model types do themselves
     counts = find_counts(model)
-    report = sparsify_empty_(empty, counts)  # refuses counts of another shape
+    report = sparsify_empty_(empty, counts)  # raises for counts of another shape
     ffns = dict(sparse_ffns(empty))
     fired = {} if counts is None else dict(zip(ffns, counts.fired, strict=True))
     no_counts = f"plans by its first batches; `twell calibrate {shlex.quote(model)} --text FILE` counts beforehand"
+    costs = plan.costs_for(_gpu() or torch.device("cpu"))
     rows = []
     for row in report.rows:
         runs = f"{row.kind}: {row.why}" if row.kind != SPARSE and row.why else row.kind
         layer = ffns.get(row.layer)
         if layer is None or row.kind != SPARSE:
-            rows.append(LayerPlan(row.layer, runs, "", None, 0))
+            rows.append(LayerForecast(row.layer, runs, "", None, 0))
         elif counts is None:
-            rows.append(LayerPlan(row.layer, runs, no_counts, None, frozen_bytes(layer, None)))
+            rows.append(LayerForecast(row.layer, runs, no_counts, None, frozen_bytes(layer, None)))
         else:
-            rows.append(_layer_plan(row.layer, runs, layer, fired[row.layer], counts.tokens))
+            width, gated = getattr(layer, layer.projections[0]).in_features, len(layer.projections) == 3
+            chosen = plan.choose_plan(fired[row.layer], counts.tokens, costs, width=width, gated=gated)
+            text = repr(dataclasses.replace(chosen, predicted=None)).removeprefix("Plan(").removesuffix(")")
+            rows.append(LayerForecast(row.layer, runs, text, chosen.predicted, frozen_bytes(layer, chosen)))
     return rows
 
 
-def _layer_plan(name: str, runs: str, layer: SparseFFNBase, fired: Tensor, tokens: int) -> LayerPlan:
-    costs = plan.costs_for(_gpu() or torch.device("cpu"))
-    width, gated = getattr(layer, layer.projections[0]).in_features, len(layer.projections) == 3
-    chosen = plan.choose_plan(fired, tokens, costs, width=width, gated=gated)
-    text = repr(dataclasses.replace(chosen, predicted=None)).removeprefix("Plan(").removesuffix(")")
-    return LayerPlan(name, runs, text, chosen.predicted, frozen_bytes(layer, chosen))
-
-
 def frozen_bytes(layer: SparseFFNBase, chosen: plan.Plan | None) -> int | None:
-    """What freezing would add to a layer as ``sparsify_`` leaves it, by its sizes alone; None: it waits for a plan."""
+    """Bytes that freezing would add to a layer made by ``sparsify_``, from its sizes alone; None: depends on a plan."""
     gate = getattr(layer, layer.projections[0])
     F, D, dtype = gate.out_features, gate.in_features, gate.weight.dtype
     gpu = _gpu()
     if gpu is None or backends.why_unavailable("triton", gpu) is not None:
-        pays = dtype == torch.float32 and F * D >= cpu._MIN_INT8_GATE and D % cpu._INT8_WIDTH == 0
-        return F * (D + 6) if pays and cpu._blas_habits().int8_gate else 0
+        pays = dtype == torch.float32 and F * D >= cpu.frozen.MIN_INT8_GATE and D % cpu.frozen.INT8_WIDTH == 0
+        return F * (D + 6) if pays and cpu.products.blas_habits().int8_gate else 0
     if chosen is None:
         return None
     from twell.gpu.decode import screen  # needs triton
@@ -275,19 +266,17 @@ def frozen_bytes(layer: SparseFFNBase, chosen: plan.Plan | None) -> int | None:
     return ordered + (F * (D + 8) if few and screen.is_worth_it(chosen, dtype) else 0)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# bf16 on machines that advertise AMX but cannot run it
-# ---------------------------------------------------------------------------------------------------------
+# -- bf16 on machines that advertise AMX but cannot run it --------------------------------------------------
 
 AMX_REMEDY = "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 _BF16_PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); assert (a @ a)[0, 0] == 64"
 
 
 def bf16_problem() -> str | None:
-    """Why bf16 matrix products would kill this process, or None where they work.
+    """Why bf16 matrix products would kill this process, or None if they work.
 
-    Some virtual machines advertise AMX and trap on its use: oneDNN then dies with SIGILL, which cannot be
-    caught. So it is tried in a second process, and only where the CPU advertises AMX (about 2 s).
+    Some virtual machines advertise AMX and trap on its use: oneDNN then dies with SIGILL, which cannot be caught. So a
+    second process tries it, only where the CPU advertises AMX (about 2 s).
     """
     if "ONEDNN_MAX_CPU_ISA" in os.environ or not _advertises_amx():
         return None
@@ -302,7 +291,6 @@ def bf16_problem() -> str | None:
 
 def _advertises_amx() -> bool:
     try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as f:
-            return "amx_bf16" in f.read()
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False

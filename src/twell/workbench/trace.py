@@ -5,8 +5,8 @@ A trace file is an ``.npz`` with two arrays per FFN layer L = 0, 1, ...
     counts_L    uint16 [tokens]          active neurons of each token
     neurons_L   uint16 [sum of counts]   their indices, token after token, ascending
 
-and, where ``record`` wrote it, ``hidden_L`` (the layer's width F), ``name_L`` and ``sequence_length``. Values and
-weights are no part of it.
+``record`` adds ``hidden_L`` (the layer's width F), ``name_L`` and ``sequence_length``. A file holds neither
+activations nor weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import dataclasses
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,24 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from twell.nn import SparseFFNBase, sparse_ffns
+from twell.progress import Progress, silent
+from twell.workbench.sequences import sequences_of
 
 MAX_WIDTH = int(np.iinfo(np.uint16).max)  # a count can be as large as F
-DEFAULT_LENGTH = 1024
-_ROWS_AT_ONCE = 1024  # of a pattern, when its indices are listed
-_CHARACTERS = 32  # of a text for each token wanted: several times what a token takes
-
-Progress = Callable[[int, int], None]  # sequences done, of how many
-
-
-def _silent(done: int, total: int) -> None:
-    pass
+_ROWS_AT_ONCE = 1024  # tokens whose active neurons are listed in one step
 
 
 class LayerSummary(NamedTuple):
-    """One layer of a trace in numbers."""
+    """Numbers of one layer."""
 
     layer: str
-    mean: float  # active neurons per token
+    mean: float  # active neurons a token
     p99: float
     max: int
     dead: float  # share of neurons that never fired
@@ -53,7 +47,7 @@ class LayerSummary(NamedTuple):
 class Trace:
     """Which neurons fired, layer by layer, tokens in order.
 
-    ``hidden_sizes``, ``names`` (one per layer) and ``sequence_length`` are None where a file does not tell them.
+    ``hidden_sizes``, ``names`` (one a layer) and ``sequence_length`` are None where the file lacks them.
 
     >>> def u16(*values):
     ...     return np.array(values, dtype=np.uint16)
@@ -92,17 +86,17 @@ class Trace:
         return len(self.counts[0])
 
     def neuron_counts(self, layer: int, F: int | None = None) -> Tensor:
-        """int64 [F]: the tokens for which each neuron of a layer fired."""
+        """int64 [F]: for how many tokens each neuron of a layer fired."""
         return torch.from_numpy(np.bincount(self.neurons[layer], minlength=self._width(layer, F)))
 
     def pattern(self, layer: int, F: int | None = None) -> Tensor:
-        """bool [tokens, F]: where ``layer`` was active. ``F`` is needed where the trace does not tell it."""
+        """bool [tokens, F]: which neurons of a layer fired. Pass ``F`` if the trace does not hold it."""
         pattern = np.zeros((self.tokens, self._width(layer, F)), dtype=np.bool_)
         pattern[_token_of(self.counts[layer]), self.neurons[layer]] = True
         return torch.from_numpy(pattern)
 
     def summary(self, F: int | None = None) -> list[LayerSummary]:
-        """A row per layer. ``F`` is needed where the trace does not tell it."""
+        """A row for each layer. Pass ``F`` if the trace does not hold it."""
         rows = []
         for layer, counts in enumerate(self.counts):
             width = self._width(layer, F)
@@ -123,17 +117,17 @@ class Trace:
         known = None if self.hidden_sizes is None else self.hidden_sizes[layer]
         width = known if F is None else F
         if width is None:
-            raise ValueError("the trace does not tell the width of its layers: pass F")
+            raise ValueError("the trace does not hold the width of its layers: pass F")
         if known not in (None, width):
             raise ValueError(f"layer {layer} has {known:,} neurons, not {width:,}")
         _check_width(layer, self.neurons[layer], width)
         return width
 
     def save(self, path: Path | str) -> None:
-        """Write the trace; the file appears whole or not at all."""
-        path = Path(path).resolve()  # what a link names is written, not the link
-        if path.exists() and not path.is_file():  # a device would be replaced by the file
-            raise ValueError(f"{path} is no file: choose another name")
+        """Write the trace to a file, which is replaced only once the new one is complete."""
+        path = Path(path).resolve()  # write the file that a link points to, not the link
+        if path.exists() and not path.is_file():  # do not replace a device by a file
+            raise ValueError(f"{path} is not a file: choose another name")
         arrays: dict[str, Any] = {}
         for layer in range(self.layers):
             arrays[f"counts_{layer}"] = self.counts[layer]
@@ -155,12 +149,12 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path | str) -> Trace:
-        """Read a trace file, with or without the parts that ``record`` adds."""
+        """Read a trace file, with or without the arrays that ``record`` adds."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
         if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is not a whole .npz file")
+            raise ValueError(f"{path} is not a complete .npz file")
         try:
             with np.load(path, allow_pickle=False) as file:
                 n_layers = sum(name.startswith("counts_") for name in file.files)
@@ -168,14 +162,14 @@ class Trace:
                 def each(what: str) -> list[np.ndarray]:
                     return [file[f"{what}_{layer}"] for layer in range(n_layers)]
 
-                def tells(what: str) -> bool:
+                def has(what: str) -> bool:
                     return all(f"{what}_{layer}" in file.files for layer in range(n_layers))
 
                 return cls(
                     counts=each("counts"),
                     neurons=each("neurons"),
-                    hidden_sizes=[int(size) for size in each("hidden")] if tells("hidden") else None,
-                    names=[str(name) for name in each("name")] if tells("name") else None,
+                    hidden_sizes=[int(size) for size in each("hidden")] if has("hidden") else None,
+                    names=[str(name) for name in each("name")] if has("name") else None,
                     sequence_length=int(file["sequence_length"]) if "sequence_length" in file.files else None,
                 )
         except KeyError as error:
@@ -217,20 +211,18 @@ def _token_of(counts: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Recording
-# ---------------------------------------------------------------------------------------------------------
+# -- recording ----------------------------------------------------------------------------------------------
 
 
-def record(model: nn.Module, input_ids: Tensor, *, batch_size: int = 8, progress: Progress = _silent) -> Trace:
-    """Run ``model`` over ``input_ids`` [sequences, length] and record which neurons of each FFN are active.
+def record(model: nn.Module, input_ids: Tensor, *, batch_size: int = 8, progress: Progress = silent) -> Trace:
+    """Run ``model`` over ``input_ids`` [sequences, length] and record which neurons of each FFN fire.
 
-    Takes sparse models, and dense ones whose FFNs ``sparsify_`` would take; FFNs that it would skip are left out
-    (``names`` tells which are in). What a gate projection returns is what is recorded, adapters and hooks included;
-    for that, sparse FFNs call their projections one by one meanwhile. The model is as before when this returns or
-    raises. ``progress`` is called with the sequences done, and how many there are.
+    The model may be sparse, or dense with FFNs that ``sparsify_`` would replace. FFNs that it would skip are left out;
+    ``Trace.names`` lists the recorded ones. The output of the gate projection is recorded, adapters and hooks
+    included, so sparse FFNs call their projections one by one during the recording. The model's state is restored even
+    if an error is raised. ``progress`` gets the number of sequences.
     """
-    base: Any = getattr(model, "base_model", model)  # without the head, whose logits nobody reads
+    base: Any = getattr(model, "base_model", model)  # without the head: its logits are not needed
     _check_input(model, input_ids, batch_size)
     n_sequences, length = input_ids.shape
     with torch.no_grad(), _evaluating(model), contextlib.ExitStack() as hooks:
@@ -255,60 +247,22 @@ def record(model: nn.Module, input_ids: Tensor, *, batch_size: int = 8, progress
 def record_text(
     model: nn.Module,
     tokenizer: Any,
-    text_path: Path | str,
+    text: Path,
     *,
     length: int | None = None,
     tokens: int = 8192,
-    batch_size: int = 1,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Trace:
-    """``record`` the first ``tokens`` tokens of a text (.txt, .jsonl, .parquet or a folder), as far as it goes.
+    """``record`` the first ``tokens`` tokens of a file or folder; see ``sequences_of``."""
+    from twell.hf.text import context_of
 
-    Documents are packed with an end-of-text token after each and cut into sequences of ``length``: by default 1024,
-    or the model's context where that is shorter.
-    """
-    if length is None:
-        length = min(DEFAULT_LENGTH, _context(model) or DEFAULT_LENGTH, tokens)
-    if not 1 <= length <= tokens:
-        raise ValueError(f"{tokens:,} tokens hold no sequence of {length:,}")
-    wanted = tokens // length * length
-    packed = packed_text(tokenizer, Path(text_path), wanted)
-    n_sequences = min(len(packed), wanted) // length
-    if n_sequences == 0:
-        raise ValueError(f"{text_path} holds {len(packed):,} tokens: too few for one sequence of {length:,}")
-    input_ids = torch.tensor(packed[: n_sequences * length]).view(n_sequences, length)
-    return record(model, input_ids, batch_size=batch_size, progress=progress)
-
-
-def packed_text(tokenizer: Any, path: Path, tokens: int) -> list[int]:
-    """The ids of a text's documents with end-of-text after each, at least ``tokens`` of them if there are as many."""
-    from twell.train.data import TEXT_SUFFIXES, find_files, read_texts
-
-    if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end-of-text token")
-    files = find_files([path])
-    for file in files:
-        if file.suffix not in TEXT_SUFFIXES:
-            raise ValueError(f"{file}: expected text, one of {', '.join(TEXT_SUFFIXES)}")
-    packed: list[int] = []
-    for text in (text for file in files for text in read_texts(file)):
-        ids = encode_beginning(tokenizer, text, tokens)
-        packed += [*ids, tokenizer.eos_token_id] if ids else []
-        if len(packed) >= tokens:
-            break
-    return packed
-
-
-def encode_beginning(tokenizer: Any, text: str, tokens: int) -> list[int]:
-    """The ids of a text; of a long one those of its beginning, well beyond the first ``tokens``."""
-    beginning = text[: _CHARACTERS * tokens]
-    ids: list[int] = tokenizer.encode(beginning, add_special_tokens=False)
-    if len(beginning) < len(text) and len(ids) < 2 * tokens:  # the last ones may be those of half a word
-        ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids
+    input_ids = sequences_of(tokenizer, text, tokens, length, context_of(model))
+    return record(model, input_ids, batch_size=1, progress=progress)
 
 
 def _check_input(model: Any, input_ids: Tensor, batch_size: int) -> None:
+    from twell.hf.text import context_of
+
     if not hasattr(model, "get_input_embeddings"):
         raise ValueError(f"expected a transformers model, got {type(model).__name__}")
     if input_ids.dim() != 2 or input_ids.numel() == 0 or input_ids.dtype not in (torch.int64, torch.int32):
@@ -321,22 +275,18 @@ def _check_input(model: Any, input_ids: Tensor, batch_size: int) -> None:
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"token {low if low < 0 else high:,} is none of the model's, which end at {vocab_size - 1:,}: "
-            f"another tokenizer?"
+            f"token {low if low < 0 else high:,} is not in the model's vocabulary, which ends at {vocab_size - 1:,}: "
+            f"was the text encoded by another tokenizer?"
         )
-    context = _context(model)
+    context = context_of(model)
     if context is not None and input_ids.shape[1] > context:
         raise ValueError(f"sequences of {input_ids.shape[1]:,} tokens exceed the model's context of {context:,}")
 
 
-def _context(model: nn.Module) -> int | None:
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
-
-
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and no running counts; each module's own mode afterwards."""
-    ffns = [ffn for _, ffn in sparse_ffns(model)]  # those that a block runs itself are none of model.modules()
+    """Evaluation mode without running counts; afterwards each module is in its own mode again."""
+    ffns = [ffn for _, ffn in sparse_ffns(model)]  # model.modules() lacks FFNs whose block runs the projections
     training = [(module, module.training) for module in (*model.modules(), *ffns)]
     counting = [ffn for ffn in ffns if ffn.track_counts]
     model.eval()
@@ -351,8 +301,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             ffn.track_counts = True
 
 
-class _Layer:
-    """Records one FFN: a forward hook of its gate projection, the one that the activation follows."""
+class _Recorder:
+    """Forward hook on the projection that the activation follows; it records the active neurons of one FFN."""
 
     def __init__(self, name: str, gate: Any) -> None:
         self.name, self.gate, self.width = name, gate, int(gate.out_features)
@@ -362,8 +312,8 @@ class _Layer:
         self.neurons: list[np.ndarray] = []
 
     def __call__(self, gate: nn.Module, args: tuple[Any, ...], z: Tensor) -> None:
-        if z.shape[-1] != self.width:  # tensor parallel: a process has its own neurons only
-            raise ValueError(f"{self.name} gave {z.shape[-1]:,} of {self.width:,} neurons: no trace of a part")
+        if z.shape[-1] != self.width:  # tensor parallel: each process computes a part of the neurons
+            raise ValueError(f"{self.name} computed {z.shape[-1]:,} of {self.width:,} neurons: a trace needs all")
         active_MF = (torch.relu(z) != 0).flatten(0, -2)
         self.counts.append(active_MF.sum(1).cpu().numpy().astype(np.uint16))
         for rows in active_MF.split(_ROWS_AT_ONCE):
@@ -373,13 +323,13 @@ class _Layer:
         tokens = sum(map(len, self.counts))
         if tokens != expected:
             raise ValueError(
-                f"{self.name} saw {tokens:,} tokens where the model saw {expected:,}: "
-                f"only FFNs that every token passes once can be recorded"
+                f"{self.name} computed {tokens:,} tokens, the model {expected:,}: "
+                f"only an FFN that computes every token once can be recorded"
             )
 
 
-def _find_layers(model: nn.Module) -> list[_Layer]:
-    """Every FFN that is sparse, or that ``sparsify_`` would take, in the model's order."""
+def _find_layers(model: nn.Module) -> list[_Recorder]:
+    """Every FFN that is sparse or that ``sparsify_`` would replace, in the model's order."""
     from twell.hf.classify import find_ffns, projection_names
     from twell.hf.inline import InlineFFN
     from twell.hf.sparsify import NONE_FOUND
@@ -397,7 +347,7 @@ def _find_layers(model: nn.Module) -> list[_Layer]:
             skipped.append(f"{name} ({why})")
         elif name in dense or name in sparse:
             names = block.projections if isinstance(block, SparseFFNBase) else projection_names(block)
-            layers.append(_Layer(name, getattr(block, names[0])))
+            layers.append(_Recorder(name, getattr(block, names[0])))
     if not layers:
         more = f" and {len(skipped) - 1} more" if len(skipped) > 1 else ""
         raise ValueError(f"nothing to record: {skipped[0] + more if skipped else NONE_FOUND}")
@@ -405,10 +355,10 @@ def _find_layers(model: nn.Module) -> list[_Layer]:
 
 
 def _why_left_out(block: nn.Module) -> str | None:
-    """Why ``sparsify_`` would skip a dense block, or None where it would take it: it is tried, and undone."""
+    """Why ``sparsify_`` would skip a dense block, or None. Found by replacing the block and undoing that."""
     from twell.hf.sparsify import desparsify_, sparsify_
 
-    stand_in = nn.ModuleList([block])  # gets the sparse block in the place of the model
+    stand_in = nn.ModuleList([block])  # stands in for the model
     row = sparsify_(stand_in).rows[0]
     if row.became is None:
         return row.why

@@ -1,21 +1,22 @@
 """Few tokens (M <= 64), as in generation: read all of the gate, and of up and down only the neurons that fire.
 
-    neurons kernel   z = x Wg^T + bg;  u = x Wu^T + bu for the tile's neurons that any token fires;  h = a(relu(z)) * u
+    neurons kernel   z = x Wg^T + bg;  for neurons that fire for any token: u = x Wu^T + bu;  h = a(relu(z)) * u
     sums kernel      y = sum over those neurons n of h_n Wd_n,  + bd
 
-A program of the first has TN neurons over the whole of D: ReLU needs the whole sum. It marks those that fire, a bit
-each, and sends for their rows of Wd, which the second reads. A program of the second takes the lowest bits of all words
-of bits, then the next ones, and adds the neurons up for BD columns of y: no sum depends on timing, and no grid on a
-count, so that both can be captured in a CUDA graph. For one token screen.py has another first kernel, and there is
-another second one; for Hopper hopper.py has another first kernel for up to 16 tokens, and another second one for up to
-32.
+A program of the neurons kernel has TN neurons and the whole of D, since ReLU needs the complete sum. It sets one bit
+for each neuron that fires and prefetches these neurons' rows of Wd. A program of the sums kernel takes the lowest set
+bit of every mask word, then the next ones, and sums those neurons for BD columns of y. No sum depends on timing and no
+grid on a count, so CUDA graphs can capture both kernels.
 
-From Hopper on a kernel's programs start while the kernel before ends, each where most is free: where one processor had
-none of the kernel before, it would get several of the next, and all would wait for it. So the first kernel has as many
-programs as there are processors, or a multiple, even if some have no neurons.
+Variants: screen.py has a neurons kernel for one token and a frozen gate, followed by ``sum_kernel``; hopper.py has, for
+Hopper, a neurons kernel for up to 16 tokens and a sums kernel for up to 32.
 
-A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as it is in a
-dense FFN, where u is inf or NaN.
+From Hopper on a kernel's programs start while the preceding kernel ends, each on the SM with the most free room. An SM
+that had no program of the preceding kernel would get several of the next one, and all others would wait for it. So the
+neurons kernel has as many programs as there are SMs, or a multiple, even if some have no neurons.
+
+A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as in a dense
+FFN, where u is inf or NaN.
 
 Legend: M tokens, D model width, F neurons, U neurons that fire for any token.
 Weights: Wg, Wu [F, D] as the model has them, Wd neuron-major [F, D].
@@ -32,24 +33,22 @@ import torch
 from torch import Tensor
 
 from twell.gpu.decode import screen, steps
+from twell.gpu.decode.few_tiles import WORDS, HopperSumTile, HopperTile, NeuronTile, SumTile, tiles_of
 from twell.gpu.decode.screen import Screen
-from twell.gpu.decode.tiles import (
-    WORDS,
-    HopperSumTile,
-    HopperTile,
-    NeuronTile,
-    SumTile,
-    tiles_of,
-)
 from twell.gpu.prefill.split import aligned, ready
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.replay import Recorded, Space
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights
 
-_BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}  # of a tile's neurons
-_CHAINS, _CHAIN_DEPTH, _CHAIN_STAGES = 4, 128, 4  # of up for few rows: D is divided among warps
-_ONE = {"BU": 32, "BD": 32}  # the sum of one token: neurons at once, columns of y
+_BITS = {
+    8: torch.uint8,
+    16: torch.int16,
+    32: torch.int32,
+    64: torch.int64,
+}  # dtype of a mask with one bit per neuron of a tile
+_CHAINS, _CHAIN_DEPTH, _CHAIN_STAGES = 4, 128, 4  # up for few rows: D is divided among warps
+_ONE = {"BU": 32, "BD": 32}  # sum_kernel: neurons at once, columns of y
 
 
 def forward(
@@ -63,11 +62,11 @@ def forward(
 ) -> Tensor:
     """y [..., D] for x [..., D], of 1 to 64 tokens.
 
-    ``w``: the weights, Wd neuron by neuron, as [D, F] or [F, D]. ``screened``: the gate's, for M 1. ``settled``: the
-    gate was written before the kernel before this was launched, so that it may be read while that runs.
+    ``w``: the weights, Wd neuron-major as [D, F] or [F, D]. ``screened``: the gate's screen, for M 1. ``settled``: no
+    kernel still in flight writes the gate, so the kernel may read it before the preceding kernel has ended.
 
-    The key tells how everything lies: where its launches are repeated, nothing has to be looked at."""
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)  # whose code is warmer than new_empty's
+    The key contains all strides: a call whose launches are repeated checks nothing else."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)  # its code is warmer than new_empty's
     run = _several_tokens if screened is None else _one_token
     tensors = (x, y, *w) if screened is None else (x, y, *w, *screened)
     if run.repeat(_key(x, w, activation, tiles, settled), tensors) is None:
@@ -94,10 +93,10 @@ def _run(
     screened: Screen | None,
     settled: bool,
 ) -> None:
-    """For the first time, or of copies, where x or a weight does not lie as kernels read it."""
+    """The first call of a key, or a call on copies, where x or a weight is not stored as kernels read it."""
     M = x.numel() // x.shape[-1]
     if not 0 < M <= MAX_FEW_TOKENS:
-        raise ValueError(f"decode.forward takes 1 to {MAX_FEW_TOKENS} tokens, got {M}")
+        raise ValueError(f"few.forward takes 1 to {MAX_FEW_TOKENS} tokens, got {M}")
     if screened is not None and M > 1:
         raise ValueError(f"a screened gate is for one token, got {M}")
     given, (x, w) = (x, *w), (aligned(x), ready(w))
@@ -145,7 +144,6 @@ def _kernels_of_one(
         screen.screened_neurons_kernel,
         (dtype, torch.uint8, torch.float32, torch.float32, *[dtype] * 6, _BITS[screen.BN], MULTIPLE, MULTIPLE),
         {
-            "OVERLAPS": overlaps,
             "BN": screen.BN,
             "BK": min(screen.BK, power_of_2(D)),
             "SLOTS": screen.SLOTS,
@@ -164,7 +162,7 @@ def _kernels_of_one(
 
 
 def _warps_for_words(n: int) -> int:
-    """Every thread looks at some words."""
+    """So that every thread has mask words."""
     return min(16, 4 * max(1, n // 256))
 
 
@@ -199,13 +197,13 @@ def _several_tokens(
 
 
 class Between(NamedTuple):
-    """What the first kernel leaves to the second."""
+    """Buffers between the two kernels."""
 
-    programs: int  # of the first
+    programs: int  # of the first kernel
     h: Tensor  # [F, tokens]
-    words: Tensor  # int64: of bits
-    n_words: int  # that were written
-    last_bits: int  # of the last of them
+    words: Tensor  # int64: masks, a bit per neuron
+    n_words: int  # words in use
+    last_bits: int  # bits in use of the last word
 
     @classmethod
     def of(cls, space: Space, M: int, F: int, neurons: NeuronTile | HopperTile) -> Between:
@@ -231,7 +229,8 @@ def kernels_of(
     overlaps: bool,
     factors: torch.dtype | None = None,
 ) -> tuple[Kernel, Kernel]:
-    """The first and the second kernel for M tokens. ``factors``: of x and the weights, e4m3 where they have scales."""
+    """The neurons kernel and the sums kernel for M tokens. ``factors``: dtype of x and the weights; e4m3 if they have
+    scales."""
     stride, n_tokens = (neurons.TN or 64) if neurons.BN == 64 else 64, ANY if M % 16 else MULTIPLE
     factors = factors or dtype
     first = _first_kernel(dtype, D, power_of_2(M), n_tokens, neurons, settled, flags, overlaps, factors)
@@ -250,33 +249,13 @@ def _first_kernel(
     overlaps: bool,
     factors: torch.dtype,
 ) -> Kernel:
-    """``tokens``: a power of 2; ``n_tokens``: how their number is declared."""
+    """``tokens``: a power of 2; ``n_tokens``: the declaration of their number."""
     f32, bits, sizes = torch.float32, _BITS[tile.BN], (n_tokens, MULTIPLE, MULTIPLE, MULTIPLE)
     constants: dict[str, Any]
-    if isinstance(tile, HopperTile) and factors != dtype:
-        from twell.gpu.decode import hopper_fp8
-
-        constants = {
-            "OVERLAPS": overlaps,
-            "EARLY": settled,
-            "HM": max(16, tokens),
-            "BM": max(8, tokens),
-            "TOKENS": tokens,
-            "TN": tile.TN,
-            "SUBS": ceil_div(tile.TN, 16),
-            "CHAINS": tile.chains,
-            "DEPTH": tile.depth,
-            "PREFETCHES": overlaps,
-            "GATED": flags[0],
-            "SQUARED": flags[1],
-        }
-        arguments: tuple[Any, ...] = (dtype, factors, f32, factors, f32, factors, dtype, bits, *sizes)
-        return Kernel(hopper_fp8.hopper_fp8_neurons_kernel, arguments, constants, warps=tile.chains)
     if isinstance(tile, HopperTile):
-        from twell.gpu.decode import hopper  # needs Gluon, of which there is none in the interpreter
+        from twell.gpu.decode import hopper, hopper_fp8  # need Gluon, which the interpreter lacks
 
         constants = {
-            "OVERLAPS": overlaps,
             "EARLY": settled,
             "HM": max(16, tokens),
             "BM": max(8, tokens),
@@ -286,11 +265,14 @@ def _first_kernel(
             "DEPTH": tile.depth,
             **_constants(flags, overlaps),
         }
-        return Kernel(hopper.hopper_neurons_kernel, (*[dtype] * 7, bits, *sizes), constants, warps=tile.chains)
+        if factors == dtype:
+            return Kernel(hopper.hopper_neurons_kernel, (*[dtype] * 7, bits, *sizes), constants, warps=tile.chains)
+        without_biases = {name: c for name, c in constants.items() if "BIAS" not in name} | {"TOKENS": tokens}
+        arguments: tuple[Any, ...] = (dtype, factors, f32, factors, f32, factors, dtype, bits, *sizes)
+        return Kernel(hopper_fp8.hopper_fp8_neurons_kernel, arguments, without_biases, warps=tile.chains)
     constants = {
         "SCALED": factors != dtype,
         "PRECISION": _precision(dtype),
-        "OVERLAPS": overlaps,
         "BM": max(16, tokens),
         "TN": tile.TN or tile.BN,
         "BN": tile.BN,
@@ -351,12 +333,13 @@ def _second_kernel(
 
 
 def _precision(dtype: torch.dtype) -> str:
-    return "ieee" if dtype == torch.float32 else "tf32"  # which says nothing of 16 bits
+    return "ieee" if dtype == torch.float32 else "tf32"  # no effect on 16 bits
 
 
 def _constants(flags: tuple[bool, ...], overlaps: bool) -> dict[str, bool]:
     gated, squared, has_gate_bias, has_up_bias = flags
     return {
+        "OVERLAPS": overlaps,
         "PREFETCHES": overlaps,
         "GATED": gated,
         "SQUARED": squared,

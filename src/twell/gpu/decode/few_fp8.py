@@ -1,8 +1,8 @@
-"""Few tokens (M <= 64) of an FFN with FP8 weights: the two steps of few.py, from e4m3; for one token on Hopper those of
-hopper_one.py.
+"""Few tokens (M <= 64) of an FFN with FP8 weights: the two kernels of few.py for e4m3; one token on Hopper has those of
+hopper_fp8_one.py.
 
-x is rounded row by row, as for a dense FP8 FFN: on Hopper by the first kernel itself for up to 16 tokens, otherwise by
-a launch of its own, and then e4m3 is multiplied as it is. h has x's dtype, sums are fp32.
+x is rounded row by row, as in a dense FP8 FFN. On Hopper the neurons kernel itself rounds up to 16 tokens; more tokens
+are rounded by a launch of their own and multiplied as e4m3. h has x's dtype, sums are fp32.
 Bytes, D 2048, F 5632: Wg 11.5 MB, then 4 KB for each neuron that fires; a dense FP8 FFN reads 35 MB.
 """
 
@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from twell.gpu.decode.few import Between, kernels_of
-from twell.gpu.decode.tiles import HopperSumTile, HopperTile, NeuronTile, SumTile, fp8_tiles_of
+from twell.gpu.decode.few_tiles import HopperSumTile, HopperTile, NeuronTile, SumTile, fp8_tiles_of
 from twell.gpu.prefill.split import aligned
 from twell.gpu.prefill.split_fp8 import Fp8Weights
-from twell.gpu.shared.fp8 import room_for, round_rows
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.replay import Recorded, Space
+from twell.gpu.shared.round_fp8 import room_for, round_rows
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import E4M3
 
 _Tiles = tuple[NeuronTile | HopperTile, SumTile | HopperSumTile]
-_ADD = {"BD": 16, "WARPS": 4}  # of hopper_add_kernel: columns of y, warps
+_ADD = {"BD": 16, "WARPS": 4}  # hopper_add_kernel: columns of y, warps
 
 
 def forward(x: Tensor, w: Fp8Weights, activation: str, tiles: _Tiles | None = None, *, settled: bool = False) -> Tensor:
-    """y [..., D] for x [..., D], of 1 to 64 tokens. ``w``: with Wd neuron by neuron. ``settled``: see few.py."""
+    """y [..., D] for x [..., D], of 1 to 64 tokens. ``w``: with the neuron-major Wd. ``settled``: see few.py."""
     M = x.numel() // x.shape[-1]
     if not 0 < M <= MAX_FEW_TOKENS:
         raise ValueError(f"few_fp8.forward takes 1 to {MAX_FEW_TOKENS} tokens, got {M}")
@@ -86,13 +86,13 @@ def _launch(
 def _kernels_of_one(
     dtype: torch.dtype, n_shares: int, tile: HopperTile, settled: bool, gated: bool, squared: bool, overlaps: bool
 ) -> tuple[Kernel, Kernel]:
-    """Of one token."""
-    from twell.gpu.decode import hopper_one  # needs Gluon, of which there is none in the interpreter
+    """For one token."""
+    from twell.gpu.decode import hopper_fp8_one  # needs Gluon, which the interpreter lacks
 
     f32, n_tiles = torch.float32, ceil_div(tile.TN, 16)
-    fits_twice = n_tiles * 16 * tile.chains * tile.depth <= hopper_one.FITS_TWICE
+    fits_twice = n_tiles * 16 * tile.chains * tile.depth <= hopper_fp8_one.FITS_TWICE
     first = Kernel(
-        hopper_one.hopper_one_kernel,
+        hopper_fp8_one.hopper_one_kernel,
         (dtype, E4M3, f32, E4M3, f32, E4M3, f32, f32, MULTIPLE, MULTIPLE),
         {
             "OVERLAPS": overlaps,
@@ -106,8 +106,8 @@ def _kernels_of_one(
             "SQUARED": squared,
         },
         warps=tile.chains,
-        registers=hopper_one.REGISTERS if fits_twice else None,
+        registers=hopper_fp8_one.REGISTERS if fits_twice else None,
     )
     constants = {"OVERLAPS": overlaps, "BP": max(32, power_of_2(n_shares)), **_ADD}
-    second = Kernel(hopper_one.hopper_add_kernel, (f32, f32, dtype, MULTIPLE, ANY), constants, warps=_ADD["WARPS"])
+    second = Kernel(hopper_fp8_one.hopper_add_kernel, (f32, f32, dtype, MULTIPLE, ANY), constants, warps=_ADD["WARPS"])
     return first, second

@@ -1,19 +1,19 @@
-"""The kernels of decode.py for Hopper, in Gluon: Triton, with memory and layouts by hand.
+"""The kernels of few.py for Hopper, in Gluon: Triton with explicit shared memory and layouts.
 
-neurons_kernel, up to 16 tokens. Between two kernels that read weights the memory is idle while one ends, the other
-starts, and its first bytes come. Weights do not depend on the kernel before. So a program of this kernel, one a
-processor, asks for all of its rows of the gate at once, which fill the shared memory (44 rows of D 2048: 192 KB), and
-only then waits for the kernel before:
+hopper_neurons_kernel, up to 16 tokens. Between two kernels that read weights the memory is idle: one kernel ends, the
+other starts, and its first bytes arrive. Weights do not depend on the preceding kernel. So each program, one per SM,
+issues the loads of all its gate rows at once, which fill the shared memory (44 rows of D 2048: 192 KB), and only then
+waits for the preceding kernel:
 
     sums of a layer     -----------|
     gate of the next        wwwwwww|x mma | bits | rows of Wu of what fires: mma | h
 
-(EARLY; not where the kernel before may be what writes the gate.) Triton's pipelined loops cannot say that. Its wgmma
-would be one chain of 128 for D 2048, too: here D is divided among CHAINS warps, each with tiles of 16 rows of its own,
-whose sums meet in shared memory. x is read into registers once, for the gate and for up, in the order in which tensor
-cores take it.
+(EARLY; not where a kernel in flight may write the gate.) Triton's pipelined loops cannot express that, and Triton's
+wgmma would be one chain of 128 for D 2048. Here D is divided among CHAINS warps, each with tiles of 16 rows of its own,
+whose sums meet in shared memory. x is read into registers once, for gate and up, in the order in which tensor cores
+take it.
 
-sums_kernel: the rows of many neurons are on their way at once, and words of bits are divided among warps.
+hopper_sums_kernel: loads of many neurons' rows are in flight at once, and mask words are divided among warps.
 
 Legend: M tokens (BM in a tile), D model width, F neurons (TN in a program, SUBS tiles of 16).
 """
@@ -30,12 +30,12 @@ from twell.gpu.shared import tiles
 prefetch = gluon.jit(tiles.prefetch.fn)
 popcount = gluon.jit(tiles.popcount64.fn)
 relu = gluon.jit(tiles.relu.fn)
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name before Triton 3.7
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # the name before Triton 3.7
 
 
 @gluon.jit
 def nth_bit(words, n):
-    """int32: place of the n-th set bit (from 0) of int64 words, by halves; 63 if there is none."""
+    """int32: position of the n-th set bit (from 0) of int64 words, by bisection; 63 if there is none."""
     place = 0 * n
     for level in gl.static_range(6):
         width = 32 >> level
@@ -48,7 +48,7 @@ def nth_bit(words, n):
 
 @gluon.jit
 def copy_rows(i_rows, row, wanted, D, layout: gl.constexpr, block, CHAINS: gl.constexpr, DEPTH: gl.constexpr):
-    """[CHAINS, 16, DEPTH] of 16 rows on their way to shared memory; zeros for those that are not wanted."""
+    """Copy 16 rows to shared memory, [CHAINS, 16, DEPTH], asynchronously; zeros for rows that are not wanted."""
     chain = gl.arange(0, CHAINS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     k = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     at = chain[:, None, None] * DEPTH + k[None, None, :]
@@ -59,7 +59,7 @@ def copy_rows(i_rows, row, wanted, D, layout: gl.constexpr, block, CHAINS: gl.co
 
 @gluon.jit
 def _load_x(i_x, M, D, x_stride, layout: gl.constexpr, CHAINS: gl.constexpr, DEPTH: gl.constexpr, BM: gl.constexpr):
-    """[CHAINS, DEPTH, BM] of x, each thread's as its tensor core takes them."""
+    """[CHAINS, DEPTH, BM] of x in registers, in the layout that tensor cores take."""
     chain = gl.arange(0, CHAINS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     k = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     m = gl.arange(0, BM, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -74,10 +74,9 @@ def fire(
     z, neuron, there, m, M, D, i_gate_bias, i_down, m_h, HM: gl.constexpr, SAME: gl.constexpr,
     PREFETCHES: gl.constexpr, GATED: gl.constexpr, SQUARED: gl.constexpr, HAS_GATE_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """int32 [neurons]: 1 if it fires for any token. Writes what is known of h: a, if there is a u to come.
+    """int32 [neurons]: 1 if the neuron fires for any token. Writes to m_h: gated, a, for store_gated; plain, h.
 
-    SAME: bits of a thread's number that do not change its neuron.
-    """
+    SAME: bits of a thread's number that do not change its neuron."""
     dtype: gl.constexpr = m_h.dtype.element_ty
     if HAS_GATE_BIAS:
         z += gl.load(i_gate_bias + neuron, mask=there, other=0.0).to(gl.float32)[:, None]
@@ -86,7 +85,7 @@ def fire(
     fired = gl.max(fires.to(gl.int32), axis=1)
     if PREFETCHES:
         prefetch(i_down, neuron, fired, D, SAME)
-    if GATED:  # a goes through memory, to where its neuron is taken; -inf as itself
+    if GATED:  # a passes through memory to its neuron's slot; -inf stays -inf
         a = gl.where(z == float("-inf"), z, a)
     elif SQUARED:
         a = a * a
@@ -99,7 +98,7 @@ def fire(
 def store_gated(
     a, u, neuron, filled, places, i_up_bias, dtype: gl.constexpr, SQUARED: gl.constexpr, HAS_UP_BIAS: gl.constexpr
 ):
-    """h of neurons that fire, in the place of a."""
+    """Write h of neurons that fire, in the place of a."""
     if HAS_UP_BIAS:
         u += gl.load(i_up_bias + neuron, mask=filled, other=0.0).to(gl.float32)[:, None]
     r = relu(a)
@@ -110,7 +109,7 @@ def store_gated(
 
 @gluon.jit
 def _products(rows, x, sums, summed: gl.constexpr, CHAINS: gl.constexpr, BM: gl.constexpr):
-    """fp32 [16, BM] of rows [CHAINS, 16, DEPTH] in shared memory; ``sums``: where the chains meet."""
+    """fp32 [16, BM] of rows [CHAINS, 16, DEPTH] in shared memory; ``sums``: buffer in which the chains' sums meet."""
     mma: gl.constexpr = x.type.layout.parent
     zeros = gl.zeros((CHAINS, 16, BM), gl.float32, mma)
     sums.store(mma_v2(rows.load(gl.DotOperandLayout(0, mma, 8)), x, zeros))
@@ -125,7 +124,7 @@ def hopper_neurons_kernel(
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
     i_down,  # [F, D]
-    m_h,  # [F, HM]: of the neurons that fire
+    m_h,  # [F, HM]: rows of the neurons that fire
     o_bits,  # int64 [programs]: bit b of word w is set if neuron w * TN + b fires for any token
     M,
     D,
@@ -146,15 +145,15 @@ def hopper_neurons_kernel(
     HAS_UP_BIAS: gl.constexpr,
 ):
     dtype: gl.constexpr = m_h.dtype.element_ty
-    # Tiles of a warp: 16 rows, 8 tokens. A thread has 8 neighbours of D, for 16-byte loads: order is all one to a sum.
+    # Tiles of a warp: 16 rows, 8 tokens. A thread has 8 neighbours along D, for 16-byte loads: any order of D will do.
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHAINS, 1, 1], [1, 16, 8])
     copied: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // DEPTH, DEPTH // 8], [CHAINS, 1, 1], [2, 1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0])  # four such threads read 64 bytes of a row
+    shared: gl.constexpr = gl.SwizzledSharedLayout(32, 1, 2, [2, 1, 0])  # four threads read 64 bytes of a row
     # Sums: a thread adds up all chains of some of [16, BM]. SAME: bits of a thread's number that do not change its row.
     summed: gl.constexpr = gl.BlockedLayout([CHAINS, 1, 1], [1, 32 // BM, BM], [1, CHAINS, 1], [2, 1, 0])
     SAME: gl.constexpr = BM - 1 + (CHAINS * 32 - BM * 16 if CHAINS * 32 > BM * 16 else 0)
 
-    if OVERLAPS and not EARLY:  # first: a later kernel takes this one's word that the gate is written
+    if OVERLAPS and not EARLY:  # before launching dependents: they assume that the gate is written
         gdc_wait()
     if OVERLAPS:
         gdc_launch_dependents()
@@ -194,7 +193,7 @@ def hopper_neurons_kernel(
             its = first + nth_bit(bits + 0 * slot, start + slot)
             filled = start + slot < n_fired
             places = m_h + its.to(gl.int64)[:, None] * HM + m[None, :]
-            barrier()  # all of a is written
+            barrier()  # now all of a is written
             a = gl.load(places, mask=filled[:, None], other=0.0).to(gl.float32)
             async_copy.wait_group(0)
             u = _products(blocks.index(0), x, sums, summed, CHAINS, BM)
@@ -203,14 +202,15 @@ def hopper_neurons_kernel(
 
 @gluon.jit
 def lowest(bits, first):
-    """(int32, int64): ``first`` + the place of the lowest bit of each word, or -1 where none is set; the others."""
+    """(int32, int64): ``first`` + the position of each word's lowest set bit, or -1 if none is set; and the remaining
+    bits."""
     place = popcount((bits & (0 - bits)) - 1)
     return gl.where(bits != 0, first + place, -1), bits & (bits - 1)
 
 
 @gluon.jit
 def words_from(i_words, first, n_words, layout: gl.constexpr, CHAINS: gl.constexpr, ROWS: gl.constexpr):
-    """(int64, int32) [CHAINS, ROWS]: words of bits, and their numbers."""
+    """(int64, int32) [CHAINS, ROWS]: mask words, and their numbers."""
     chain = gl.arange(0, CHAINS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     word = first + chain[:, None] * ROWS + row[None, :]
@@ -219,7 +219,7 @@ def words_from(i_words, first, n_words, layout: gl.constexpr, CHAINS: gl.constex
 
 @gluon.jit
 def copy_neurons(i_rows, neuron, width, column, inside, block):
-    """[CHAINS, ROWS, columns] of the rows of neurons [CHAINS, ROWS] on their way to shared memory; zeros for -1."""
+    """Copy rows of neurons [CHAINS, ROWS] to shared memory, [CHAINS, ROWS, columns], asynchronously; zeros for -1."""
     pointers = (i_rows + neuron.to(gl.int64) * width)[:, :, None] + column[None, None, :]
     mask = (neuron >= 0)[:, :, None] & inside[None, None, :]
     async_copy.async_copy_global_to_shared(block, pointers, mask=mask)
@@ -244,8 +244,7 @@ def hopper_sums_kernel(
     CHAINS: gl.constexpr,
     HAS_DOWN_BIAS: gl.constexpr,
 ):
-    """As sums_kernel of steps.py, with BS bits of each of BW words on their way at once; words are divided among
-    warps."""
+    """As sums_kernel of steps.py, with BS bits of each of BW words in flight at once; words are divided among warps."""
     dtype: gl.constexpr = o_y.dtype.element_ty
     ROWS: gl.constexpr = BW // CHAINS  # words of a warp
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHAINS, 1, 1], [1, 16, 8])

@@ -1,17 +1,17 @@
-"""The kernels of hopper.py for e4m3 weights with a scale a row, and x rounded as a dense FP8 layer rounds it.
+"""The kernels of hopper.py for e4m3 weights with a scale per row, and x rounded as a dense FP8 layer rounds it.
 
-hopper_fp8_neurons_kernel rounds x itself, each program for itself: a launch less. e4m3 values are exact in fp16, as
-which tensor cores multiply them, with sums in fp32. Rows of the gate are asked for before x is there, a tile after the
-other: a processor's loads come back in order, and those of the kernel before this would wait for all of them.
+hopper_fp8_neurons_kernel: every program rounds x itself, which saves a launch. e4m3 values are exact in fp16, in which
+tensor cores multiply them, with sums in fp32. Loads of the gate's rows are issued before x is there, one tile after the
+other: an SM's loads return in order, and the preceding kernel's loads would wait behind all of them.
 
-hopper_fp8_sums_kernel: rows of Wd come as e4m3 and go through registers, where they become 16 bits, to where tensor
-cores take them from; scales of the columns are factors of the sums.
+hopper_fp8_sums_kernel: rows of Wd are loaded as e4m3, converted to 16 bits in registers and stored to shared memory,
+from where tensor cores read; the columns' scales multiply the sums.
 
 Legend: M tokens (BM in a tile), D model width, F neurons (TN in a program, SUBS tiles of 16).
 """
 
 # mypy: disable-error-code="assignment, misc, var-annotated"
-# (tuples that grow as a kernel is compiled)
+# (tuples that grow while a kernel is compiled)
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from twell.gpu.decode.hopper import (
 
 @gluon.jit
 def load_x(i_x, M, D, x_stride, CHAINS: gl.constexpr, DEPTH: gl.constexpr, TOKENS: gl.constexpr):
-    """[CHAINS, TOKENS, DEPTH]"""
+    """x in registers, [CHAINS, TOKENS, DEPTH]."""
     LANES: gl.constexpr = DEPTH // 8 if DEPTH < 256 else 32
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [CHAINS, 1, 1], [2, 1, 0])
     chain = gl.arange(0, CHAINS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
@@ -48,15 +48,15 @@ def load_x(i_x, M, D, x_stride, CHAINS: gl.constexpr, DEPTH: gl.constexpr, TOKEN
 
 @gluon.jit
 def rounded(x):
-    """x [CHAINS, TOKENS, DEPTH] in e4m3, and its scales [TOKENS], as ``reference.to_fp8`` has them."""
-    # |x| by its bits, as inf and NaN count for more than any number.
+    """x [CHAINS, TOKENS, DEPTH] in e4m3, and its scales [TOKENS], as in ``reference.to_fp8``."""
+    # Compare |x| by its bits: inf and NaN are above any number.
     bits = (x.to(gl.int16, bitcast=True) & 0x7FFF).to(gl.int32)
     largest = gl.max(gl.max(bits, axis=2), axis=0)
     inf: gl.constexpr = 0x7F80 if x.dtype == gl.bfloat16 else 0x7C00
     amax = gl.maximum(largest.to(gl.int16).to(x.dtype, bitcast=True).to(gl.float32), 1e-12)
     scale = gl.where(largest >= inf, float("nan"), amax * (1 / 448.0))
     q = x.to(gl.float32) * gl.div_rn(1.0 + 0.0 * amax, scale)[None, :][:, :, None]
-    q = gl.where(q > 448.0, 448.0, gl.where(q < -448.0, -448.0, q))  # which keeps NaN
+    q = gl.where(q > 448.0, 448.0, gl.where(q < -448.0, -448.0, q))  # min and max would drop NaN
     return q.to(gl.float8e4nv), scale
 
 
@@ -65,14 +65,14 @@ def copy_gate(
     i_gate, first, row, n, D, layout: gl.constexpr, EARLY: gl.constexpr, SUBS: gl.constexpr, CHAINS: gl.constexpr,
     DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """SUBS blocks [CHAINS, 16, DEPTH] of n rows of the gate, on their way to shared memory. ``row``: 0 to 15."""
+    """Copy n rows of the gate to shared memory, SUBS blocks [CHAINS, 16, DEPTH], asynchronously. ``row``: 0 to 15."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(64, 1, 2, [2, 1, 0])  # four threads read 64 bytes of a row
-    blocks = ()  # not parts of one, between which there would be barriers
+    blocks = ()  # slices of one allocation would have barriers between them
     for sub in gl.static_range(SUBS):
         blocks += (gl.allocate_shared_memory(gl.float8e4nv, [CHAINS, 16, DEPTH], shared),)
         wanted = sub * 16 + row
         copy_rows(i_gate, first + wanted, wanted < n, D, layout, blocks[sub], CHAINS, DEPTH)
-        if EARLY:  # not all at once: what the kernel before still loads would come after all of it
+        if EARLY:  # not all at once: the preceding kernel's loads would wait behind them
             async_copy.wait_group(0)
     return blocks
 
@@ -87,7 +87,7 @@ def products_of(rows, x, CHAINS: gl.constexpr, BM: gl.constexpr):
 
 @gluon.jit
 def touch(pointers):
-    """On their way to the L2 cache."""
+    """Prefetch to L2."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -106,7 +106,7 @@ def hopper_fp8_neurons_kernel(
     i_up,  # e4m3 [F, D] or unused
     i_up_scale,  # fp32 [F] or unused
     i_down,  # e4m3 [F, D]
-    m_h,  # [F, HM]: of the neurons that fire
+    m_h,  # [F, HM]: rows of the neurons that fire
     o_bits,  # int64 [programs]: bit b of word w is set if neuron w * TN + b fires for any token
     M,
     D,
@@ -116,7 +116,7 @@ def hopper_fp8_neurons_kernel(
     EARLY: gl.constexpr,
     HM: gl.constexpr,
     BM: gl.constexpr,
-    TOKENS: gl.constexpr,  # the power of 2 from M on, 2 or more: one has hopper_one.py
+    TOKENS: gl.constexpr,  # power of 2 >= M, at least 2: one token has hopper_fp8_one.py
     TN: gl.constexpr,
     SUBS: gl.constexpr,
     CHAINS: gl.constexpr,
@@ -161,11 +161,11 @@ def hopper_fp8_neurons_kernel(
     products = ()
     for sub in gl.static_range(SUBS):
         products += (products_of(blocks[sub], x, CHAINS, BM),)
-    for sub in gl.static_range(SUBS):  # where the chains meet
+    for sub in gl.static_range(SUBS):  # the chains' sums meet here
         sums.slice(sub * 16, 16, dim=1).store(products[sub])
     x_scale = x_scales.load(m.type.layout)
     z = gl.sum(sums.load(summed), axis=0) * (w_scale[:, None] * x_scale[None, :])
-    # i_gate, i_up below: in the place of biases, of which there are none.
+    # i_gate and i_up below stand for biases, which are not read.
     fired = fire(z, first + row, row < n, m, M, D, i_gate, i_down, m_h, HM, SAME, PREFETCHES, GATED, SQUARED, False)
     bits = gl.sum(fired.to(gl.int64) << row.to(gl.int64), axis=0)
     gl.store(o_bits + gl.program_id(0), bits)
@@ -179,7 +179,7 @@ def hopper_fp8_neurons_kernel(
             its = first + nth_bit(bits + 0 * slot, start + slot)
             filled = start + slot < n_fired
             places = m_h + its.to(gl.int64)[:, None] * HM + m[None, :]
-            barrier()  # all of a is written
+            barrier()  # now all of a is written
             a = gl.load(places, mask=filled[:, None], other=0.0).to(gl.float32)
             up_scale = gl.load(i_up_scale + its, mask=filled, other=0.0)
             async_copy.wait_group(0)
@@ -207,7 +207,7 @@ def hopper_fp8_sums_kernel(
     BD: gl.constexpr,
     CHAINS: gl.constexpr,
 ):
-    """As hopper_sums_kernel."""
+    """As hopper_sums_kernel, with e4m3 rows of Wd and a scale for each column of y."""
     dtype: gl.constexpr = o_y.dtype.element_ty
     ROWS: gl.constexpr = BW // CHAINS  # words of a warp
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [CHAINS, 1, 1], [1, 16, 8])
@@ -222,7 +222,7 @@ def hopper_fp8_sums_kernel(
         touch(i_down_scale + gl.where(d < D, d, 0))
         gdc_wait()
     scale = gl.load(i_down_scale + d, mask=d < D, other=0.0)
-    w_blocks = ()  # not parts of one, between which there would be barriers
+    w_blocks = ()  # slices of one allocation would have barriers between them
     h_blocks = ()
     for _slot in gl.static_range(BS):
         w_blocks += (gl.allocate_shared_memory(dtype, [CHAINS, ROWS, BD], w_shared),)

@@ -1,12 +1,13 @@
-"""One token: an int8 copy of the gate rules out neurons that cannot fire, and only the others' rows are read.
+"""One token: an int8 copy of the gate rules out neurons that cannot fire, and only the other neurons' rows are read.
 
     w = s (q + e):   x . w  <=  s x . q + |x| s |e|        (Cauchy and Schwarz; s, q and |e| row by row)
 
-A neuron for which the right side, with room for the roundings of fp32 sums, is not positive cannot fire. The others are
-candidates: z and u come from their own rows, so that the result is that of the whole gate. Of skew29 (D 2048, F 5632)
-29 neurons fire and 71 are candidates: 11.5 MB of q and 0.6 MB of rows are read instead of 23 MB and 0.1 MB.
+A neuron for which the right side, plus a margin for the roundings of fp32 sums, is not positive cannot fire. The others
+are candidates: their z and u are computed from their own rows, so the result is that of the whole gate. Of skew29 (D
+2048, F 5632) 29 neurons fire and 71 are candidates: 11.5 MB of q and 0.6 MB of rows are read instead of 23 MB and 0.1
+MB.
 
-The rows of q are asked for before the kernel waits for the one before it: weights do not depend on that.
+The loads of q are issued before the kernel waits for the preceding one: weights do not depend on it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from twell import int8
 from twell.gpu.shared.tiles import INTERPRETED, let_next_kernel_start, prefetch, relu, take, wait_for_kernel_before
 from twell.plan import Plan
 
-BN, BK, WARPS = 8, 2048, 4  # neurons of a program: six programs a processor hold 85 kB of q on their way
-SLOTS = 2  # candidates of a tile taken at once
+BN, BK, WARPS = 8, 2048, 4  # BN neurons of a program: six programs per SM have 85 kB of q in flight
+SLOTS = 2  # candidates of a tile processed at once
 REGISTERS = 80
 _CHUNK_ROWS = 1024
-_MOST_ACTIVE = 0.01  # of all neurons: from 2.5 % candidates on, reading the gate itself is faster (H200)
+_MOST_ACTIVE = 0.01  # share of all neurons: from 2.5 % candidates on, reading the gate itself is faster (H200)
 
 
 class Screen(NamedTuple):
-    """The copy of a gate [F, D]."""
+    """The int8 copy of a gate [F, D]."""
 
     q: Tensor  # uint8 [F, D]: q + 128
     scale: Tensor  # fp32 [F]: s
-    reach: Tensor  # fp32 [F]: how far s x . q may be below x . w, as a multiple of |x|
+    reach: Tensor  # fp32 [F]: s x . q may be below x . w by this multiple of |x|
 
 
 def screen_of(gate: Tensor) -> Screen | None:
@@ -49,14 +50,14 @@ def screen_of(gate: Tensor) -> Screen | None:
 
 
 def bounds(screen: Screen, x: Tensor, gate_bias: Tensor | None) -> Tensor:
-    """fp32 [M, F], none below z of the tokens x [M, D]: what the kernel compares with 0."""
+    """fp32 [M, F]: upper bounds of z for the tokens x [M, D], which the kernel compares with 0."""
     x = x.float()
     most = x @ (screen.q.float() - 128).t() * screen.scale + x.norm(dim=1, keepdim=True) * screen.reach
     return most if gate_bias is None else most + gate_bias
 
 
 def is_worth_it(plan: Plan, dtype: torch.dtype) -> bool:
-    """Whether so few neurons fire, of 16-bit weights, that few are candidates: about 2.5 for each that fires."""
+    """Whether weights have 16 bits and so few neurons fire that few are candidates: about 2.5 for each that fires."""
     return dtype.itemsize == 2 and plan.mean_active is not None and plan.mean_active <= _MOST_ACTIVE * plan.n_neurons
 
 
@@ -65,7 +66,7 @@ def _floats(q):
     """fp32 of bytes that hold a number + 128."""
     if INTERPRETED:
         return q.to(tl.float32) - 128
-    else:  # the byte ends the mantissa of 2^23: two instructions, where a conversion runs at an eighth of the speed
+    else:  # put the byte into the mantissa of 2^23: two instructions; a conversion runs at an eighth of the speed
         return tl.inline_asm_elementwise(
             """{
                 .reg .b32 b;
@@ -98,8 +99,8 @@ def screened_neurons_kernel(
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
     i_down,  # [F, D]
-    o_h,  # [F]: of the neurons that fire
-    o_bits,  # uint8 [F / 8]: set for the neurons that fire
+    o_h,  # [F]: h of the neurons that fire
+    o_bits,  # uint8 [F / 8]: one bit per neuron, set if it fires
     D,
     F,
     OVERLAPS: tl.constexpr,
@@ -121,11 +122,11 @@ def screened_neurons_kernel(
     there = neuron < F
     rows = i_q + neuron[:, None].to(tl.int64) * D
     sums = tl.zeros((BN,), tl.float32)
-    squares = D * 1.2e-38  # for those of fp32's smallest numbers, which are lost
+    squares = D * 1.2e-38  # squares of tiny numbers underflow to 0: their upper bound
     for start in range(0, D, BK):
         at = start + k
         q = tl.load(rows + at[None, :], mask=there[:, None] & (at[None, :] < D), other=128)
-        wait_for_kernel_before(OVERLAPS)  # what is loaded above, it has not written: the layer is frozen
+        wait_for_kernel_before(OVERLAPS)  # it does not write q: the layer is frozen
         x = tl.load(i_x + at, mask=at < D, other=0.0).to(tl.float32)
         sums += tl.sum(_floats(q) * x[None, :], axis=1)
         squares += tl.sum(x * x, axis=0)
@@ -133,10 +134,10 @@ def screened_neurons_kernel(
     most += tl.sqrt(squares) * tl.load(i_reach + neuron, mask=there, other=0.0)
     if HAS_GATE_BIAS:
         bias = tl.load(i_gate_bias + neuron, mask=there, other=0.0).to(tl.float32)
-        most += bias + tl.abs(bias) * 1e-6  # for the rounding of this sum
-    candidate = (~(most <= 0) & there).to(tl.int32)  # NaN is one
+        most += bias + tl.abs(bias) * 1e-6  # margin for the rounding of this sum
+    candidate = (~(most <= 0) & there).to(tl.int32)  # NaN is a candidate
     if PREFETCHES:
-        prefetch(i_down, neuron, candidate > 0, D, BK // 16 - 1)  # that many threads read a row, 16 bytes each
+        prefetch(i_down, neuron, candidate > 0, D, BK // 16 - 1)  # BK / 16 threads read a row, 16 bytes each
     n = tl.sum(candidate, axis=0)
     bits = tl.zeros((), tl.int32)
     for first in range(0, n, SLOTS):
@@ -149,7 +150,7 @@ def screened_neurons_kernel(
             inside = filled[:, None] & (at[None, :] < D)
             gate = tl.load(i_gate + begin[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
             x = tl.load(i_x + at, mask=at < D, other=0.0).to(tl.float32)
-            if GATED:  # both rows are on their way at once
+            if GATED:  # both rows' loads are in flight at once
                 up = tl.load(i_up + begin[:, None] + at[None, :], mask=inside, other=0.0).to(tl.float32)
                 u += tl.sum(up * x[None, :], axis=1)
             z += tl.sum(gate * x[None, :], axis=1)

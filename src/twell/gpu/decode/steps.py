@@ -1,4 +1,4 @@
-"""The two steps of few tokens in Triton, for any GPU: see few.py. Hopper has its own in hopper.py and screen.py."""
+"""The kernels for few tokens (few.py) in Triton, for any GPU; hopper.py and screen.py have variants."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def _products(
     i_x, i_rows, neuron, wanted, M, D, x_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BN, BM]: x . row for the ``wanted`` rows [BN] and all tokens; what is not wanted is not read."""
+    """fp32 [BN, BM]: x . row for the ``wanted`` rows [BN] and all tokens; other rows are not read."""
     m = tl.arange(0, BM)
     k = tl.arange(0, BK)
     rows = i_rows + neuron[:, None].to(tl.int64) * D
     acc = tl.zeros((BN, BM), tl.float32)
-    nothing = tl.zeros((BN, BM), tl.float32) + tl.where(M < 0, 1.0, 0.0)  # which the compiler does not know
+    nothing = tl.zeros((BN, BM), tl.float32) + tl.where(M < 0, 1.0, 0.0)  # zeros, but the compiler does not know that
     for start in range(0, D, BK):
         at = start + k
         x = tl.load(
             i_x + m[None, :].to(tl.int64) * x_stride + at[:, None], mask=(m[None, :] < M) & (at[:, None] < D), other=0.0
         )
         w = tl.load(rows + at[None, :], mask=wanted[:, None] & (at[None, :] < D), other=0.0)
-        if SCALED and INTERPRETED:  # which multiplies no e4m3
+        if SCALED and INTERPRETED:  # it cannot multiply e4m3
             x, w = x.to(tl.float16), w.to(tl.float16)
-        if PRECISION == "ieee":  # sums of sums, as long chains of fp32 lose digits
+        if PRECISION == "ieee":  # sums of partial sums: long chains of fp32 additions lose digits
             acc += tl.dot(w, x, nothing, input_precision=PRECISION)
         else:
             acc = tl.dot(w, x, acc)
@@ -43,7 +43,8 @@ def _products_of_few(
     i_x, i_rows, row, filled, M, D, x_stride,
     BM: tl.constexpr, SLOTS: tl.constexpr, DEPTH: tl.constexpr, CHAINS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """As ``_products``, for 16 rows: a warp has them all and a share of D, where one chain of dots would be long."""
+    """As ``_products``, for SLOTS rows: each warp takes all rows and a share of D, since one chain of dots would be
+    long."""
     m = tl.arange(0, BM)
     k = tl.arange(0, CHAINS)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]  # [CHAINS, DEPTH]
     rows = i_rows + row.to(tl.int64) * D
@@ -60,7 +61,8 @@ def _products_of_few(
 
 @triton.jit
 def _lowest(bits, first):
-    """(int32, uint64): ``first`` + the place of the lowest bit of each word, or -1 where none is set; the others."""
+    """(int32, uint64): ``first`` + the position of each word's lowest set bit, or -1 if none is set; and the remaining
+    bits."""
     place = popcount64((bits & (0 - bits)) - 1)
     return tl.where(bits != 0, first + place, -1), bits & (bits - 1)
 
@@ -78,11 +80,11 @@ def neurons_kernel(
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
     i_down,  # [F, D]
-    m_h,  # [F, BM]: of the neurons that fire
-    o_bits,  # [programs]: of BN bits each, set for the neurons that fire for any token
-    i_x_scale,  # SCALED: fp32 [M], of rows of x in e4m3
-    i_gate_scale,  # SCALED: fp32 [F], as the next
-    i_up_scale,
+    m_h,  # [F, BM]: rows of the neurons that fire
+    o_bits,  # [programs]: masks of BN bits, set for the neurons that fire for any token
+    i_x_scale,  # SCALED: fp32 [M]
+    i_gate_scale,  # SCALED: fp32 [F]
+    i_up_scale,  # SCALED: fp32 [F]
     M,
     D,
     F,
@@ -125,9 +127,9 @@ def neurons_kernel(
     if bits != 0:
         wanted = fired > 0
         if PREFETCHES:
-            prefetch(i_down, neuron, wanted, D, 3)  # four neighbours have the same ones
+            prefetch(i_down, neuron, wanted, D, 3)  # four neighbouring threads hold the same rows
         places = m_h + neuron[:, None].to(tl.int64) * BM + m[None, :]
-        if GATED and SLOTS > 0:  # a goes through memory, to where its neuron is taken; -inf as itself
+        if GATED and SLOTS > 0:  # a passes through memory to its neuron's slot; -inf stays -inf
             tl.store(places, tl.where(fires, tl.where(z == float("-inf"), z, a), 0.0).to(dtype), mask=wanted[:, None])
             tl.debug_barrier()
             n = tl.sum(fired, axis=0)
@@ -162,11 +164,11 @@ def sums_kernel(
     i_down,  # [F, D]
     i_down_bias,  # [D] or unused
     o_y,  # [M, D]
-    i_down_scale,  # SCALED: fp32 [D], of Wd in e4m3
+    i_down_scale,  # SCALED: fp32 [D]
     M,
     D,
     n_words,
-    last_bits,  # of the last word that were written
+    last_bits,  # bits in use of the last word
     STRIDE: tl.constexpr,
     SCALED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -189,7 +191,7 @@ def sums_kernel(
         if last_bits < 64:
             bits = tl.where(word == n_words - 1, bits & ((tl.full((), 1, tl.uint64) << last_bits) - 1), bits)
         most = tl.max(popcount64(bits), axis=0)
-        for _ in tl.range(0, most, BS, num_stages=STAGES):  # the lowest bits of every word
+        for _ in tl.range(0, most, BS, num_stages=STAGES):  # the lowest BS bits of every word
             neuron, bits = _lowest(bits, word * STRIDE)
             if BS == 2:
                 second, bits = _lowest(bits, word * STRIDE)
@@ -221,17 +223,17 @@ def sum_kernel(
     D,
     F,
     OVERLAPS: tl.constexpr,
-    BW: tl.constexpr,  # words of bits: power of 2 >= F / 32
+    BW: tl.constexpr,  # mask words: power of 2 >= F / 32
     BU: tl.constexpr,
     BD: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
 ):
-    """Of one token, for which few neurons fire: they are found BU at once."""
+    """The sums kernel for one token, for which few neurons fire: BU of them at once."""
     start_after(OVERLAPS)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     word = tl.arange(0, BW)
     bits = tl.load(i_words + word, mask=word * 32 < F, other=0)
-    bits = tl.where(word * 32 + 32 > F, bits & ((1 << (F % 32)) - 1), bits)  # the last word may be half written
+    bits = tl.where(word * 32 + 32 > F, bits & ((1 << (F % 32)) - 1), bits)  # the last word may be written in part
     counts = popcount(bits.to(tl.uint32, bitcast=True))
     total = tl.sum(counts, axis=0)
     acc = tl.zeros((BD,), tl.float32)

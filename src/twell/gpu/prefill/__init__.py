@@ -1,1 +1,1 @@
-"""Batches of many tokens in three parts: hot neurons, heavy tokens, the tail."""
+"""Inference of many tokens: the split (hot neurons, heavy tokens, tail), and below it batches by tiles of tokens."""

@@ -1,19 +1,20 @@
-"""The gate projection with the sparse form in its epilogue: one GEMM, two epilogues.
+"""The gate projection: one GEMM kernel with two epilogues.
 
     cold neurons:  r = relu(x Wg^T + bg)                       -> TwELL: words [M, T, SLOTS], counts [M, T]
     hot neurons:   h = a(relu(x Wg^T + bg)) * (x Wu^T + bu)    -> h [M, H]           (plain FFN: h = a(r))
 
-With FP8 weights x and rows are e4m3, and their scales are multiplied in before all else: acc * x_scale * scale.
+With FP8 weights x and the rows are e4m3, and the epilogue starts with acc * x_scale * scale.
 
-``gate_in_twell`` runs over the gate rows [C, D] of the cold neurons (its epilogue: ``words.py``), ``hot_activations``
-over those of the hot ones, gate and up rows interleaved (g0 u0 g1 u1 ...), so that a tile holds both factors of h and
+``gate_in_twell`` runs over the gate rows [C, D] of the cold neurons (its epilogue: ``words.py``). ``hot_activations``
+runs over the hot neurons' gate and up rows, interleaved (g0 u0 g1 u1 ...), so that a tile holds both factors of h and
 multiplies them in its epilogue. They are two launches: with a branch between the epilogues Triton cannot overlap one
-tile's epilogue with the next tile's loads. A last wave of tiles that would leave half of the GPU idle (44 of 132
-processors busy at M 16384, C 5632) runs as half tiles, on twice as many processors: 10 us less.
+tile's epilogue with the next tile's loads. A last wave of tiles that would leave half of the GPU idle (44 of 132 SMs
+busy at M 16384, C 5632) runs as half tiles on twice as many SMs: 10 us less.
 
-Legend: M tokens, D model width, H hot and C cold neurons, T = C / 128 tiles, N rows of a launch; BM, BN, BK blocks.
-Bytes, M 16384, D 2048, C 5632, bf16: x 67 MB, rows 23 MB, words up to 15 MB (a sector of 32 bytes an entry; 35 MB are
-allocated), counts 1 MB, against 378 GFLOP: bound by the tensor cores (0.48 ms at 790 TFLOP/s).
+Legend: M tokens, D model width, H hot and C cold neurons, T = C / 128 tiles of TwELL, N rows of a launch (2 H or C);
+BM, BN, BK block sizes.
+Bytes, M 16384, D 2048, C 5632, bf16: x 67 MB, rows 23 MB, words up to 15 MB (one 32-byte sector per entry; 35 MB are
+allocated), counts 1 MB, for 378 GFLOP: limited by the tensor cores (0.48 ms at 790 TFLOP/s).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.f
 
 @triton.jit
 def load_tile(source, row, col, n_rows, n_cols, stride, ROWS: tl.constexpr, COLS: tl.constexpr, USE_TMA: tl.constexpr):
-    """[ROWS, COLS] at (row, col), zero outside. ``source`` is a tensor descriptor or a pointer."""
+    """[ROWS, COLS] at (row, col), zero outside. ``source``: a tensor descriptor or a pointer."""
     if USE_TMA:
         tile = source.load([row, col])
     else:
@@ -85,7 +86,7 @@ def _store_cold(
     place = tl.where(inside, row[:, None] * T + tile[None, :], -1)
     if BY_REGISTERS:
         pairs = relu_pairs(acc, DTYPE, BM, BN)
-        if not WHOLE:  # beyond C lie zero rows, and 0 * NaN is NaN
+        if not WHOLE:  # rows past C are zeros, and 0 * NaN is NaN
             pair = n * (BN // 2) + tl.arange(0, BN // 2)
             pairs = tl.where(pair[None, :] < C // 2, pairs, 0)
         store_pairs(pairs, place, o_words, o_counts, BM, BN)
@@ -103,12 +104,12 @@ def _write_tile(
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr, BY_REGISTERS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows m * BM and columns n * BN on: product and epilogue."""
+    """The tile at row m * BM and column n * BN: product and epilogue."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(tl.cdiv(D, BK)):
         x = load_tile(i_x, m * BM, k * BK, M, D, x_stride, BM, BK, USE_TMA)
         w = load_tile(i_rows, n * BN, k * BK, N, D, D, BN, BK, USE_TMA)
-        if SCALED and _INTERPRETED:  # which multiplies no e4m3
+        if SCALED and _INTERPRETED:  # it cannot multiply e4m3
             x = x.to(tl.float16)
             w = w.to(tl.float16)
         acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
@@ -128,15 +129,15 @@ def _write_tile(
 @triton.jit
 def _gate_kernel(
     i_x,  # [M, D] descriptor or pointer
-    i_rows,  # [N, D] likewise
-    i_half_rows,  # likewise, for BN / 2 of them
+    i_rows,  # [N, D] descriptor or pointer
+    i_half_rows,  # the same rows; descriptor with blocks of BN / 2 rows
     i_bias,  # [N] or unused
-    i_x_scale,  # SCALED: fp32 [M], of rows of x in e4m3
-    i_scale,  # SCALED: fp32 [N], of the other rows
+    i_x_scale,  # SCALED: fp32 [M], scales of x in e4m3
+    i_scale,  # SCALED: fp32 [N], scales of the rows
     o_values,  # HOT: h [M, width], else words [M, width, SLOTS]
     o_counts,  # uint8 [M, width], unused if HOT
-    o_counters,  # int32 [COUNTERS] that become 0, unused if HOT
-    o_bits,  # int32 [n_bits], likewise
+    o_counters,  # int32 [COUNTERS], set to 0; unused if HOT
+    o_bits,  # int32 [n_bits], set to 0; unused if HOT
     o_sums,  # SAVES: x rows^T + bias [M, N], else unused
     M,
     D,
@@ -159,7 +160,7 @@ def _gate_kernel(
     GROUP_M: tl.constexpr,
     USE_TMA: tl.constexpr,
     PRECISION: tl.constexpr,
-    HALVES: tl.constexpr,  # a last wave of tiles that is for at most half of the programs runs as half tiles
+    HALVES: tl.constexpr,  # a last wave of tiles for at most half of the programs runs as half tiles
     OVERLAPS: tl.constexpr,
 ):
     start_after(OVERLAPS)
@@ -190,22 +191,11 @@ def _gate_kernel(
 
 @functools.cache
 def _kernel(
-    dtype: torch.dtype,
-    tile: GateTile,
-    use_tma: bool,
-    hot: bool,
-    saves: bool,
-    gated: bool,
-    squared: bool,
-    has_bias: bool,
-    whole: bool,
-    aligned: bool,
-    overlaps: bool,
-    by_registers: bool,
-    factors: torch.dtype,
+    dtype: torch.dtype, factors: torch.dtype, tile: GateTile, use_tma: bool, aligned: bool, **flags: bool
 ) -> Kernel:
-    """``whole``: tiles have no columns beyond the last; ``aligned``: N is a multiple of 16, and of hot ones width;
-    ``factors``: the dtype of x and rows."""
+    """``factors``: the dtype of x and the rows. ``aligned``: N is a multiple of 16, and for hot neurons the width.
+    ``flags``: HOT, SAVES, GATED, SQUARED, HAS_BIAS, WHOLE, BY_REGISTERS, OVERLAPS."""
+    hot = flags["HOT"]
     blocks: tuple[Any, ...] = (factors,) * 3
     can_halve = tile.BN >= 2 * TILE
     if use_tma:
@@ -219,15 +209,9 @@ def _kernel(
         _gate_kernel,
         (*blocks, dtype, *scales, *outputs, ANY, MULTIPLE, n, n if hot else ANY, ANY, MULTIPLE),
         {
+            **flags,
             "DTYPE": _TRITON_TYPES[dtype],
-            "HOT": hot,
-            "SAVES": saves,
-            "GATED": gated,
-            "SQUARED": squared,
-            "HAS_BIAS": has_bias,
             "SCALED": factors != dtype,
-            "WHOLE": whole,
-            "BY_REGISTERS": by_registers,
             "BM": tile.BM,
             "BN": tile.BN,
             "BK": tile.BK,
@@ -235,14 +219,13 @@ def _kernel(
             "USE_TMA": use_tma,
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
             "HALVES": can_halve,
-            "OVERLAPS": hot and overlaps,  # the cold gate loses: what waits takes room beside it
+            "OVERLAPS": hot and flags["OVERLAPS"],  # slower for the cold gate: waiting programs take room beside it
         },
         warps=tile.warps,
         stages=tile.stages,
     )
-    if by_registers and not is_laid_out(kernel.compile().asm["ttgir"]):
-        of_cold = hot, saves, gated, squared, has_bias, whole, aligned
-        return _kernel(dtype, tile, use_tma, *of_cold, overlaps, False, factors)
+    if flags["BY_REGISTERS"] and not is_laid_out(kernel.compile().asm["ttgir"]):
+        return _kernel(dtype, factors, tile, use_tma, aligned, **(flags | {"BY_REGISTERS": False}))
     return kernel
 
 
@@ -262,9 +245,8 @@ def gate_in_twell(
 ) -> TwELL:
     """relu(x rows^T + bias) in TwELL, for x [M, D] (unit stride along D) and gate rows [C, D].
 
-    ``scales``: of x [M] and rows [C], which are then e4m3, and TwELL's values ``dtype``.
-
-    ``counters`` (of ``Turns``) and ``bits`` (int32, see transpose.py) become 0, for kernels that come after it."""
+    ``scales``: of x [M] and rows [C], which are e4m3 then; TwELL's values have ``dtype``. ``counters`` (of ``Turns``)
+    and ``bits`` (int32, see transpose.py) are set to 0 for the kernels that follow."""
     M, C, dtype = x.shape[0], rows.shape[0], dtype or x.dtype
     new = x.new_empty if space is None else space.take
     T = n_tiles(C)
@@ -272,7 +254,8 @@ def gate_in_twell(
     counters = new(COUNTERS, dtype=torch.int32) if counters is None else counters
     outputs = words, counts, counters, 0 if bits is None else bits, 0
     n_bits = 0 if bits is None else bits.numel()
-    _launch(x, rows, bias, scales, dtype, outputs, T, n_bits, tile, programs, use_tma, (False,) * 4)
+    flags = {"HOT": False, "SAVES": False, "GATED": False, "SQUARED": False}
+    _launch(x, rows, bias, scales, dtype, outputs, T, n_bits, tile, programs, use_tma, flags)
     return TwELL.from_words(words, counts, shape=(M, C), dtype=dtype, check=False)
 
 
@@ -292,11 +275,10 @@ def hot_activations(
 ) -> None:
     """Write h [M, H] for x [M, D] and rows [2 H, D], gate and up interleaved (plain FFN: [H, D]).
 
-    What h is made of, x rows^T + bias, goes into ``sums`` [M, 2 H] for a backward that wants it.
-    """
+    ``sums`` [M, 2 H] receives x rows^T + bias, for a backward that needs it."""
     outputs = h, 0, 0, 0, 0 if sums is None else sums
-    options = True, sums is not None, gated, squared
-    _launch(x, rows, bias, scales, h.dtype, outputs, h.shape[1], 0, tile, programs, use_tma, options)
+    flags = {"HOT": True, "SAVES": sums is not None, "GATED": gated, "SQUARED": squared}
+    _launch(x, rows, bias, scales, h.dtype, outputs, h.shape[1], 0, tile, programs, use_tma, flags)
 
 
 def _launch(
@@ -311,16 +293,16 @@ def _launch(
     tile: GateTile,
     programs: int,
     use_tma: bool,
-    options: tuple[bool, ...],
+    flags: dict[str, bool],
 ) -> None:
-    """``outputs``: values, counts, counters, bits, sums; ``options``: HOT, SAVES, GATED, SQUARED."""
-    (M, D), N, hot = x.shape, rows.shape[0], options[0]
+    """``outputs``: values, counts, counters, bits, sums."""
+    (M, D), N, hot = x.shape, rows.shape[0], flags["HOT"]
     if M == 0 or N == 0:
         return
     aligned = N % 16 == 0 and (not hot or width % 16 == 0)
     by_registers = not hot and not INTERPRETED and dtype.itemsize == 2 and capability() == 90
-    flags = bias is not None, N % tile.BN == 0, aligned, can_overlap(), by_registers
-    kernel = _kernel(dtype, tile, use_tma, *options, *flags, x.dtype)
+    flags |= {"HAS_BIAS": bias is not None, "WHOLE": N % tile.BN == 0, "BY_REGISTERS": by_registers}
+    kernel = _kernel(dtype, x.dtype, tile, use_tma, aligned, **flags, OVERLAPS=can_overlap())
     if use_tma:
         matrix = Matrix(rows)
         matrices: tuple[Any, ...] = (Matrix(x), matrix, matrix)

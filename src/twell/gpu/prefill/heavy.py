@@ -1,18 +1,19 @@
 """The heavy tokens, densely on tensor cores: h = a(relu(x Wg^T + bg)) * (x Wu^T + bu) over all neurons, 0 for hot ones,
 then y = h Wd + bd. (Plain FFN: h = a(relu(x Wg^T + bg)).)
 
-TwELL does not hold all of a heavy token's gate, so it is computed again from x. (A value next to 0 may round the other
-way than in TwELL; either is right, and nothing of such a token is taken from there.) One launch, whose programs all run
-at the same time (a cooperative launch) and wait for each other between the products. They take the heavy tokens chunk
-by chunk, h in a workspace of one chunk, and loop over a count that lives on the device: no host sync, and no capacity.
-The list's order may vary between runs; a row's sums do not depend on its place.
+TwELL does not hold all of a heavy token's gate, so the gate is computed again from x. (A value next to 0 may round the
+other way than in TwELL. Either is right, and nothing else of a heavy token comes from TwELL.) This is one cooperative
+launch: all programs run at the same time and wait for each other between the products. They process the heavy tokens
+chunk by chunk, with h in a workspace of one chunk, and loop up to a count that lives on the device: no host
+synchronisation, and no capacity. The list's order may vary between runs; a row's sums do not depend on its place.
 
-Hot neurons run along, so that the copy engine reads the weights as they lie; on Hopper x of a chunk is packed for it,
-too. Every product is a pair, 128 x 128 twice: gate and up, or neighbouring columns of y. ptxas gives the sums of every
-wgmma loop registers of their own, for the whole kernel, unless one loop's come from the other's: so they are handed on.
+Hot neurons run along, so that TMA reads the weights as they are stored; on Hopper x of a chunk is packed for TMA, too.
+Every product is a pair of two 128 x 128 tiles: gate and up, or neighbouring columns of y. ptxas gives the accumulators
+of every wgmma loop registers of their own for the whole kernel, unless one loop's accumulators come from the other's:
+so they are passed from loop to loop.
 
-Up to FEW tokens, tiles of 64 x 64 twice read x by pointers: 88 of them for 5632 neurons. For at most half a wave of
-tiles of y, narrow ones share the depth (SHARES at most), and their sums are added in order.
+Up to FEW tokens, pairs of 64 x 64 tiles read x by pointers: 88 pairs for 5632 neurons. If the tiles of y fill at most
+half a wave, narrow tiles share the depth (up to SHARES shares), whose sums are added in order.
 
 F 5632, D 2048, bf16: the weights are 69 MB, 16 us; FLOPs of 16384 tokens 1.13e12, 1.5 ms at 750 TFLOP/s. Measured on an
 H200 with chunks of 4096: 64 tokens 41 us, 512 124, 2048 282, 16384 2056 (551 TFLOP/s).
@@ -30,28 +31,22 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.gpu.prefill.gate import GROUP_M, load_tile
-from twell.gpu.prefill.lists import LONG, N_WAITING, active_of, count_heavy, heavy_tokens, is_listed
+from twell.gpu.prefill.lists import LONG, N_WAITING, count_for_drift, count_heavy, heavy_tokens
+from twell.gpu.shared.cooperative import fence, leave_for_all, wait_for_all
 from twell.gpu.shared.launch import ANY, MULTIPLE, Descriptor, Kernel
 from twell.gpu.shared.replay import Matrix, Space
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, few, quarters, relu, tile_of
 from twell.reference import Weights
 from twell.saved import Turns
 
-FEW = 128  # heavy tokens
-CHUNK = 2048  # at once
+FEW = 128  # heavy tokens, up to which tiles are narrow
+CHUNK = 2048  # heavy tokens at once
 SHARES = 16  # of a sum, at most
 
 
 @triton.jit
-def _fence(KIND: tl.constexpr):
-    """Of PTX, by every thread."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(KIND + "; mov.u32 $0, $1;", "=r,r", [tl.program_id(0)], tl.int32, False, 1)
-
-
-@triton.jit
 def _pack_rows(i_x, i_heavy, n_first, begin, end, o_packed, M, D, x_stride, BM: tl.constexpr, BD: tl.constexpr):
-    """x of the heavy tokens from ``begin`` on, one after the other: the copy engine cannot go by a list."""
+    """Copy x of the heavy tokens from ``begin`` on to consecutive rows: TMA cannot follow a list."""
     tiles_d = tl.cdiv(D, BD)
     for tile in range(tl.program_id(0), tl.cdiv(end - begin, BM) * tiles_d, tl.num_programs(0)):
         row = tile // tiles_d * BM + tl.arange(0, BM)
@@ -68,8 +63,9 @@ def _add_products(
     DOWN: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PACKED: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A depth of BK from k * BK on: of x times rows of Wg and of Wu (plain FFN: of Wg, and the rows after them), or
-    DOWN: of h times columns of Wd and those after them. PACKED: rows of x or h from m * BM on, else ``row``."""
+    """Add one step of depth BK, from k * BK on, to both accumulators: x times rows of Wg and of Wu (plain FFN: of Wg,
+    and the rows after them), or DOWN: h times columns of Wd and the columns after them. PACKED: rows of x or h start at
+    m * BM; otherwise they are ``row``."""
     if PACKED:
         left = i_left.load([m * BM, k * BK])
     else:
@@ -91,10 +87,10 @@ def _add_products(
 
 
 @triton.jit
-def _parts(z, u, BM: tl.constexpr, BN: tl.constexpr):
-    """Eight parts of both sums, for the sake of registers."""
+def _column_blocks(z, u, BM: tl.constexpr, BN: tl.constexpr):
+    """Eight column blocks of both accumulators: an epilogue lacks the registers for all at once."""
     a, b, c, d = quarters(z, BM, BN)
-    _fence("fence.acq_rel.cta")  # without it ptxas has wgmmas wait one by one: it sees no end of the first sum
+    fence("fence.acq_rel.cta")  # without it ptxas serialises the wgmmas: it does not see that the first sum is final
     e, f, g, h = quarters(u, BM, BN)
     return a, b, c, d, e, f, g, h
 
@@ -105,7 +101,7 @@ def _store_h(
     GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr, COUNTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of h, 0 for hot neurons and beyond F."""
+    """Store a tile of h; 0 for hot neurons."""
     dtype = o_h.dtype.element_ty
     row = m * BM + tl.arange(0, BM)
     has_row = begin + row < end
@@ -113,13 +109,13 @@ def _store_h(
     if HAS_MASK:
         token = heavy_tokens(i_heavy, begin + row, n_first, end, M)
         counts = tl.load(i_counted + token, mask=has_row, other=0) != 0
-    parts = _parts(z, u, BM, BN)
+    blocks = _column_blocks(z, u, BM, BN)
     N: tl.constexpr = 4 if GATED else 8
     for q in tl.static_range(N):
         neuron = (n * N + q) * (BN // 4) + tl.arange(0, BN // 4)
         place = tl.load(i_places + neuron, mask=neuron < F, other=-1)
         is_cold = place >= 0
-        z = parts[q]
+        z = blocks[q]
         if HAS_GATE_BIAS:
             z += tl.load(i_gate_bias + place, mask=is_cold, other=0.0).to(tl.float32)[None, :]
         r = relu(z).to(dtype)
@@ -130,7 +126,7 @@ def _store_h(
         if SQUARED:
             h = h * h
         if GATED:
-            u = parts[4 + q]
+            u = blocks[4 + q]
             if HAS_UP_BIAS:
                 u += tl.load(i_up_bias + neuron, mask=is_cold, other=0.0).to(tl.float32)[None, :]
             h = h * u
@@ -144,14 +140,14 @@ def _store_y(
     left, right, m, n, share, i_down_bias, i_heavy, n_first, begin, end, o_y, o_sums, M, D,
     HAS_DOWN_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y, or SHARED: of a share of its sums [shares, end - begin, D]."""
+    """Store a tile of y, or SHARED: of one share's sums [shares, end - begin, D]."""
     row = m * BM + tl.arange(0, BM)
     rows = o_sums + (share * (end - begin) + row) * D
     if not SHARED:
         rows = o_y + heavy_tokens(i_heavy, begin + row, n_first, end, M).to(tl.int64) * D
-    parts = _parts(left, right, BM, BN)
+    blocks = _column_blocks(left, right, BM, BN)
     for q in tl.static_range(8):
-        part = parts[q]
+        part = blocks[q]
         d = (n * 8 + q) * (BN // 4) + tl.arange(0, BN // 4)
         if HAS_DOWN_BIAS and not SHARED:
             part += tl.load(i_down_bias + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
@@ -184,10 +180,11 @@ def _tiles(
     BK: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr, DOWN: tl.constexpr,
     SHARED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of h, or DOWN: of y. ``z``, ``u``, and what it returns: zeros [BM, BN].
+    """Compute this program's tiles of h, or DOWN: of y. ``z``, ``u`` and the returned accumulators are zeros [BM, BN].
 
-    PACKED: one loop over all tiles, so that one's first loads come before the epilogue of the one before it. Its sums
-    go from product to product, as zeros: else each product has registers of its own for them, which are not there."""
+    PACKED: one loop over all tiles, so that a tile's first loads are issued before the epilogue of the tile before. The
+    accumulators go from product to product, as zeros: otherwise each product has its own registers for them, and there
+    are not enough."""
     tiles_m = tl.cdiv(end - begin, BM)
     tiles_n = tl.cdiv(D, 2 * BN) if DOWN else tl.cdiv(F, BN if GATED else 2 * BN)
     tiles = tiles_m * tiles_n
@@ -237,7 +234,7 @@ def _sum_shares(
     i_sums, i_down_bias, i_heavy, n_first, begin, end, shares, o_y, M, D,
     HAS_DOWN_BIAS: tl.constexpr, SHARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of y from ``shares`` parts of their sums [shares, end - begin, D], always in the same order."""
+    """Write rows of y from ``shares`` partial sums [shares, end - begin, D], always added in the same order."""
     size = (end - begin) * D
     for first in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -252,6 +249,7 @@ def _sum_shares(
 
 @triton.jit
 def _l1_rows(i_h, i_heavy, n_first, begin, end, o_l1, M, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of abs(h) of the chunk's tokens."""
     for first in range(begin + tl.program_id(0) * ROWS, end, tl.num_programs(0) * ROWS):
         r = first + tl.arange(0, ROWS)
         total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -264,79 +262,47 @@ def _l1_rows(i_h, i_heavy, n_first, begin, end, o_l1, M, F, ROWS: tl.constexpr, 
 
 
 @triton.jit
-def wait_for_all(counter):
-    """Until all programs have come here as often as this one. What they wrote before, all can read afterwards."""
-    tl.debug_barrier()  # one thread speaks for the program
-    before = tl.atomic_add(counter, 1, sem="release", scope="gpu")
-    all_here = (before // tl.num_programs(0) + 1) * tl.num_programs(0)
-    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < all_here:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def leave_for_all(counter):
-    """The last program to come here sets the counter to 0: nobody waits any more."""
-    if tl.atomic_add(counter, 1, sem="relaxed", scope="gpu") % tl.num_programs(0) == tl.num_programs(0) - 1:
-        tl.atomic_xchg(counter, 0, sem="relaxed", scope="gpu")
-
-
-@triton.jit
 def _wait_for_all(counter, USE_TMA: tl.constexpr):
-    """``wait_for_all``, after which the copy engine, too, can read what was written by pointers."""
+    """``wait_for_all``, after which TMA, too, can read data that was written by pointers."""
     if USE_TMA:
-        _fence("fence.proxy.async.global")
+        fence("fence.proxy.async.global")
     wait_for_all(counter)
     if USE_TMA:
-        _fence("fence.proxy.async.global")
-
-
-@triton.jit
-def count_for_drift(m_watch, i_entries, m_counters, n_heavy, M, cap, LONG: tl.constexpr):
-    """Add the entries of all lists and the number of heavy tokens to int32 [2]: see drift.py."""
-    entries = tl.zeros((1024,), tl.int32)
-    for first in range(tl.program_id(0) * 1024, M, tl.num_programs(0) * 1024):
-        token = first + tl.arange(0, 1024)
-        n = tl.load(i_entries + token, mask=token < M, other=0)
-        n = active_of(n)
-        entries += tl.where(is_listed(n, m_counters, M, cap, LONG), n, 0)
-    tl.atomic_add(m_watch, tl.sum(entries, axis=0), sem="relaxed")
-    if tl.program_id(0) == 0:
-        tl.atomic_add(m_watch + 1, n_heavy, sem="relaxed")
+        fence("fence.proxy.async.global")
 
 
 @triton.jit
 def _heavy_kernel(
     i_x,  # [M, D]
-    i_few_gate,  # [F, D]; for few tokens' tiles: descriptor or pointer
-    i_few_up,  # likewise; plain FFN: again Wg
-    i_few_down,  # [F, D] likewise
+    i_few_gate,  # [F, D] descriptor with few tokens' blocks, or pointer
+    i_few_up,  # [F, D], as i_few_gate; plain FFN: Wg again
+    i_few_down,  # [F, D], as i_few_gate
     i_packed,  # USE_TMA: descriptor of m_packed, else i_x
     i_gate,  # [F, D] descriptor or pointer
-    i_up,  # likewise; plain FFN: again Wg
-    i_down,  # [F, D] likewise
+    i_up,  # [F, D] descriptor or pointer; plain FFN: Wg again
+    i_down,  # [F, D] descriptor or pointer
     i_h,  # descriptor of m_h, or m_h
     i_gate_bias,  # [C] or unused
     i_up_bias,  # [F] or unused
     i_down_bias,  # [D] or unused
-    i_places,  # int32 [F]: of cold neurons among the cold ones; -1: hot
+    i_places,  # int32 [F]: index of each cold neuron among the cold ones; -1: hot
     m_counters,  # int32, see Turns
-    i_heavy,  # likewise
-    i_counted,  # [M] bool or unused: tokens for ``m_counts``
-    m_packed,  # x of a chunk [CHUNK, D], or parts of sums in float32: see _size_of_packed
+    i_heavy,  # int32, see Turns
+    i_counted,  # bool [M] or unused: tokens that ``m_counts`` counts
+    m_packed,  # x of a chunk [CHUNK, D], or shares of sums in float32: see _size_of_packed
     m_h,  # [CHUNK, F]
     o_y,  # [M, D], heavy rows
     o_l1,  # [M] or unused
-    m_counts,  # int32 [C] or unused: of how many tokens each neuron is active; added to
+    m_counts,  # int32 [C] or unused: the number of tokens for which each neuron is active is added
     i_entries,  # see Turns
-    m_watch,  # int32 [2] or unused: entries of all lists, and heavy tokens; added to
+    m_watch,  # int32 [2] or unused: the entries of all lists and the heavy tokens are added
     M,
     D,
     F,
     x_stride,
     wanted,  # tiles that fill the GPU
     cap,
-    watches,  # 0 or 1: not a constant, which would be another kernel to compile for one of several calls
+    watches,  # 0 or 1; a constexpr would mean a second kernel to compile, for a few calls
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr,
@@ -364,14 +330,16 @@ def _heavy_kernel(
     if n_heavy > 0:
         waiting = m_counters + N_WAITING
         sums = m_packed.to(tl.pointer_type(tl.float32))
-        chunk = tl.cdiv(tl.cdiv(n_heavy, tl.cdiv(n_heavy, CHUNK)), BM) * BM  # all but the last of one size
+        chunk = tl.cdiv(tl.cdiv(n_heavy, tl.cdiv(n_heavy, CHUNK)), BM) * BM  # all but the last have this size
         narrow = (n_heavy <= FEW) | ((n_heavy <= chunk) & (2 * tl.cdiv(n_heavy, BM) * tl.cdiv(D, 2 * BN) <= wanted))
-        for begin in tl.range(0, n_heavy, chunk, disable_licm=True):  # what it would keep has no registers
+        for begin in tl.range(
+            0, n_heavy, chunk, disable_licm=True
+        ):  # hoisted values would need registers that are lacking
             end = min(begin + chunk, n_heavy)
             packs = USE_TMA & (n_heavy > FEW)
             if packs:
                 _pack_rows(i_x, i_heavy, n_first, begin, end, m_packed, M, D, x_stride, BM, 2 * BN)
-            if packs | (begin > 0):  # and the last chunk's h is read no more
+            if packs | (begin > 0):  # after it nobody reads the last chunk's h
                 _wait_for_all(waiting, USE_TMA)
             if n_heavy <= FEW:
                 few_z = tl.zeros((FEW_BM, FEW_BN), tl.float32)
@@ -413,14 +381,11 @@ def _kernel(
     dtype: torch.dtype,
     tile: GateTile,
     use_tma: bool,
-    gated: bool,
-    squared: bool,
-    biases: tuple[bool, bool, bool],
-    has_mask: bool,
-    has_statistics: bool,
     chunk: int,
     long: int,
+    **flags: bool,
 ) -> Kernel:
+    """``flags``: GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_DOWN_BIAS, HAS_MASK, HAS_STATISTICS."""
     small, (BM, BN, BK, *_) = few(tile), tile
     of_few = (small.BN, small.BK), (small.BN, small.BK), (small.BK, small.BN)
     blocks = *of_few, (BM, BK), (BN, BK), (BN, BK), (BK, BN), (BM, BK)
@@ -431,13 +396,7 @@ def _kernel(
         _heavy_kernel,
         (dtype, *tiles, *[dtype] * 3, *integers, *outputs, ANY, MULTIPLE, MULTIPLE, MULTIPLE, ANY, ANY, ANY),
         {
-            "GATED": gated,
-            "SQUARED": squared,
-            "HAS_GATE_BIAS": biases[0],
-            "HAS_UP_BIAS": biases[1],
-            "HAS_DOWN_BIAS": biases[2],
-            "HAS_MASK": has_mask,
-            "HAS_STATISTICS": has_statistics,
+            **flags,
             "LONG": long,
             "CHUNK": chunk,
             "SHARES": SHARES,
@@ -454,14 +413,14 @@ def _kernel(
         },
         warps=tile.warps,
         stages=tile.stages,
-        registers=255 if dtype.itemsize == 2 else None,  # else ptxas spills for a second program, which does not come
+        registers=255 if dtype.itemsize == 2 else None,  # ptxas would spill to fit a second program, which never runs
         cooperative=True,
     )
 
 
 def _size_of_packed(rows: int, D: int, tile: GateTile, programs: int, dtype: torch.dtype) -> int:
-    """Elements, for x of a chunk or shares of sums: of half as many wide tiles as there are programs, which as many
-    narrow ones do not exceed, or of all few tokens."""
+    """Elements of ``m_packed``: room for x of a chunk, or for shares of sums: of half as many wide tiles as there are
+    programs (as many narrow tiles do not exceed that), or of all few tokens."""
     return max(rows * D, max(programs * tile.BM * tile.BN, min(rows, FEW) * D) * 4 // dtype.itemsize)
 
 
@@ -484,21 +443,22 @@ def write_heavy_(
     """Write the rows of y [M, D] that belong to heavy tokens.
 
     ``w``: all rows [F, D], Wd too, and the gate's bias of the cold neurons [C]; ``places``: of ``PlanTensors``.
-    ``statistics``: room for sums of abs(h) by tokens [M], and counts of the cold neurons, int32 [C], to which those of
-    the tokens in ``token_mask`` are added. ``watch``: int32 [2], to which the numbers of all entries and of heavy
-    tokens are added, and the lists' cap. ``programs``: at most the multiprocessors."""
+    ``statistics``: outputs, sums of abs(h) by tokens [M], and counts of the cold neurons int32 [C], to which the counts
+    of the tokens in ``token_mask`` are added. ``watch``: int32 [2], to which the numbers of all entries and of heavy
+    tokens are added, and the lists' cap. ``programs``: at most the number of SMs."""
     (M, D), F = x.shape, len(places)
     if M == 0:
         return
-    biases = w.gate_bias, w.up_bias, w.down_bias
-    has_bias = biases[0] is not None, biases[1] is not None, biases[2] is not None
     token_mask = None if statistics is None else token_mask
-    flags = w.up is not None, squared, has_bias, token_mask is not None, statistics is not None
-    kernel = _kernel(x.dtype, tile, use_tma, *flags, CHUNK, LONG)
+    kernel = _kernel(
+        x.dtype, tile, use_tma, CHUNK, LONG, GATED=w.up is not None, SQUARED=squared,
+        HAS_GATE_BIAS=w.gate_bias is not None, HAS_UP_BIAS=w.up_bias is not None,
+        HAS_DOWN_BIAS=w.down_bias is not None, HAS_MASK=token_mask is not None, HAS_STATISTICS=statistics is not None,
+    )  # fmt: skip
     new, rows = x.new_empty if space is None else space.take, min(M, CHUNK)
     packed, h = new(_size_of_packed(rows, D, tile, programs, x.dtype)), new(rows, F)
-    b_gate, b_up, b_down, mask = (0 if t is None else t for t in (*biases, token_mask))
-    down = w.down if w.down.is_contiguous() else w.down.t()  # neuron by neuron it lies either way
+    b_gate, b_up, b_down, mask = (0 if t is None else t for t in (w.gate_bias, w.up_bias, w.down_bias, token_mask))
+    down = w.down if w.down.is_contiguous() else w.down.t()  # neuron-major as a [D, F] view or as [F, D]
     weights = w.gate, w.gate if w.up is None else w.up, down
     matrices: tuple[Any, ...] = (*weights, x, *weights, h)
     if use_tma:
@@ -507,5 +467,5 @@ def write_heavy_(
     counted, cap = watch or (0, 0)
     of_turns, outputs = (turns.counters, turns.heavy), (packed, h, y, l1, counts, turns.entries, counted)
     numbers = M, D, F, x.stride(0), programs, cap, int(watch is not None)
-    programs = 1 if INTERPRETED else programs  # the interpreter runs one after the other
+    programs = 1 if INTERPRETED else programs  # the interpreter runs programs one after the other
     kernel(programs, x, *matrices, b_gate, b_up, b_down, places, *of_turns, mask, *outputs, *numbers)

@@ -1,9 +1,9 @@
-"""The heavy tokens of an FP8 FFN, densely on tensor cores; what ``heavy.py`` is for 16-bit weights, in plain tiles.
+"""The heavy tokens of an FFN with FP8 weights, densely on tensor cores: heavy.py for e4m3, with plain tiles.
 
     h = a(relu(x Wg^T)) * (x Wu^T), 0 for hot neurons, e4m3 times e4m3        then        y = h Wd, bf16 times e4m3
 
-h is not rounded to e4m3, so it needs no largest value of a row, and y is closer to the truth than a dense FP8 FFN's.
-One launch whose programs all run at once, chunk by chunk, as in heavy.py: no capacity, no host sync.
+h is not rounded to e4m3, so rows need no scale, and y is closer to the truth than a dense FP8 FFN's. One cooperative
+launch, chunk by chunk, as in heavy.py: no capacity, no host synchronisation.
 Workspace: h [CHUNK, F], 23 MB in bf16 at F 5632.
 """
 
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.heavy import count_for_drift, leave_for_all, wait_for_all
-from twell.gpu.prefill.lists import LONG, N_WAITING, count_heavy, heavy_tokens
+from twell.gpu.prefill.lists import LONG, N_WAITING, count_for_drift, count_heavy, heavy_tokens
+from twell.gpu.shared.cooperative import leave_for_all, wait_for_all
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, relu
@@ -38,7 +38,7 @@ def _heavy_fp8_kernel(
     i_up_scale,  # fp32 [F] or unused
     i_down_scale,  # fp32 [D]
     i_places,  # int32 [F]: negative for hot neurons
-    m_counters,  # int32, see Turns; likewise the two after it
+    m_counters,  # int32, see Turns, as the next two
     i_heavy,
     i_entries,
     m_h,  # [CHUNK, F]
@@ -66,7 +66,7 @@ def _heavy_fp8_kernel(
         end = min(begin + CHUNK, n_heavy)
         tiles_m = tl.cdiv(end - begin, BM)
         if begin > 0:
-            wait_for_all(waiting)  # the last chunk's h is read no more
+            wait_for_all(waiting)  # nobody reads the last chunk's h any more
         for tile in range(tl.program_id(0), tiles_m * tl.cdiv(F, BN), tl.num_programs(0)):
             row = tile % tiles_m * BM + tl.arange(0, BM)
             has_row = begin + row < end
@@ -80,7 +80,7 @@ def _heavy_fp8_kernel(
                 inside = (neuron < F)[:, None] & (d < D)[None, :]
                 at = neuron[:, None].to(tl.int64) * D + d[None, :]
                 gate = tl.load(i_gate + at, mask=inside, other=0.0)
-                if INTERPRETED:  # which multiplies no e4m3
+                if INTERPRETED:  # it cannot multiply e4m3
                     x = x.to(tl.float16)
                     gate = gate.to(tl.float16)
                 z = tl.dot(x, gate.T, z)
@@ -158,7 +158,7 @@ def write_heavy_fp8_(
     watch: tuple[Tensor, int] | None = None,
 ) -> None:
     """Write the rows of y [M, D] that belong to heavy tokens. ``x``, ``gate``, ``up``, ``down`` [F, D]: e4m3 and
-    scales; ``places``, ``watch``, ``programs``: as for ``write_heavy_``."""
+    scales; ``places``, ``watch``, ``programs``: as in ``write_heavy_``."""
     (M, D), F = y.shape, len(places)
     h = space.take(min(M, CHUNK), F, dtype=y.dtype)
     kernel = _kernel(y.dtype, tile, up[0] is not None, squared, CHUNK, LONG)
@@ -167,5 +167,5 @@ def write_heavy_fp8_(
     given = (0 if t is None else t for t in (*factors, *scales))
     of_turns = turns.counters, turns.heavy, turns.entries
     numbers = M, D, F, cap, int(watch is not None)
-    programs = 1 if INTERPRETED else programs  # the interpreter runs one after the other
+    programs = 1 if INTERPRETED else programs  # the interpreter runs programs one after the other
     kernel(programs, *given, places, *of_turns, h, y, counted, *numbers)

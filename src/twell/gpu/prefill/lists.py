@@ -1,20 +1,20 @@
-"""From TwELL to lists: the active cold neurons of every token, and which tokens have many.
+"""From TwELL to lists: the active cold neurons of every token, and which class each token belongs to.
 
 By its number n of active cold neurons a token is
 
-    light    n <= first                   has an entry list of up to ``cap`` neurons; the tail takes it in turn
-    early    first < n <= cap             likewise, but the tail starts with it (the first M / 8 such tokens)
-    long     cap < n <= LONG              has a list of its own, and the tail starts with it; if at most n_long are
-    heavy    all others                   has no list, and runs densely; so does a token with a tile that is too full
+    light    n <= first          has a list of up to ``cap`` entries; the tail processes it in turn
+    early    first < n <= cap    has such a list, too; the tail starts with the first M / 8 of these tokens
+    long     cap < n <= LONG     has a list of LONG entries; the tail starts with it (if there are at most n_long)
+    heavy    all others          has no list and runs densely; so does a token with more than SLOTS entries in a tile
 
-What a token is changes time, never a result: every token is in exactly one of them.
+The class changes time, never a result: every token is in exactly one of them.
 
-A tile's entries start at the sum of the counts before it; all tiles of a program's tokens write their first two
-entries at once, which is nearly always all of them, then the next.
-Bytes, M 16384, C 5632: the counts (44 a token), a sector of 32 for a tile with entries, 4 written for each.
+A tile's entries start at the sum of the counts before it. All tiles of a program's tokens write their first two entries
+at once (nearly always all of them), then the next two.
+Bytes, M 16384, C 5632: the counts (44 per token), a 32-byte sector for each tile with entries, 4 written per entry.
 
-In training it also sets a bit for every entry in a table by neurons (``transpose.py``). Atomics, but of integers: what
-comes out does not depend on their order.
+In training the kernel also sets one bit per entry in a table by neurons (``transpose.py``). These atomics are on
+integers, so the result does not depend on their order.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from twell.gpu.shared.launch import ANY, Kernel, can_overlap, ceil_div, power_of
 from twell.gpu.shared.tiles import start_after
 from twell.saved import LONG, Turns, index_dtype, list_size, n_early, n_long
 
-_TILES = 128  # of TwELL that a warp takes: two tokens' of 5632 neurons
-_AT_ONCE = 2  # entries of a tile that are read at once
-OVERFULL = tl.constexpr(1 << 30)  # n of a token with a tile that is too full
-N_HEAVY, N_OVER, N_EARLY, N_WAITING = (tl.constexpr(i) for i in range(4))  # of Turns.counters
+_TILES = 128  # tiles of TwELL per warp: two tokens of 5632 neurons
+_AT_ONCE = 2  # entries of a tile read at once
+OVERFULL = tl.constexpr(1 << 30)  # n of a token with more than SLOTS entries in a tile
+N_HEAVY, N_OVER, N_EARLY, N_WAITING = (tl.constexpr(i) for i in range(4))  # indices of Turns.counters
 
 
 class Lists(NamedTuple):
-    """Entries of token m: from m * cap; of the s-th long token: from M * cap + s * LONG."""
+    """Entries of token m start at m * cap, of the s-th long token at M * cap + s * LONG."""
 
-    rows: Tensor  # int16 [M cap + n_long LONG]: neurons, by their rows in the model's weights
-    values: Tensor  # [M cap + n_long LONG]: of the gate
+    rows: Tensor  # int16 or int32 [M cap + n_long LONG]: row numbers in the model's weights
+    values: Tensor  # [M cap + n_long LONG]: r
     turns: Turns
     cap: int
 
 
 @triton.jit
 def rooms(M):
-    """(long tokens, early tokens) that there is room for: ``n_long`` and ``n_early`` of saved.py."""
+    """Capacity for (long tokens, early tokens): ``n_long`` and ``n_early`` of saved.py."""
     return tl.maximum(M // 16, 256), M // 8
 
 
 @triton.jit
 def token_of_program(program, i_counters, i_entries, i_heavy, i_early, M, cap, LONG: tl.constexpr):
-    """(token, n, start of its entries) of one of ``n_programs`` programs; n is -1 if there is nothing to do."""
+    """(token, n, start of its entries) for one of ``n_programs`` programs; n is -1 if there is nothing to do."""
     n_long, n_early = rooms(M)
     token = program - n_long - n_early
     if token >= 0:
@@ -79,13 +79,13 @@ def token_of_program(program, i_counters, i_entries, i_heavy, i_early, M, cap, L
 
 @triton.jit
 def active_of(entries):
-    """n of ``Turns.entries``, whosever turn it is."""
+    """n from ``Turns.entries``: the sign only says whether the token's own program processes it."""
     return tl.where(entries < 0, -1 - entries, entries)
 
 
 @triton.jit
 def is_listed(n, i_counters, M, cap, LONG: tl.constexpr):
-    """Whether tokens with n active neurons have a list, which all but heavy ones have."""
+    """Whether tokens with n active neurons have a list: all but heavy ones do."""
     n_long, _ = rooms(M)
     longest = tl.where(tl.load(i_counters + N_OVER) <= n_long, tl.maximum(cap, LONG), cap)
     return n <= longest
@@ -93,27 +93,41 @@ def is_listed(n, i_counters, M, cap, LONG: tl.constexpr):
 
 @triton.jit
 def count_heavy(i_counters, M):
-    """Heavy tokens by their own count, and all heavy ones."""
+    """(tokens heavy by their own count, all heavy tokens)."""
     n_over = tl.load(i_counters + N_OVER)
     n_long, _ = rooms(M)
     n_first = tl.load(i_counters + N_HEAVY)
-    return n_first, n_first + tl.where(n_over > n_long, n_over, 0)  # n_long or fewer: the tail has them
+    return n_first, n_first + tl.where(n_over > n_long, n_over, 0)  # up to n_long: the tail processes them
 
 
 @triton.jit
 def heavy_tokens(i_heavy, r, n_first, n_heavy, M):
-    """The r-th heavy tokens; M beyond the last."""
+    """The heavy tokens number ``r``; M past the last."""
     return tl.load(i_heavy + tl.where(r < n_first, r, M - 1 - (r - n_first)), mask=r < n_heavy, other=M)
 
 
+@triton.jit
+def count_for_drift(m_watch, i_entries, m_counters, n_heavy, M, cap, LONG: tl.constexpr):
+    """Add the entries of all lists and the number of heavy tokens to ``m_watch`` int32 [2]: see drift.py."""
+    entries = tl.zeros((1024,), tl.int32)
+    for first in range(tl.program_id(0) * 1024, M, tl.num_programs(0) * 1024):
+        token = first + tl.arange(0, 1024)
+        n = tl.load(i_entries + token, mask=token < M, other=0)
+        n = active_of(n)
+        entries += tl.where(is_listed(n, m_counters, M, cap, LONG), n, 0)
+    tl.atomic_add(m_watch, tl.sum(entries, axis=0), sem="relaxed")
+    if tl.program_id(0) == 0:
+        tl.atomic_add(m_watch + 1, n_heavy, sem="relaxed")
+
+
 def n_programs(tokens: int) -> int:
-    """See ``token_of_program``."""
+    """Programs of the tail's kernels: see ``token_of_program``."""
     return n_long(tokens) + n_early(tokens) + tokens
 
 
 @triton.jit
 def _next_places(m_counter, wanted):
-    """Places for those ``wanted``, one after the other from the counter on, which moves beyond them."""
+    """Reserve consecutive places at the counter for those ``wanted``, and return them."""
     wanted = wanted.to(tl.int32)
     n = tl.sum(wanted, axis=0)
     begin = tl.zeros_like(n)
@@ -129,11 +143,11 @@ def _list_kernel(
     i_order,  # int32 [F]: rows of the weights, hot neurons first
     o_rows,  # [size]
     o_values,  # [size]
-    m_counters,  # see Turns; zeros before
+    m_counters,  # see Turns, as the next three; zeros before the launch
     o_entries,
     o_heavy,
     o_early,
-    m_bits,  # MARKS: int32 [ceil(M / 32), TILE T], zeros before
+    m_bits,  # MARKS: int32 [ceil(M / 32), TILE T], zeros before the launch
     M,
     T,
     H,
@@ -160,7 +174,7 @@ def _list_kernel(
     is_over = (n > cap) & (n <= LONG)
     place = _next_places(m_counters + N_OVER, is_over)
     tl.store(o_heavy + M - 1 - place, token, mask=is_over)
-    count = tl.where(((n <= cap) | (is_over & (place < n_long)))[:, None], count, 0)  # else there is no list
+    count = tl.where(((n <= cap) | (is_over & (place < n_long)))[:, None], count, 0)  # other tokens have no list
     own = token.to(tl.int64) * cap
     start = tl.where(is_over, place.to(tl.int64) * LONG + (tl.zeros((), tl.int64) + M) * cap, own)
     begin = start[:, None] + tl.cumsum(count, axis=1) - count
@@ -186,14 +200,14 @@ def _list_kernel(
     place = _next_places(m_counters + N_HEAVY, is_heavy)
     tl.store(o_heavy + place, token, mask=is_heavy)
     is_early = (n > first) & (n <= cap)
-    place = _next_places(m_counters + N_EARLY, is_early)  # last: nothing waits for it
+    place = _next_places(m_counters + N_EARLY, is_early)  # last: nothing depends on it
     tl.store(o_early + place, token, mask=is_early & (place < n_early))
     has_own_turn = (n <= first) | (is_early & (place >= n_early))
     tl.store(o_entries + token, tl.where(has_own_turn, n, -1 - n), mask=token < M)
 
 
 def tokens_of_program(BT: int) -> int:
-    """Of a warp's worth of tiles; ``BT``: power of 2 >= tiles of a token."""
+    """Tokens whose tiles fill a warp. ``BT``: power of 2 >= tiles of a token."""
     return min(8, max(1, _TILES // BT))
 
 
@@ -215,8 +229,8 @@ def list_active(
     out: tuple[Tensor, Tensor] | None = None,
     bits: Tensor | None = None,
 ) -> Lists:
-    """Lists of a gate [M, C]. ``turns``: room for it, its counters 0; ``order``: int32 [F], hot first; ``out``: room
-    for rows and values; ``bits``: see transpose.py, zeros."""
+    """Lists of a gate [M, C]. ``turns``: output, its counters 0; ``order``: int32 [F], hot neurons first; ``out``:
+    buffers for rows and values; ``bits``: see transpose.py, zeros."""
     assert gate.words is not None and (gate.tile, gate.slots, gate.counts.dtype) == (TILE, SLOTS, torch.uint8)
     (M, C), F = gate.shape, order.shape[0]
     if out is None:

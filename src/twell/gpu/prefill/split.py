@@ -1,9 +1,10 @@
-"""The three-part forward of an FFN: hot neurons and heavy tokens densely, the cold tail sparsely. Exact for any split.
+"""The split forward of an FFN: hot neurons and heavy tokens run densely, the tail sparsely. Exact for any plan.
 
-    y = tail of the light tokens  |  cold neurons of the heavy tokens densely,   +  bd  +  h_hot Wd_hot
+    y = tail of the tokens that are not heavy  |  cold neurons of the heavy tokens, densely,   +  bd  +  h_hot Wd_hot
 
-What a plan changes is time alone. Every step is on the device; nothing waits for it. What kernels want in another order
-than the weights have it is gathered in the call (``lay_out``), or was when the layer was frozen."""
+A plan changes only time. Every step runs on the device, and the host waits for nothing. Rows that kernels want in the
+plan's order are gathered in the call (``lay_out``), or were when the layer was frozen.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from twell.formats import TwELL
 from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy import write_heavy_
 from twell.gpu.prefill.lists import list_active
-from twell.gpu.prefill.up_down import write_tail
+from twell.gpu.prefill.tail import write_tail
 from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
 from twell.gpu.shared.rows import gathered, transposed
 from twell.gpu.shared.tiles import RowTile, Tiles
@@ -24,23 +25,23 @@ from twell.plan import PlanTensors, sizes_of
 from twell.reference import Weights, is_neuron_major
 from twell.saved import COUNTERS, Turns, index_dtype, list_size, turn_sizes
 
-_LONG_TAIL = 48  # of Plan.first: 20 cold neurons a token in the mean
+_LONG_TAIL = 48  # threshold for Plan.first: a mean of 20 active cold neurons per token
 
 
-class Split(NamedTuple):
-    """A plan's numbers: H hot neurons, and see ``Plan``."""
+class SplitSizes(NamedTuple):
+    """Numbers of a plan: H hot neurons; ``cap`` and ``first`` as in ``Plan``."""
 
     n_hot: int
     cap: int
     first: int
 
     @classmethod
-    def of(cls, plan: PlanTensors) -> Split:
+    def of(cls, plan: PlanTensors) -> SplitSizes:
         return cls(*sizes_of(plan))
 
 
 class Layout(NamedTuple):
-    """Rows of weights in a plan's order. H hot, C = F - H cold."""
+    """Rows of weights in a plan's order; H hot, C = F - H cold neurons."""
 
     hot: Tensor  # [2 H, D]: gate and up rows of the hot neurons, interleaved; plain FFN: [H, D]
     hot_bias: Tensor | None
@@ -55,22 +56,20 @@ class Layout(NamedTuple):
 
 
 def by_rows(w: Weights, down: Tensor | None = None) -> Weights:
-    """The weights with all rows where kernels find them: contiguous, aligned, Wd as [F, D]. Copies only what is not.
-
-    ``down``: a neuron-major copy of Wd, where there is one already.
-    """
+    """The weights as kernels read them: contiguous, aligned, Wd as [F, D]. Copies only where necessary. ``down``: an
+    existing neuron-major copy of Wd."""
     if down is not None:
         return ready(w._replace(down=down))
     own = ready(w)
     if not is_neuron_major(own.down):
         return own._replace(down=transposed(own.down))
-    return own if own.down is w.down else own._replace(down=own.down.t())  # as it is: kernels go by its address
+    return own if own.down is w.down else own._replace(down=own.down.t())  # unchanged: kernels go by its address
 
 
 def ready(w: Weights) -> Weights:
-    """The weights where recorded calls take them: contiguous and aligned, Wd either way round."""
+    """The weights as recorded calls take them: contiguous and aligned, Wd row-major or neuron-major."""
     gate, up, down, b_gate, b_up, b_down = w
-    if (  # as nearly always, in one step
+    if (  # nearly always: one check
         gate.is_contiguous()
         and (up is None or (up.is_contiguous() and up.data_ptr() % 16 == 0))
         and (is_neuron_major(down) or down.is_contiguous())
@@ -82,21 +81,21 @@ def ready(w: Weights) -> Weights:
         return w
     if not is_neuron_major(down):
         down = plain(down)
-    elif down.data_ptr() % 16:  # its layout stays: so will its gradient's
+    elif down.data_ptr() % 16:  # keep its layout: the gradient has the same
         down = plain(down.t()).t()
     return Weights(plain(gate), plain(up), down, plain(b_gate), plain(b_up), plain(b_down))
 
 
 def plain(t: Any) -> Any:
-    """``t``, or a copy of it where it is not contiguous or not at a multiple of 16 bytes."""
+    """``t``, or a copy if it is not contiguous or not aligned to 16 bytes."""
     if t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0):
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
 def aligned(t: Tensor) -> Tensor:
-    """``t`` [n, D] or contiguous [..., D], or a copy where the copy engine could not read it: rows lie apart, at
-    multiples of 16 elements."""
+    """``t``, or a copy if TMA cannot read it. TMA can read aligned tensors that are contiguous [..., D], or [n, D] with
+    a row stride that is a multiple of 16 elements."""
     apart, step = t.stride()[-2:]
     if t.data_ptr() % 16 == 0 and step == 1:
         if apart == t.shape[-1] and t.is_contiguous():
@@ -115,7 +114,7 @@ def lay_out(
     cold: bool = True,
     space: Space | None = None,
 ) -> Layout:
-    """``rows``: see ``by_rows``; ``biases``: see ``biases_of``. A backward needs no gate rows of the cold neurons."""
+    """``rows``: see ``by_rows``; ``biases``: see ``biases_of``. A backward needs no cold gate rows (``cold`` False)."""
     if n_hot == 0:
         return Layout(rows.gate[:0], None, rows.gate[:0], rows.gate, rows.gate_bias)
     buffer = gathered(rows.gate, rows.up, rows.down, order, n_hot, cold=cold, space=space)
@@ -124,7 +123,7 @@ def lay_out(
 
 
 def biases_of(w: Weights, order: Tensor, n_hot: int) -> tuple[Tensor | None, Tensor | None]:
-    """Of the hot neurons, interleaved as their rows are, and of the cold ones."""
+    """Biases of the hot neurons, interleaved like their rows, and of the cold ones."""
     b_gate, b_up = w.gate_bias, w.up_bias
     if n_hot == 0 or (b_gate is None and b_up is None):
         return None, b_gate
@@ -142,7 +141,7 @@ def biases_of(w: Weights, order: Tensor, n_hot: int) -> tuple[Tensor | None, Ten
 
 
 def tail_tile(tiles: Tiles, x: Tensor, first: int) -> RowTile:
-    """One row at a time, fetched ahead, suits long tails; its buffers must leave room for several programs."""
+    """Long tails: one row at a time, prefetched; its buffers must leave room for several programs per SM."""
     is_long = first > _LONG_TAIL and x.shape[1] * x.element_size() <= 8192
     return tiles.long_tail if is_long else tiles.tail
 
@@ -152,7 +151,7 @@ def forward(
     w: Weights,
     order: Tensor,
     places: Tensor,
-    split: Split,
+    split: SplitSizes,
     activation: str,
     tiles: Tiles,
     programs: int,
@@ -161,9 +160,9 @@ def forward(
     watch: Tensor | None = None,
     cold_gate: TwELL | None = None,
 ) -> Tensor:
-    """y [..., D] for x [..., D]. ``down``, ``layout``: Wd neuron by neuron and a layout, where a frozen layer has
-    them. ``watch``: int32 [2] to which the numbers of entries and of heavy tokens are added. ``cold_gate``: what
-    ``gate_in_twell`` gives, where it is there already."""
+    """y [..., D] for x [..., D]. ``down``, ``layout``: a frozen layer's neuron-major Wd and layout. ``watch``: int32
+    [2], to which the numbers of list entries and of heavy tokens are added. ``cold_gate``: the result of
+    ``gate_in_twell``, if it exists already."""
     x, w = aligned(x), ready(w)
     gate, up, own_down, b_gate, b_up, b_down = w
     n_hot, y = split.n_hot, x.new_empty(x.shape)
@@ -182,7 +181,7 @@ def forward(
     of_gate = given_gate(cold_gate, order)
     tensors = (x, y, gate, up, down, b_up, b_down, order, places, *kept, hot_bias, cold_bias, watch, *of_gate)
     hot = _launch(key, tensors, split, activation == "relu2", transposes, tiles, programs)
-    if n_hot:  # last, so that a GEMM reads y again and not the tail, which is bound by bytes
+    if n_hot:  # last: a GEMM has the bandwidth to read y again, the tail has not
         h, hot_down = hot if layout is None else (*hot, layout.hot_down)
         (y if y.dim() == 2 else y.view(h.shape[0], -1)).addmm_(h, hot_down)
     return y
@@ -209,13 +208,13 @@ def _launch(
     words: Tensor | None,
     counts: Tensor | None,
     counters: Tensor | None,
-    split: Split,
+    split: SplitSizes,
     squared: bool,
     transposes: bool,
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    """Everything but the hot neurons' last GEMM, for which it returns h and Wd_hot, if that is not kept."""
+    """Everything except the hot neurons' last GEMM. Returns the GEMM's h, and Wd_hot unless it is frozen."""
     x, y = x.view(-1, x.shape[-1]) if x.dim() != 2 else x, y.view(-1, y.shape[-1])
     gated, (n_hot, cap, first) = up is not None, split
     rows = Weights(gate, up, transposed(down, space) if transposes else down, cold_bias, up_bias, down_bias)
@@ -237,7 +236,7 @@ def _launch(
         else:
             turns = turns._replace(counters=counters)
             in_twell = TwELL.from_words(words, counts, shape=(M, len(order) - n_hot), dtype=x.dtype, check=False)
-        with beside(h is not None):  # short, while the hot neurons' GEMM runs
+        with beside(h is not None):  # short, beside the hot neurons' GEMM
             lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
             signals()
     with beside():
@@ -252,7 +251,7 @@ def _launch(
 
 
 def given_gate(cold_gate: TwELL | None, order: Tensor) -> tuple[Tensor | None, ...]:
-    """Words, counts, and counters at 0, which the gate's kernel else sets; three times None where there is no gate."""
+    """Words, counts and counters set to 0 (the gate kernel sets them otherwise), or three times None."""
     if cold_gate is None:
         return None, None, None
     return cold_gate.words, cold_gate.counts, order.new_zeros(COUNTERS)

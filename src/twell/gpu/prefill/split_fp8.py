@@ -1,14 +1,14 @@
-"""The three-part forward of an FFN with FP8 weights: that of split.py, from e4m3.
+"""The split forward (split.py) of an FFN with FP8 weights.
 
-    step        e4m3                                                          otherwise
+    step        in e4m3                                                       in higher precision
     x           rounded row by row, once
-    cold gate   x Wg_cold^T on tensor cores, scales in the epilogue           TwELL's values are those of x's dtype
+    cold gate   x Wg_cold^T on tensor cores, scales in the epilogue           TwELL's values have x's dtype
     heavy       gate and up                                                   y = h Wd in x's dtype
     tail        rows of Wu and Wd                                             fp32 sums, h is not rounded
     hot         gate and up on tensor cores                                   y += h Wd_hot, in x's dtype
 
-Wd is there twice: [D, F] as the model has it, for dense batches, and neuron by neuron. Rows in a plan's order are kept,
-too (``lay_out``): nobody trains FP8 weights.
+Wd exists twice: [D, F], the model's own, for dense batches, and neuron-major. Rows in the plan's order are always kept
+(``lay_out``), since FP8 weights are not trained.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from twell.formats import TwELL
 from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy_fp8 import write_heavy_fp8_
 from twell.gpu.prefill.lists import list_active
-from twell.gpu.prefill.split import Split, aligned, given_gate, room_for_turns
-from twell.gpu.prefill.up_down import write_tail
-from twell.gpu.shared.fp8 import room_for, round_rows
+from twell.gpu.prefill.split import SplitSizes, aligned, given_gate, room_for_turns
+from twell.gpu.prefill.tail import write_tail
 from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
+from twell.gpu.shared.round_fp8 import room_for, round_rows
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, RowTile
 from twell.plan import PlanTensors
 from twell.reference import Fp8, Weights
@@ -44,26 +44,26 @@ _TILES_INTERPRETED = Fp8Tiles(GateTile(32, 128, 32, 4, 2), GateTile(16, 32, 32, 
 
 
 class Fp8Weights(NamedTuple):
-    """Of a layer; scales are fp32, of gate and up by neurons, of down by columns of y."""
+    """Weights of a layer. Scales are fp32: of gate and up per neuron, of down per column of y."""
 
     gate: Tensor  # e4m3 [F, D]
     gate_scale: Tensor  # [F]
     up: Tensor | None  # e4m3 [F, D]
     up_scale: Tensor | None  # [F]
-    down: Tensor | None  # e4m3 [F, D], neuron by neuron; None: for dense batches alone
+    down: Tensor | None  # e4m3 [F, D], neuron-major; None if all batches are dense
     down_scale: Tensor  # [D]
-    model_down: Tensor  # e4m3 [D, F], as the model has it
+    model_down: Tensor  # e4m3 [D, F], the model's own
 
     @classmethod
     def of(cls, gate: Fp8, up: Fp8 | None, down: Fp8, *, by_neurons: bool = False) -> Fp8Weights:
-        """``down`` [D, F]; ``by_neurons``: with its transpose."""
+        """``down`` [D, F]; ``by_neurons``: add its transpose."""
         of_up, up_scale = (None, None) if up is None else up
-        turned = down.q.t().contiguous() if by_neurons else None
-        return cls(gate.q, gate.scale, of_up, up_scale, turned, down.scale, down.q)
+        rows_of_down = down.q.t().contiguous() if by_neurons else None
+        return cls(gate.q, gate.scale, of_up, up_scale, rows_of_down, down.scale, down.q)
 
 
 class Fp8Layout(NamedTuple):
-    """Rows in a plan's order: see ``Layout``."""
+    """Rows in a plan's order, as in ``Layout``."""
 
     hot: Tensor  # e4m3 [2 H, D]: gate and up rows of the hot neurons, interleaved; plain FFN: [H, D]
     hot_scale: Tensor
@@ -75,7 +75,7 @@ class Fp8Layout(NamedTuple):
 def lay_out(w: Fp8Weights, plan: PlanTensors, n_hot: int, dtype: torch.dtype) -> Fp8Layout:
     hot, cold = plan.order[:n_hot].long(), plan.order[n_hot:].long()
 
-    def rows(t: Tensor, of: Tensor) -> Tensor:  # index_select knows no e4m3
+    def rows(t: Tensor, of: Tensor) -> Tensor:  # index_select does not support e4m3
         return t.view(torch.int8)[of].view(t.dtype)
 
     assert w.down is not None
@@ -89,7 +89,7 @@ def lay_out(w: Fp8Weights, plan: PlanTensors, n_hot: int, dtype: torch.dtype) ->
 
 
 def tiles_for(capability: int) -> Fp8Tiles | None:
-    """None where these kernels were not tried, and layers call their FP8 projections: all but Hopper."""
+    """None where these kernels were not tried (all GPUs but Hopper): layers call their FP8 projections there."""
     if INTERPRETED:
         return _TILES_INTERPRETED
     return _TILES if capability == 90 else None
@@ -101,7 +101,7 @@ def forward(
     layout: Fp8Layout,
     order: Tensor,
     places: Tensor,
-    split: Split,
+    split: SplitSizes,
     activation: str,
     tiles: Fp8Tiles,
     programs: int,
@@ -142,12 +142,12 @@ def _launch(
     words: Tensor | None,
     counts: Tensor | None,
     counters: Tensor | None,
-    split: Split,
+    split: SplitSizes,
     squared: bool,
     tiles: Fp8Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    """Everything but the hot neurons' last GEMM, for which it returns h."""
+    """Everything except the hot neurons' last GEMM, whose h it returns."""
     x, y = x.view(-1, x.shape[-1]) if x.dim() != 2 else x, y.view(-1, y.shape[-1])
     n_hot, cap, first = split
     M = len(x)
@@ -166,7 +166,7 @@ def _launch(
         else:
             turns = turns._replace(counters=counters)
             in_twell = TwELL.from_words(words, counts, shape=(M, len(cold)), dtype=x.dtype, check=False)
-        with beside(h is not None):  # short, while the hot neurons' GEMM runs
+        with beside(h is not None):  # short, beside the hot neurons' GEMM
             lists = list_active(in_twell, turns, order, cap=cap, first=first, out=out)
             signals()
     with beside():

@@ -1,20 +1,21 @@
-"""Batches between few and many tokens: of up and down only the neurons that fire for any of a tile of tokens.
+"""Batches between few and many tokens: of up and down only the neurons that fire for any token of a tile of tokens.
 
     gate             z = x Wg^T + bg                                            by cuBLAS
-    marks kernel     r = relu(z) by neurons, and a bit for each neuron that fires for any of a tile's TM tokens
+    marks kernel     r = relu(z), neuron-major, and one bit per neuron that fires for any of a tile's TM tokens
     up kernel        h = a(r) * (x Wu^T + bu) for those U neurons: a GEMM over gathered rows; and their list
-    down kernel      y = h Wd + bd over the listed neurons: another one
+    down kernel      y = h Wd + bd over the listed neurons: another GEMM over gathered rows
 
-A token fires 30 of 5632 neurons, 64 tokens together 950 (skew29): 0.45 of a dense FFN's work is left. No plan divides
-the neurons, no capacity can overflow, and the weights are read as the model has them: nothing has to be frozen.
+A token fires 30 of 5632 neurons, 64 tokens together 950 (skew29): 0.45 of a dense FFN's work is left. The plan does not
+matter here, there is no capacity to overflow, and the weights are read as the model has them: freezing is not needed.
 
-A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as it is in a
-dense FFN, where u is inf or NaN.
+A token with inf or NaN in x has z = inf, -inf or NaN everywhere. -inf counts as firing: h = 0 * u is NaN, as in a dense
+FFN, where u is inf or NaN.
 
 Legend: M tokens, D model width, F neurons, TM tokens of a tile, U neurons that fire for any of them.
 Weights: Wg, Wu [F, D] as the model has them, Wd neuron-major [F, D].
 Bytes, M 1024, D 2048, U 950, bf16: gathered rows 125 MB, x and h for every tile of neurons or columns 120 MB, all from
-L2: 33 us at 7 TB/s, as long as the gate takes. Memory: z, r and (in the place of z) h, 2 M F elements as densely.
+L2: 33 us at 7 TB/s, as long as the gate takes.
+Memory: z, r and h (it replaces z), 2 M F elements, as in a dense FFN.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class UpTile(NamedTuple):
 
 
 class DownTile(NamedTuple):
-    """Columns of y and neurons at once, warps, stages."""
+    """Columns of y, neurons at once, warps, stages."""
 
     BD: int
     BK: int
@@ -62,7 +63,7 @@ class DownTile(NamedTuple):
 
 
 class UnionTiles(NamedTuple):
-    """Of a batch; ``TM``: tokens whose neurons are put together."""
+    """Tiles for a batch. ``TM``: tokens per tile of tokens."""
 
     TM: int
     marks: MarksTile
@@ -70,7 +71,7 @@ class UnionTiles(NamedTuple):
     down: DownTile
 
 
-_ON_HOPPER: dict[int, UnionTiles] = {  # by the most tokens
+_ON_HOPPER: dict[int, UnionTiles] = {  # key: the largest M
     128: UnionTiles(64, MarksTile(32, 4), UpTile(16, 128, 4, 4), DownTile(32, 128, 4, 7)),
     256: UnionTiles(64, MarksTile(64, 4), UpTile(32, 128, 4, 4), DownTile(64, 128, 4, 7)),
     512: UnionTiles(64, MarksTile(64, 4), UpTile(32, 128, 4, 4), DownTile(64, 64, 4, 7)),
@@ -89,8 +90,8 @@ _INTERPRETED = UnionTiles(16, MarksTile(32, 4), UpTile(16, 32, 4, 2), DownTile(3
 @triton.jit
 def _marks_kernel(
     i_z,  # [M, F]
-    o_r,  # [tiles, F, TM], of the neurons that fire
-    o_bits,  # int32 [tiles, n_words]: set for neurons that fire for any token
+    o_r,  # [tiles, F, TM]: rows of the neurons that fire
+    o_bits,  # int32 [tiles, n_words]: one bit per neuron, set if it fires for any token
     M,
     F,
     n_words,
@@ -122,8 +123,8 @@ def _up_kernel(
     i_up,  # [F, D] or unused
     i_up_bias,  # [F] or unused
     i_bits,  # int32 [tiles, n_words]
-    o_h,  # [M, width]: of a tile's U neurons, and zeros up to a multiple of PAD
-    o_list,  # int32 [tiles, width], likewise
+    o_h,  # [M, width]: a tile's U neurons, then zeros up to a multiple of PAD
+    o_list,  # int32 [tiles, width]: a tile's U neurons, then 0 up to a multiple of PAD
     M,
     D,
     F,
@@ -222,15 +223,20 @@ def _kernels(
     tiles: UnionTiles,
     BW: int,
     use_tma: bool,
-    gated: bool,
-    squared: bool,
-    has_up_bias: bool,
     has_down_bias: bool,
     overlaps: bool,
+    **flags: bool,
 ) -> tuple[Kernel, Kernel, Kernel]:
+    """Of marks, up and down. ``flags``: GATED, SQUARED, HAS_UP_BIAS."""
     TM, marks, up, down = tiles
-    precision = "ieee" if dtype == torch.float32 else "tf32"  # which says nothing of 16 bits
     i32 = torch.int32
+    common = {
+        "TM": TM,
+        "BW": BW,
+        "USE_TMA": use_tma,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",  # no effect on 16 bits
+        "OVERLAPS": overlaps,
+    }
     numbers = ANY, MULTIPLE, MULTIPLE, ANY, MULTIPLE, MULTIPLE
     return (
         Kernel(
@@ -242,35 +248,14 @@ def _kernels(
         Kernel(
             _up_kernel,
             (_block(dtype, TM, up.BK, use_tma), dtype, dtype, dtype, i32, dtype, i32, *numbers),
-            {
-                "TM": TM,
-                "BN": up.BN,
-                "BK": up.BK,
-                "BW": BW,
-                "PAD": down.BK,
-                "GATED": gated,
-                "SQUARED": squared,
-                "HAS_UP_BIAS": has_up_bias,
-                "USE_TMA": use_tma,
-                "PRECISION": precision,
-                "OVERLAPS": overlaps,
-            },
+            {"BN": up.BN, "BK": up.BK, "PAD": down.BK, **flags, **common},
             warps=up.warps,
             stages=up.stages,
         ),
         Kernel(
             _down_kernel,
             (_block(dtype, TM, down.BK, use_tma), i32, i32, dtype, dtype, dtype, ANY, MULTIPLE, ANY, MULTIPLE),
-            {
-                "TM": TM,
-                "BD": down.BD,
-                "BK": down.BK,
-                "BW": BW,
-                "HAS_DOWN_BIAS": has_down_bias,
-                "USE_TMA": use_tma,
-                "PRECISION": precision,
-                "OVERLAPS": overlaps,
-            },
+            {"BD": down.BD, "BK": down.BK, "HAS_DOWN_BIAS": has_down_bias, **common},
             warps=down.warps,
             stages=down.stages,
         ),
@@ -302,7 +287,8 @@ def forward(
     down: Tensor | None = None,
     tiles: UnionTiles | None = None,
 ) -> Tensor:
-    """y [..., D] for x [..., D], of at least one token. ``down``: Wd neuron by neuron, unless it lies so."""
+    """y [..., D] for x [..., D] with at least one token. ``down``: a neuron-major copy of Wd, unless w.down is
+    neuron-major."""
     x, w = aligned(x), ready(w)
     return after_gate(x, nnf.linear(x, w.gate, w.gate_bias), w, activation, of_gpu, down, tiles)
 
@@ -316,7 +302,7 @@ def after_gate(
     down: Tensor | None = None,
     tiles: UnionTiles | None = None,
 ) -> Tensor:
-    """As ``forward``, of x and weights as kernels read them and the gate z [..., F], which is overwritten."""
+    """As ``forward``, from x and weights that kernels can read and the gate's z [..., F], which is overwritten."""
     _, up, own_down, _, b_up, b_down = w
     y, down = x.new_empty(x.shape), own_down if down is None else down
     key = (
@@ -346,10 +332,12 @@ def _launch(
     tiles_m, tiles_d, n_words = ceil_div(M, tiles.TM), ceil_div(D, tiles.down.BD), ceil_div(F, 32)
     width = ceil_div(F, max(tiles.up.BN, tiles.down.BK)) * max(tiles.up.BN, tiles.down.BK)
     r, bits = space.take(tiles_m, F, tiles.TM), space.take(tiles_m, n_words, dtype=torch.int32)
-    h = z.view(M, F) if width == F else space.take(M, width)  # z is done with
+    h = z.view(M, F) if width == F else space.take(M, width)  # z is not needed any more
     listed = space.take(tiles_m, width, dtype=torch.int32)
-    flags = up is not None, squared, up_bias is not None, down_bias is not None
-    mark, up_, down_ = _kernels(x.dtype, tiles, power_of_2(n_words), use_tma, *flags, can_overlap())
+    mark, up_, down_ = _kernels(
+        x.dtype, tiles, power_of_2(n_words), use_tma, down_bias is not None, can_overlap(), GATED=up is not None,
+        SQUARED=squared, HAS_UP_BIAS=up_bias is not None,
+    )  # fmt: skip
     mark(tiles_m * ceil_div(F, tiles.marks.BN), z, r, bits, M, F, n_words)
     blocks = (Matrix(x), Matrix(h)) if use_tma else (x, h)
     weights = (0 if t is None else t for t in (up, up_bias))

@@ -1,24 +1,24 @@
-"""TwELL words out of the sums of a gate GEMM: what its epilogue writes in place of r.
+"""The cold gate's epilogue: turns a tile of sums into TwELL words and counts, so that r is never stored densely.
 
-A tile is TILE = 128 neighbouring columns of one token. It has room for SLOTS entries, value << 16 | column within the
-tile (fp32: value << 32 | column, in 64 bits), and a byte of its own for how many are active, which is never clipped.
-Where that is more than SLOTS, the token is heavy, and nobody reads its words.
+A tile of TwELL is TILE = 128 neighbouring columns of one token. It has SLOTS entries, each a word value << 16 | column
+within the tile (fp32: value << 32 | column, 64 bits), and one byte that counts the active neurons and is never clipped.
+If it exceeds SLOTS, the token is heavy and its words are not read.
 
-On Hopper a thread stores the entries that it holds itself. Of a tile's row, thread q of a quad has columns 8 j + 2 q
-and 8 j + 2 q + 1 for j = 0 to 15; rounded to 16 bits, the two share a register, a pair. Each thread makes one word of
-bits, a bit for every value that is not 0 (the first of a pair in the lower half):
+On Hopper each thread stores the entries that it holds. In a row of a tile, thread q of a quad has columns 8 j + 2 q and
+8 j + 2 q + 1 for j = 0 to 15; rounded to 16 bits, these two share one register, a pair. Each thread builds a mask with
+one bit for every value that is not 0 (the first of a pair in the lower half):
 
     bits  |=  (((pair & 0x7fff7fff) + 0x7fff7fff) & 0x80008000) >> (15 - j)        a carry where a half is not 0
 
-The popcounts of the quad give each thread its first slot. Then, while bits are left, it takes the lowest one, chooses
-the pair among its 16 registers by a tree of selections, and stores one word: a loop, since few bits are set, and a warp
-runs as often as its busiest thread has any (once or twice at 30 active neurons of 5632). One test for each of a
-thread's 64 pairs took 1.08x to 1.12x of cuBLAS's gate (H200), the loop 0.96x to 0.98x; 158 registers, no spills.
-Entries are in the order of threads and bits.
+The popcounts of the quad's threads give each thread its first slot. Then, while bits are left, the thread takes the
+lowest one, selects the pair among its 16 registers by a tree of selections, and stores one word. A loop is right
+because few bits are set: a warp iterates as often as its busiest thread has entries (once or twice at 30 active neurons
+of 5632). Testing each of a thread's 64 pairs took 1.08x to 1.12x of the time of cuBLAS's gate (H200), the loop takes
+0.96x to 0.98x; 158 registers, no spills. Entries are in the order of threads and bits.
 
-The assembly relies on where Triton puts a pair; ``is_laid_out`` looks that up in what was compiled. Everywhere else
-(other GPUs, other layouts, fp32) each value that is not 0 stores itself, in the order of columns; Triton's interpreter,
-which knows no assembly, does the same by tensor operations.
+The assembly relies on where Triton puts a pair; ``is_laid_out`` checks the compiled kernel for that. Everywhere else
+(other GPUs, other layouts, fp32) each value that is not 0 stores itself, in the order of columns. Triton's interpreter
+has no inline assembly and does the same by tensor operations.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import triton.language as tl
 from twell.formats import SLOTS, TILE
 from twell.gpu.shared.tiles import INTERPRETED, popcount
 
-_N = 32  # pairs that one piece of assembly takes: of two rows of a tile, register 2 j + r being pair j of row r
-_REGISTERS = "[[8, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]"  # of [row, tile, q, j]: see above
+_N = 32  # pairs per piece of assembly: two rows of a tile, register 2 j + r is pair j of row r
+_REGISTERS = "[[8, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]"  # layout of [row, tile, q, j]
 _LANES = "[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]"
 
 
 def is_laid_out(ttgir: str) -> bool:
-    """Whether all pairs are where the assembly takes them from, by Triton's intermediate form of a kernel."""
+    """Whether the compiled kernel (its TTGIR) has all pairs where the assembly reads them."""
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
     used = re.findall(rf"packed_element = {_N} : i32.*? : tensor<[0-9x]+xi32, (#\w+)>", ttgir)
     there = (f"register = {_REGISTERS}", f"lane = {_LANES}")
@@ -45,8 +45,8 @@ def is_laid_out(ttgir: str) -> bool:
 
 
 def _assembly(slots: int) -> str:
-    """Operands: 32 results that nobody wants; 32 each of pairs, places (of a row's tile among all, or -1), addresses of
-    the words and of the counts."""
+    """Operands: 32 unused results; 32 each of pairs, places (index of the row's tile among all tiles, or -1), addresses
+    of the words and addresses of the counts."""
     pair, place, words, counts = (lambda k, base=base: f"${base + k}" for base in (_N, 2 * _N, 3 * _N, 4 * _N))
     lines = [
         "{",
@@ -73,7 +73,7 @@ def _assembly(slots: int) -> str:
                 f"and.b32 t, t, {0x80008000 >> (15 - j):#x};",
                 f"or.b32 w{r}, w{r}, t;",
             ]
-        lines += [  # a row beyond the last has no words
+        lines += [  # a row past the last has no words
             f"setp.lt.s32 p, {place(r)}, 0;",
             f"@p mov.u32 w{r}, 0;",
             f"popc.b32 n{r}, w{r};",
@@ -87,7 +87,7 @@ def _assembly(slots: int) -> str:
         "add.u32 both, both, two;",
         "@!odd mov.u32 one, 0;",
         "@!upper mov.u32 two, 0;",
-        "add.u32 two, one, two;",  # of the threads before
+        "add.u32 two, one, two;",  # entries of the quad's lower threads
     ]
     for r in (0, 1):
         lines += [
@@ -140,8 +140,8 @@ def _assembly(slots: int) -> str:
 
 
 def _store_one(slots: int, store: str, size: int) -> str:
-    """Operands: a result that nobody wants; value, the bits of its 32 columns, the tile's entries before these, the
-    tile's place, the column in the tile, the address of the words."""
+    """Operands: an unused result; value; mask of its 32 columns; entries of the tile before these columns; index of the
+    tile; column in the tile; address of the words."""
     return f"""{{
         .reg .pred p;
         .reg .b32 t, s, v;
@@ -178,10 +178,9 @@ _TILE, _SLOTS = tl.constexpr(TILE), tl.constexpr(SLOTS)
 
 @triton.jit
 def store_pairs(pairs, place, o_words, o_counts, BM: tl.constexpr, BN: tl.constexpr):
-    """Entries and counts of ``pairs`` uint32 [BM, BN / 2]: see ``relu_pairs``.
+    """Store entries and counts of ``pairs`` uint32 [BM, BN / 2] (see ``relu_pairs``).
 
-    ``place`` int32 [BM, BN / TILE]: of each row's tile among all; -1 where there is none.
-    """
+    ``place`` int32 [BM, BN / TILE]: index of each row's tile among all tiles; -1 where there is none."""
     parts = tl.permute(tl.reshape(pairs, (BM, BN // _TILE, 16, 4)), (0, 1, 3, 2))  # row, tile, q, j
     zero = tl.zeros((BM, BN // _TILE, 4, 16), tl.int32)
     addresses = zero.to(tl.int64) + o_words.to(tl.int64), zero.to(tl.int64) + o_counts.to(tl.int64)
@@ -197,12 +196,12 @@ def store_pairs(pairs, place, o_words, o_counts, BM: tl.constexpr, BN: tl.conste
 
 @triton.jit
 def store_columns(r, place, o_words, o_counts, BM: tl.constexpr, BN: tl.constexpr):
-    """The same of r [BM, BN], 16 or 32 bits wide, for any layout: each value by itself, zeros at the cost of a test.
+    """As ``store_pairs``, for r [BM, BN] of 16 or 32 bits in any layout: each value stores itself; a zero costs one
+    test.
 
-    As a masked store the words and their addresses would be moved to another layout, for which there is no room.
-    """
+    A masked tl.store would move words and addresses to another layout, for which registers are lacking."""
     active = tl.reshape((r != 0).to(tl.uint32), (BM, BN // 32, 32))
-    bits = tl.sum(active << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)  # a word for 32 columns
+    bits = tl.sum(active << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)  # a mask of 32 columns
     n = tl.reshape(popcount(bits), (BM, BN // _TILE, _TILE // 32))
     tl.store(o_counts + place, tl.sum(n, axis=2).to(tl.uint8), mask=place >= 0)
     before = tl.cumsum(n, axis=2) - n

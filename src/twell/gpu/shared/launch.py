@@ -1,18 +1,19 @@
-"""Kernels, compiled for declared arguments.
+"""Kernels that are compiled for declared argument types.
 
-Triton's own launch works out a kernel's specialisation from every argument, each time: 28 us of host time on the host
-of an H200. A ``Kernel`` is compiled for declared types, not for the arguments of a call:
+Triton's own launch derives a kernel's specialisation from every argument of every call: 28 us of host time on the host
+of an H200. A ``Kernel`` is compiled for declared types instead:
 
     @functools.cache
-    def _kernel(dtype, gated):
-        return Kernel(_tail_kernel, (dtype, torch.int32, ANY, MULTIPLE), {"GATED": gated, ...}, warps=4)
+    def _kernel(dtype, **flags):
+        return Kernel(_tail_kernel, (dtype, torch.int32, ANY, MULTIPLE), {"BM": 64, **flags}, warps=4)
 
-    _kernel(x.dtype, True)(programs, x, rows, M, D)
+    _kernel(x.dtype, GATED=True)(programs, x, rows, M, D)
 
-A function that makes kernels sees its own arguments alone, so whatever a kernel is compiled for is part of the cache's
-key. What a call launches is recorded and then repeated without this Python: see ``replay.py``.
+A function that makes a kernel sees only its own arguments, so everything a kernel is compiled for is part of the
+cache's key. The launches of a call are recorded and later repeated without this Python code: see ``replay.py``.
 
-Kernels that have a constexpr OVERLAPS may be set up while the one before them ends (``start_after`` in tiles.py).
+A kernel with a constexpr OVERLAPS uses programmatic dependent launch: it may start while the preceding kernel ends
+(``start_after`` in tiles.py).
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from torch import Tensor
 from twell.gpu.shared.replay import CHECKED, INTERPRETED, Matrix, current_device, current_stream, recording
 from twell.gpu.shared.tiles import device_facts
 
-# How a number is declared, by an example of it.
-MULTIPLE = 16  # a multiple of 16, at least 16, below 2^31: rows of so many elements are read 16 bytes at a time
+# Declarations of integer arguments: examples from which Triton derives the specialisation.
+MULTIPLE = 16  # a multiple of 16, at least 16, below 2^31: rows of this length allow 16-byte loads
 ANY = 17  # below 2^31
-LONG = (1 << 40) + 1  # any number of 64 bits
-LONG_MULTIPLE = 1 << 40  # a multiple of 16 of 64 bits: without it masks at < n keep loads from being wide
+LONG = (1 << 40) + 1  # any 64-bit number
+LONG_MULTIPLE = 1 << 40  # a 64-bit multiple of 16: without it, masks (at < n) prevent wide loads
 
 
 class Descriptor(NamedTuple):
-    """Declares a tensor descriptor of a matrix, read in such blocks by the copy engine."""
+    """Declares a matrix that the kernel reads block by block through a tensor descriptor (TMA)."""
 
     dtype: torch.dtype
     block: tuple[int, int]
@@ -45,12 +46,12 @@ class Compiled:
 
     def __init__(self, by_triton: Any, declared: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
         self.name, self.metadata, self.declared = by_triton.name, by_triton.metadata, declared
-        self._run, self.function = by_triton.run, by_triton.function  # which loads it
+        self._run, self.function = by_triton.run, by_triton.function  # reading them loads the kernel
         self._packed, self._constants = by_triton.packed_metadata, constants
         if self._run.global_scratch_size or self._run.profile_scratch_size:
-            raise RuntimeError(f"{self.name} wants scratch memory, which no kernel here should")
-        self.param_sizes = [size for d in declared for size in _param_sizes(d)] + [8, 8]  # and scratch memory's two
-        self.matches: bool | None = None  # what Triton made of them: see replay.py
+            raise RuntimeError(f"{self.name} needs scratch memory, which launches do not provide")
+        self.param_sizes = [size for d in declared for size in _param_sizes(d)] + [8, 8]  # the last two: scratch memory
+        self.matches: bool | None = None  # the compiled parameters' sizes: see _is_as_declared in replay.py
 
     def __call__(self, programs: int, stream: int, arguments: tuple[Any, ...]) -> None:
         given = [a if type(a) is int or type(a) is Matrix else a.data_ptr() for a in arguments]
@@ -60,18 +61,18 @@ class Compiled:
 
 
 def _param_sizes(declared: torch.dtype | Descriptor | int) -> list[int]:
-    """Bytes: of a matrix its tensor map, shape and strides."""
+    """Bytes of the parameters that an argument becomes. A matrix: tensor map, two sizes, two strides."""
     if isinstance(declared, Descriptor):
         return [128, 4, 4, 8, 8]
     return [4 if declared in (ANY, MULTIPLE) else 8]
 
 
 class Kernel:
-    """A Triton function with its constants, compiled once a device for declared arguments.
+    """A Triton function with its constants, compiled once per device for declared arguments.
 
-    ``arguments``: for each argument that is no constant a dtype (a tensor, aligned to 16 bytes), a ``Descriptor``, or
-    one of MULTIPLE, ANY and LONG. ``constants``: the constexprs, in the order the function takes them. ``registers``:
-    the most a thread may have. ``cooperative``: all programs run at the same time, and may wait for each other."""
+    ``arguments``: for each argument that is not a constexpr a dtype (a tensor, aligned to 16 bytes), a ``Descriptor``,
+    or one of MULTIPLE, ANY, LONG and LONG_MULTIPLE. ``constants``: the constexprs, in any order. ``registers``: the
+    maximum per thread. ``cooperative``: all programs run at the same time and may wait for each other."""
 
     def __init__(
         self,
@@ -84,11 +85,13 @@ class Kernel:
         registers: int | None = None,
         cooperative: bool = False,
     ) -> None:
-        if list(function.arg_names[len(arguments) :]) != list(constants):
+        names = function.arg_names[len(arguments) :]
+        if sorted(names) != sorted(constants):
             raise TypeError(
                 f"{function.__name__} takes {function.arg_names}, got {len(arguments)} arguments and {list(constants)}"
             )
-        self.function, self.arguments, self.constants = function, tuple(arguments), constants
+        self.function, self.arguments = function, tuple(arguments)
+        self.constants = {name: constants[name] for name in names}
         self.options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
         if not INTERPRETED:
             self.options["launch_pdl"] = bool(constants.get("OVERLAPS", False))
@@ -97,7 +100,7 @@ class Kernel:
         self._compiled: dict[int, Compiled] = {}
 
     def __call__(self, programs: int, *arguments: Any) -> None:
-        """Run it on the current device and stream: tensors, matrices, numbers, 0 where a tensor is not used."""
+        """Launch on the current device and stream. Arguments: tensors, matrices, numbers; 0 for an unused tensor."""
         if CHECKED:
             self._check(arguments)
         if INTERPRETED:
@@ -114,7 +117,7 @@ class Kernel:
         compiled(programs, current_stream(device), arguments)
 
     def compile(self) -> Any:
-        """What Triton makes of it for the current device, not yet loaded there."""
+        """The result of Triton's compiler for the current device; not yet loaded there."""
         examples = [_example(a) for a in self.arguments]
         return self.function.warmup(*examples, **self.constants, **self.options, grid=(1,))
 
@@ -130,7 +133,7 @@ class Kernel:
                 in_range = 0 <= got < (1 << 31 if declared in (ANY, MULTIPLE) else 1 << 63)
                 fits = type(got) is int and in_range and (declared in (ANY, LONG) or (got % 16 == 0 and got > 0))
             elif isinstance(got, Tensor):
-                both_integers = not (got.is_floating_point() or declared.is_floating_point)  # words of bits
+                both_integers = not (got.is_floating_point() or declared.is_floating_point)  # masks
                 fits = (got.dtype == declared or both_integers) and got.data_ptr() % 16 == 0
             else:
                 fits = type(got) is int and got % 16 == 0
@@ -149,7 +152,7 @@ def _example(declared: torch.dtype | Descriptor | int) -> Any:
 
 
 def _interpreted(argument: Any, declared: torch.dtype | Descriptor | int) -> Any:
-    """The interpreter goes by a tensor's own dtype."""
+    """The argument for the interpreter, which goes by a tensor's own dtype, not by the declared one."""
     if isinstance(declared, Descriptor):
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -159,20 +162,20 @@ def _interpreted(argument: Any, declared: torch.dtype | Descriptor | int) -> Any
 
 
 def capability() -> int:
-    """Of the current device: 10 * major + minor."""
+    """Compute capability of the current device: 10 * major + minor."""
     return device_facts(current_device())[0]
 
 
 def can_overlap() -> bool:
-    """Whether the current device lets a kernel start while the one before it ends: from Hopper on."""
+    """Whether the device has programmatic dependent launch (Hopper and newer)."""
     return not INTERPRETED and capability() >= 90
 
 
 def ceil_div(a: int, b: int) -> int:
-    """triton.cdiv takes 5 us on the host."""
+    """Python integers only: triton.cdiv takes 5 us on the host."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The least one that is n or more."""
+    """The smallest power of 2 that is at least n."""
     return 1 << max(0, n - 1).bit_length()

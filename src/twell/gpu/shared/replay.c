@@ -1,12 +1,12 @@
 // Launches a recorded list of kernels in one call from Python: see replay.py.
 //
 // A program is bytes: for every launch a Launch and its Params, then the tensor maps. A parameter is a number, or an
-// address: that of one of the tensors given, plus an offset. A tensor map (what the copy engine is told of a matrix)
-// was made once; only its address is new.
+// address: the address of one of the given tensors plus an offset. A tensor map (TMA's description of a matrix) was
+// made once; only its address changes.
 //
-// Launches that are BESIDE go to a second stream, after all that was launched before them. A launch that WAITS waits for
-// the last one there that SIGNALS, and what comes after the program for all of them. Every stream has a second one of its
-// own, so that a CUDA graph that is captured from one takes in the other, and that no thread's work waits for another's.
+// BESIDE launches go to a second stream, after all launches before them. A launch that WAITS waits for the last BESIDE
+// launch that SIGNALS; the end of the program waits for all of them. Every stream has its own second stream, so that a
+// CUDA graph captured from one includes the other, and no thread's work waits for another's.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -29,8 +29,8 @@ typedef struct {
 
 typedef struct {
   uint64_t value;  // the number, or the offset in bytes
-  int32_t tensor;  // whose address is added; -1: none
-  uint32_t map;    // where in the program its tensor map is; 0: none
+  int32_t tensor;  // the tensor whose address is added; -1: none
+  uint32_t map;    // offset of its tensor map in the program; 0: none
 } Param;
 
 static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
@@ -63,7 +63,7 @@ static PyObject *failed(const char *what, CUresult code) {
   return PyErr_Format(PyExc_RuntimeError, "%s: CUDA error %d, %s", what, (int)code, text ? text : "unknown");
 }
 
-// load(path): the driver's functions. Raises where one is missing.
+// load(path): look up the driver's functions. Raises if one is missing.
 static PyObject *load(PyObject *self, PyObject *path) {
   void *library = dlopen(PyUnicode_AsUTF8(path), RTLD_LAZY);
   if (!library) return PyErr_Format(PyExc_OSError, "%s", dlerror());
@@ -82,7 +82,7 @@ static PyObject *load(PyObject *self, PyObject *path) {
   Py_RETURN_NONE;
 }
 
-// param_sizes(function) -> bytes of each of the kernel's parameters, as it was compiled.
+// param_sizes(function) -> bytes of each parameter of the compiled kernel.
 static PyObject *param_sizes(PyObject *self, PyObject *function) {
   CUfunction f = (CUfunction)PyLong_AsUnsignedLongLong(function);
   if (PyErr_Occurred()) return NULL;
@@ -114,7 +114,7 @@ static PyObject *tensor_map(PyObject *self, PyObject *args) {
   return PyBytes_FromStringAndSize((const char *)&map, sizeof map);
 }
 
-// The stream beside this one, made when first asked for; NULL where it cannot be. The caller has Python's lock.
+// The second stream of a stream, made on first use; NULL if that fails. The caller holds the GIL.
 static Lane *lane_of(CUstream stream) {
   CUcontext context;
   if (current_context(&context)) return NULL;
@@ -122,7 +122,7 @@ static Lane *lane_of(CUstream stream) {
     if (lanes[i].stream == stream && lanes[i].context == context) return &lanes[i];
   if (n_lanes == MOST_LANES) return NULL;
   Lane lane = {.context = context, .stream = stream};
-  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;  // a stream may be made while a graph is captured
+  CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;  // allow making a stream during graph capture
   capture_mode(&mode);
   int is_made = !create_stream(&lane.beside, CU_STREAM_NON_BLOCKING) &&
                 !create_event(&lane.forked, CU_EVENT_DISABLE_TIMING) &&
@@ -133,7 +133,7 @@ static Lane *lane_of(CUstream stream) {
   return &lanes[n_lanes++];
 }
 
-// Has what comes next on the second stream wait for what there is on the first.
+// Make the second stream wait for all work on the first so far.
 static CUresult fork_to(const Lane *lane) {
   CUresult code = record_event(lane->forked, lane->stream);
   return code ? code : wait_for_event(lane->beside, lane->forked, 0);
@@ -144,7 +144,7 @@ static CUresult join(const Lane *lane) {
   return code ? code : wait_for_event(lane->stream, lane->joined, 0);
 }
 
-// ``overlaps``: it may be set up while the launch before it on its stream ends.
+// ``overlaps``: the launch may start while the preceding one on its stream ends.
 static CUresult launch_one(const char *program, const Launch *launch, const Param *params, CUstream stream,
                            const uint64_t *addresses, int overlaps) {
   uint64_t values[MOST_PARAMS];
@@ -179,8 +179,8 @@ static CUresult launch_one(const char *program, const Launch *launch, const Para
   return launch_kernel(&config, (CUfunction)launch->function, pointers, NULL);
 }
 
-// replay(program, stream, *tensors) -> whether all tensors were aligned, else nothing is launched. Each is a tensor, or
-// None for one that is not there.
+// replay(program, stream, *tensors) -> whether all tensors were aligned; if not, nothing is launched. A tensor may be
+// None.
 static PyObject *replay(PyObject *self, PyObject *const *args, Py_ssize_t n) {
   uint64_t addresses[MOST_TENSORS];
   char *program;
@@ -204,7 +204,7 @@ static PyObject *replay(PyObject *self, PyObject *const *args, Py_ssize_t n) {
   memcpy(&forks, program + sizeof n_launches, sizeof forks);
   const Lane *lane = forks ? lane_of(stream) : NULL;
   const char *at = program + 8;
-  int is_apart = 0, is_behind = 1;  // something is to be joined; the second stream does not know the last launches
+  int is_apart = 0, is_behind = 1;  // must join at the end; must fork before BESIDE
   CUresult code = CUDA_SUCCESS;
   Py_BEGIN_ALLOW_THREADS;
   for (uint32_t i = 0; i < n_launches && code == CUDA_SUCCESS; i++) {

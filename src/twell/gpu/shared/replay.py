@@ -1,18 +1,20 @@
-"""Launches of a call, recorded once and repeated by one call into C.
+"""Kernel launches, recorded once and repeated by one call into C.
 
-Python takes 10 us and more of host time for a launch: functions that work out sizes, allocate, look kernels up and hand
-arguments on. For one layer and one number of tokens all of it comes out the same every time, except for addresses. So a
-function that launches kernels, and does nothing else, is run once a key; what it launched is kept with every address as
-"this tensor plus so many bytes", and later calls with that key hand their tensors to ``replay.c``: 2 to 3 us a launch.
+In Python a launch takes 10 us or more of host time: functions compute sizes, allocate, look up kernels and pass
+arguments on. For one layer and one number of tokens only the addresses change between calls. So a function that does
+nothing but launch kernels runs once per key. Its launches are kept, with every address as "this tensor plus an offset
+in bytes". Later calls with the same key pass their tensors to ``replay.c``: 2 to 3 us per launch.
 
     @Recorded
-    def _launch(space, x, w, y, tile): ...      # tensors, then what else decides; returns tensors taken from space
+    def _launch(space, x, w, y, tile): ...      # tensors, then everything else that decides; returns tensors of space
 
     (h,) = _launch((M, tile), (x, w, y), tile)  # the key, tensors (or None), the rest
 
-The key must tell apart all that the function decides by: with TWELL_CHECK_LAUNCHES=1 every other call is recorded anew
-and compared. Where the C module cannot be built or a kernel's parameters are not as expected, functions simply run.
-Launches ``with beside():`` may run at the same time as those that come after them, up to one that ``waits()``."""
+The key must contain everything that the function's launches depend on. With TWELL_CHECK_LAUNCHES=1 every other call
+records again and compares. Where the C module cannot be built, or a kernel's parameters are not as expected, functions
+run as they are. Launches inside ``with beside():`` go to a second stream. They may run at the same time as the launches
+after them, up to a launch that ``waits()``.
+"""
 
 from __future__ import annotations
 
@@ -33,40 +35,40 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CHECKED = os.environ.get("TWELL_CHECK_LAUNCHES") == "1"  # also compares every argument with its declaration
 
-_MOST_PROGRAMS = 512  # of one function: numbers of tokens differ from call to call
-_ALIGNMENT = 256  # of what a call takes from its space
+_MOST_PROGRAMS = 512  # kept per function: numbers of tokens differ from call to call
+_ALIGNMENT = 256  # bytes, of tensors in a Space
 _HEAD, _LAUNCH, _PARAM = struct.Struct("<II"), struct.Struct("<QIIIII4x"), struct.Struct("<QiI")  # as in replay.c
-_COOPERATIVE, _OVERLAPS, _BESIDE, _SIGNALS, _WAITS = 1, 2, 4, 8, 16  # likewise
-_DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
-current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # there is none in builds without CUDA
+_COOPERATIVE, _OVERLAPS, _BESIDE, _SIGNALS, _WAITS = 1, 2, 4, 8, 16  # flags, as in replay.c
+_DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # missing in builds without CUDA
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Matrix:
-    """A matrix [rows, columns] with unit stride along its columns, for kernels that read it by the copy engine."""
+    """A matrix [rows, columns] with unit stride along its columns, for kernels that read it by TMA."""
 
     __slots__ = ("base", "padding", "round_f32_to_tf32", "shape", "strides")
 
     def __init__(self, t: Tensor) -> None:
         self.base, self.shape, self.strides = t, t.shape, t.stride()
-        self.padding, self.round_f32_to_tf32 = "zero", False  # the names that Triton's launcher asks for
+        self.padding, self.round_f32_to_tf32 = "zero", False  # attributes that Triton's launcher reads
 
 
 class Launch(NamedTuple):
-    """One launch, as ``Kernel`` reports it: what was compiled, and its arguments as they were given."""
+    """One launch, as ``Kernel`` reports it: the compiled kernel and the arguments of the call."""
 
     compiled: Any
     programs: int
     arguments: tuple[Any, ...]
-    how: int  # of _BESIDE, _SIGNALS and _WAITS
+    how: int  # a combination of _BESIDE, _SIGNALS and _WAITS
 
 
 class _Log:
-    """What a call that is being recorded has launched so far."""
+    """The launches so far of a call that is being recorded."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
-        self.how = 0  # of the next
+        self.how = 0  # flags of the next launch
 
     def add(self, compiled: Any, programs: int, arguments: tuple[Any, ...]) -> None:
         self.launches.append(Launch(compiled, programs, arguments, self.how))
@@ -74,11 +76,12 @@ class _Log:
 
 
 class Space:
-    """What a call needs on the way. A recording takes one tensor after the other; a repetition has one for all."""
+    """The workspace of a call. A recording allocates tensor by tensor; a repetition allocates one block for all of
+    them."""
 
     def __init__(self, like: Tensor) -> None:
         self._like, self._used, self.size = like, 0, 0
-        self.taken: list[tuple[Tensor, int]] = []  # and where it lies
+        self.taken: list[tuple[Tensor, int]] = []  # tensors and their offsets in bytes
 
     def take(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         t = self._like.new_empty(shape, dtype=dtype)
@@ -89,8 +92,8 @@ class Space:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """What is taken in here gives its place to what is taken after, and must be read no more when that is
-        written."""
+        """Tensors taken inside give up their place at the end: later ones may overlap them, and are written only after
+        the last read of the earlier ones."""
         before = self._used
         yield
         self._used = before
@@ -98,16 +101,16 @@ class Space:
 
 class _Program(NamedTuple):
     code: bytes
-    head: int  # bytes of it before the tensor maps, which hold addresses of the recording
-    size: int  # of the space, in elements of the first tensor's dtype
-    results: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]  # shape, strides and place in the space
+    head: int  # bytes before the tensor maps, which contain addresses of the recorded call
+    size: int  # of the workspace, in elements of the first tensor's dtype
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]  # shape, strides, offset in the workspace
 
     def is_like(self, other: _Program) -> bool:
         return self[1:] == other[1:] and self.code[: self.head] == other.code[: self.head]
 
 
 class _Recording(threading.local):
-    log: _Log | None = None  # of this thread's recording, if there is one
+    log: _Log | None = None  # while this thread records
 
 
 recording = _Recording()
@@ -115,8 +118,9 @@ recording = _Recording()
 
 @contextlib.contextmanager
 def beside(pays: bool = True) -> Iterator[None]:
-    """Launches in here come after those before, and run at the same time as those that follow, to one that waits or the
-    end of the call. Only where they are repeated: a call that is recorded runs in order. Nothing unless it ``pays``."""
+    """Put launches on a second stream: after all launches before them, and at the same time as the following ones, up
+    to one that ``waits()`` or the end of the call. Only repeated calls do this; a recorded call runs in order.
+    ``pays``: False makes this a no-op."""
     log = recording.log
     if log is None or not pays:
         yield
@@ -129,21 +133,21 @@ def beside(pays: bool = True) -> Iterator[None]:
 
 
 def signals() -> None:
-    """What was launched last is what a launch that ``waits`` waits for, if it is beside."""
+    """Mark the last launch, if it is beside: a later launch that ``waits()`` waits for it."""
     log = recording.log
     if log is not None and log.launches and log.launches[-1].how & _BESIDE:
         log.launches[-1] = log.launches[-1]._replace(how=_BESIDE | _SIGNALS)
 
 
 def waits() -> None:
-    """The next launch waits for the one beside that ``signals``, if there is one."""
+    """Make the next launch wait for the launch marked by ``signals()``, if there is one."""
     log = recording.log
     if log is not None and any(launch.how & _SIGNALS for launch in log.launches):
         log.how |= _WAITS
 
 
 class Recorded:
-    """Makes a function that launches kernels repeat what it launched for a key."""
+    """Decorates a function that launches kernels: its launches are recorded once per key, then repeated."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
         self._function = function
@@ -156,7 +160,7 @@ class Recorded:
         return self.record(key, tensors, *rest) if found is None else found
 
     def repeat(self, key: Any, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
-        """None where there is nothing to repeat, or a tensor does not lie at a multiple of 16 bytes."""
+        """None where there is no recording for the key, or a tensor is not aligned to 16 bytes."""
         replay = None if INTERPRETED else _replay()
         if replay is None:
             return None
@@ -170,12 +174,12 @@ class Recorded:
         return tuple([space.as_strided(*at) for at in program.results]) if program.results else ()  # type: ignore[union-attr]
 
     def _is_in_turn(self, key: Any) -> bool:
-        """To be repeated; every other time: the calls between are recorded anew and compared."""
+        """True every other time; the calls between are recorded again and compared."""
         self._repeated ^= {key}
         return key in self._repeated
 
     def record(self, key: Any, tensors: tuple[Any, ...], *rest: Any) -> tuple[Tensor, ...]:
-        """Run the function, and keep what it launches. (Where nothing can be kept, it just runs.)"""
+        """Run the function and keep its launches (where they cannot be kept: only run it)."""
         if INTERPRETED or _replay() is None:
             return self._function(Space(tensors[0]), *tensors, *rest)
         odd = [i for i, t in enumerate(tensors) if t is not None and t.data_ptr() % 16]
@@ -190,7 +194,7 @@ class Recorded:
         program, key = _program_of(log.launches, space, tensors, results), (current_device(), key)
         if program is not None:
             if CHECKED and not program.is_like(self._programs.setdefault(key, program)):
-                raise AssertionError(f"{self._function.__qualname__} launched something else for the same key {key}")
+                raise AssertionError(f"{self._function.__qualname__} launched other kernels for the same key {key}")
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.clear()
             self._programs[key] = program
@@ -205,14 +209,14 @@ class Recorded:
 def _program_of(
     launches: list[Launch], space: Space, tensors: tuple[Tensor | None, ...], results: tuple[Tensor, ...]
 ) -> _Program | None:
-    """None where an address cannot be told from another: tensors overlap, or a kernel is not what it should be."""
+    """None where an address is ambiguous (tensors overlap) or a kernel's parameters are not as declared."""
     known = [(t, 0, at) for t, at in space.taken]
     known += [(t, i + 1, 0) for i, t in enumerate(tensors) if t is not None]
     spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t), i, at) for t, i, at in known if t.numel())
     if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
         return None
     if any(t.dtype != tensors[0].dtype for t in results):  # type: ignore[union-attr]
-        raise TypeError("what a recorded function returns has the dtype of its first tensor")
+        raise TypeError("a recorded function must return tensors of the dtype of its first tensor")
     head = _HEAD.size + sum(_LAUNCH.size + _PARAM.size * len(launch.compiled.param_sizes) for launch in launches)
     maps, parts = b"", []
     for launch in launches:
@@ -225,7 +229,9 @@ def _program_of(
                 found = next(((i, at + value - start) for start, end, i, at in spans if start <= value < end), None)
                 if found is None and value:
                     if CHECKED:
-                        raise AssertionError(f"{launch.compiled.name} was given an address of no tensor of the call")
+                        raise AssertionError(
+                            f"{launch.compiled.name} was given an address outside all tensors of the call"
+                        )
                     return None
                 tensor, offset = found or (-1, 0)
             if matrix is not None:
@@ -247,7 +253,7 @@ _ADDRESS = object()
 
 
 def _values_of(launch: Launch) -> list[tuple[int, Any, Any]]:
-    """(number, matrix or None, what describes it or whether it is an address) of each of a kernel's parameters."""
+    """(number, matrix or None, the matrix's description or _ADDRESS or None) for each parameter of a kernel."""
     declared = launch.compiled.declared
     values: list[tuple[int, Any, Any]] = []
     described = iter(getattr(launch.compiled.metadata, "tensordesc_meta", None) or ())
@@ -259,18 +265,18 @@ def _values_of(launch: Launch) -> list[tuple[int, Any, Any]]:
             values.append((argument, None, None if type(kind) is int else _ADDRESS))
         else:
             values.append((argument.data_ptr(), None, _ADDRESS))
-    return [*values, (0, None, None), (0, None, None)]  # scratch memory, of which there is none
+    return [*values, (0, None, None), (0, None, None)]  # scratch memory: none
 
 
 def _is_as_declared(compiled: Any) -> bool:
-    """Whether Triton has compiled the parameters that ``_values_of`` gives."""
+    """Whether Triton compiled the parameters that ``_values_of`` returns."""
     if compiled.matches is None:
         module = _module()
         compiled.matches = module is not None and module.param_sizes(compiled.function) == compiled.param_sizes
         if not compiled.matches:
             warnings.warn(
                 f"twell: {compiled.name} has other parameters than expected from this version of Triton; "
-                f"its launches take more of the host's time",
+                f"its launches take more host time",
                 stacklevel=2,
             )
     return compiled.matches
@@ -297,7 +303,7 @@ def _extent(t: Tensor) -> int:
 
 @functools.cache
 def _module() -> Any:
-    """``replay.c``, built by the compiler that Triton builds its own launchers with; None where that fails."""
+    """``replay.c``, built by the compiler that Triton uses for its own launchers; None where that fails."""
     try:
         import triton.backends.nvidia
         from triton.runtime.build import compile_module_from_src
@@ -306,8 +312,8 @@ def _module() -> Any:
         include = str(Path(triton.backends.nvidia.__file__).parent / "include")
         module = compile_module_from_src(source, "twell_replay", include_dirs=[include])
         module.load("libcuda.so.1")
-    except Exception as error:  # of many kinds: no compiler, no headers, another Triton, an old driver
-        warnings.warn(f"twell: launches cannot be recorded and take more of the host's time ({error})", stacklevel=2)
+    except Exception as error:  # no compiler, no headers, another Triton, an old driver
+        warnings.warn(f"twell: launches cannot be recorded and take more host time ({error})", stacklevel=2)
         return None
     return module
 

@@ -1,5 +1,6 @@
-"""Rows gathered, rows put among others, and matrices transposed (the down projection neuron by neuron, and its gradient
-back)."""
+"""Kernels that copy rows: gather weight rows in a plan's order, scatter gradient rows back, and transpose a matrix (Wd
+to neuron-major, and its gradient back).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import start_after
 
-_WIDE = 2048  # of a row, by one program
+_WIDE = 2048  # elements of a row per program
 
 
 @triton.jit
@@ -34,8 +35,8 @@ def _transpose(dtype: torch.dtype, overlaps: bool) -> Kernel:
 
 
 def transposed(t: Tensor, space: Space | None = None, out: Tensor | None = None) -> Tensor:
-    """A contiguous transpose of a contiguous matrix, its sides multiples of 16: 0.02 ms for 23 MB on an H200, where
-    ``t.t().contiguous()`` takes 0.07."""
+    """A contiguous transpose of a contiguous matrix whose sides are multiples of 16. 23 MB take 0.02 ms on an H200,
+    where ``t.t().contiguous()`` takes 0.07."""
     rows, columns = t.shape
     if out is None:
         out = (t.new_empty if space is None else space.take)(columns, rows)
@@ -46,10 +47,10 @@ def transposed(t: Tensor, space: Space | None = None, out: Tensor | None = None)
 
 @triton.jit
 def _put_rows_kernel(
-    i_inputs,  # [2 H, D]: of gate and up, interleaved; plain FFN: [H, D]
+    i_inputs,  # [2 H, D]: rows of gate and up, interleaved; plain FFN: [H, D]
     i_downs,  # [H, D]
     i_order,  # int32 [F]: hot neurons first
-    o_gate,  # [F, D] or unused; likewise the others
+    o_gate,  # [F, D] or unused, as o_up and o_down
     o_up,
     o_down,
     D,
@@ -88,8 +89,8 @@ def _put(dtype: torch.dtype, gated: bool, wants: tuple[bool, ...], overlaps: boo
 def put_rows_(
     targets: tuple[Tensor | None, ...], order: Tensor, inputs: Tensor, downs: Tensor, n_hot: int, *, gated: bool
 ) -> None:
-    """Put rows of the hot neurons, of gate and up interleaved and of down, where they are in gate, up and down [F, D];
-    None: not wanted."""
+    """Write the hot neurons' rows, of gate and up interleaved (``inputs``) and of down (``downs``), to their places in
+    ``targets``: gate, up and down [F, D], or None."""
     n, D = len(inputs) + len(downs), inputs.shape[1]
     if n:
         kernel = _put(inputs.dtype, gated, tuple(t is not None for t in targets), can_overlap())
@@ -110,8 +111,8 @@ def _gather_kernel(
     BD: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """From the ``first`` on of these rows: the hot neurons' of gate and up, interleaved; of down; the cold ones' of
-    gate."""
+    """Output rows, of which those from ``first`` on are written: gate and up of the hot neurons, interleaved; down of
+    the hot neurons; gate of the cold ones."""
     start_after(OVERLAPS)
     row = first + tl.program_id(0) // tl.cdiv(D, BD)
     d = tl.program_id(0) % tl.cdiv(D, BD) * BD + tl.arange(0, BD)
@@ -150,8 +151,8 @@ def gathered(
     space: Space | None = None,
 ) -> Tensor:
     """[2 H + H + C, D] (plain FFN: [H + H + C, D]): gate and up rows of the hot neurons, interleaved; their rows of
-    down; the gate rows of the cold ones. Or only those of hot or cold ones. One launch: 20 us for F 5632, D 2048, bf16
-    on an H200."""
+    down; the gate rows of the cold ones. ``hot`` or ``cold`` False leaves these rows out. One launch: 20 us for F 5632,
+    D 2048, bf16 on an H200."""
     F, D = gate.shape
     n_first = (1 if up is None else 2) * n_hot + n_hot
     first, end = 0 if hot else n_first, n_first + F - n_hot if cold else n_first

@@ -1,4 +1,4 @@
-"""What the kernels share: tile sizes per architecture, and device functions."""
+"""Tile sizes by architecture, and device functions that several kernels use."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no PTX
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # no PTX there
 
 
 class GateTile(NamedTuple):
-    """Block sizes of the gate GEMM: rows, columns, depth; warps and pipeline stages."""
+    """Block sizes of a GEMM: rows, columns, depth; warps and pipeline stages."""
 
     BM: int
     BN: int
@@ -24,30 +24,30 @@ class GateTile(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """The tail kernel: neurons gathered at once, warps a row, pipeline stages."""
+    """The tail kernels: neurons gathered at a time, warps per token, pipeline stages."""
 
     neurons: int
     warps: int
     stages: int
 
     def warps_for(self, wide: int) -> int:
-        """The table is for D 2048; beyond 4096 a thread's registers would not do. ``wide``: a power of 2 >= D."""
+        """The table is for D 2048; above 4096 a thread would run out of registers. ``wide``: a power of 2 >= D."""
         return max(self.warps, wide // 1024)
 
 
 class Tiles(NamedTuple):
-    """Everything a launcher needs to know of an architecture."""
+    """Tile sizes of the split's kernels for one architecture."""
 
     gate: GateTile
     heavy: GateTile
     use_tma: bool
-    heavy_tma: bool = False  # heavy tokens' rows are packed for the copy engine
+    heavy_tma: bool = False  # heavy tokens' rows of x are packed, so that TMA can read them
     tail: RowTile = RowTile(2, 4, 1)
     long_tail: RowTile = RowTile(2, 4, 1)  # from about 20 neurons a token on
     tail_backward: RowTile = RowTile(1, 4, 1)
 
 
-# Chosen by measurement where a GPU was at hand (sm_90: H200), by shared memory elsewhere: 99 KiB on 86, 89 and 120,
+# sm_90 was measured (H200). The others were chosen by shared memory per program: 99 KiB on 86, 89 and 120,
 # 163 on 80, 227 on 90 and 100.
 _BY_CAPABILITY: dict[int, Tiles] = {
     80: Tiles(GateTile(128, 128, 64, 8, 3), GateTile(64, 128, 64, 8, 3), use_tma=False),
@@ -71,7 +71,7 @@ _BY_CAPABILITY: dict[int, Tiles] = {
 
 
 def few(tile: GateTile) -> GateTile:
-    """The heavy kernels' tile while there are few tokens: narrow, so that every processor has one, and deep."""
+    """The heavy kernel's tile for few heavy tokens: narrow, so that every SM has one, and deep."""
     return tile._replace(BM=max(16, tile.BM // 2), BN=max(16, tile.BN // 2), BK=tile.BK * 2)
 
 
@@ -82,7 +82,7 @@ def tiles_for(capability: int, dtype: torch.dtype) -> Tiles:
     if not known:
         raise ValueError(f"the Triton kernels need compute capability 8.0 or newer, got {capability / 10}")
     tiles = _BY_CAPABILITY[max(known)]
-    if dtype == torch.float32:  # twice the bytes: half the depth, more warps to hold the sums, and no TMA
+    if dtype == torch.float32:  # twice the bytes: half the depth, smaller tiles, 8 warps to hold the sums, no TMA
         gate = tiles.gate._replace(BN=128, BK=tiles.gate.BK // 2, warps=8)
         heavy = tiles.heavy._replace(BM=64, BN=64, BK=tiles.heavy.BK // 2, warps=8)
         tiles = tiles._replace(gate=gate, heavy=heavy, use_tma=False, heavy_tma=False)
@@ -103,34 +103,34 @@ def device_facts(index: int) -> tuple[int, int]:
 
 @triton.jit
 def start_after(OVERLAPS: tl.constexpr):
-    """Let the next kernel be set up, then wait for all that the one before this wrote.
+    """Let the next kernel start early, then wait for everything that the preceding kernel wrote.
 
-    First in a kernel, or not at all: one that went on without waiting would let the next start too early.
-    """
+    Must be the first statement of a kernel, or absent: a kernel that went on without waiting would let the next one
+    start before its inputs are written."""
     let_next_kernel_start(OVERLAPS)
     wait_for_kernel_before(OVERLAPS)
 
 
 @triton.jit
 def let_next_kernel_start(OVERLAPS: tl.constexpr):
-    """Once all programs of this one have come here."""
+    """Takes effect once all programs of this kernel have reached it."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_kernel_before(OVERLAPS: tl.constexpr):
-    """For all that it wrote."""
+    """Wait until the preceding kernel's writes are visible."""
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def prefetch(i_rows, row, wanted, D, LANES: tl.constexpr):
-    """Rows of D (16-byte multiples) on their way to the L2 cache, for the kernel after this.
+    """Prefetch rows of D elements (D * element size is a multiple of 16 bytes) into L2 for the next kernel.
 
-    A thread holds some of ``row``, and others the same, of which one asks: that whose number has none of LANES' bits.
-    """
+    Several threads hold the same elements of ``row``. Only those whose thread number has none of the bits of LANES
+    issue the prefetch."""
     address = (i_rows + row.to(tl.int64) * D).to(tl.int64)
     size = 0 * row + D * (i_rows.dtype.element_ty.primitive_bitwidth // 8)
     others = 0 * row + LANES
@@ -155,8 +155,8 @@ def prefetch(i_rows, row, wanted, D, LANES: tl.constexpr):
 
 @triton.jit
 def take(numbers, wanted, first, n, SLOTS: tl.constexpr):
-    """(int32 [SLOTS], bool [SLOTS]): of the n ``numbers`` whose ``wanted`` is 1, not 0, those from the first-th on, and
-    whether there is one."""
+    """(int32 [SLOTS], bool [SLOTS]): compact those of ``numbers`` whose ``wanted`` is 1 (it is 1 or 0; n of them are
+    1), and return the first-th of them on, with a mask of the filled slots."""
     rank = tl.cumsum(wanted, axis=0) - wanted
     slot = first + tl.arange(0, SLOTS)
     chosen = (wanted[:, None] > 0) & (rank[:, None] == slot[None, :])
@@ -165,7 +165,7 @@ def take(numbers, wanted, first, n, SLOTS: tl.constexpr):
 
 @triton.jit
 def relu(x):
-    """Not tl.maximum, which drops NaN."""
+    """tl.maximum would drop NaN."""
     return tl.where(x <= 0, 0.0, x)
 
 
@@ -194,7 +194,7 @@ def popcount64(words):
 
 @triton.jit
 def _nth_bit(word, n):
-    """Place of the n-th set bit (from 0) of each word, by halves."""
+    """Position of the n-th set bit (from 0) of each word, by bisection."""
     place = tl.zeros_like(n)
     for level in tl.static_range(5):
         width = 16 >> level
@@ -207,10 +207,11 @@ def _nth_bit(word, n):
 
 @triton.jit
 def nth_neurons(bits, counts, start, total, BW: tl.constexpr, BU: tl.constexpr):
-    """int32 [BU]: the set bits of words [BW] from the start-th on, 0 past the last; ``counts``: how many a word has.
+    """int32 [BU]: positions of the set bits of ``bits`` [BW words], from the start-th on; 0 past the last. ``counts``:
+    set bits per word; ``total``: their sum.
 
-    The word of the i-th is the number of words that end at or before it: a histogram of the ends, summed up.
-    """
+    The i-th set bit lies in the word whose number is the number of words that end at or before i: a histogram of the
+    words' ends, summed up."""
     ends = tl.cumsum(counts, axis=0)
     local = ends - start
     before = tl.sum((local < 0).to(tl.int32), axis=0)
@@ -225,7 +226,8 @@ def nth_neurons(bits, counts, start, total, BW: tl.constexpr, BU: tl.constexpr):
 
 @triton.jit
 def relu_pairs(acc, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """relu of fp32 [BM, BN] in a 16-bit dtype, two columns a word: uint32 [BM, BN / 2], the first one below."""
+    """relu of fp32 [BM, BN] in a 16-bit dtype, two columns per word: uint32 [BM, BN / 2], the first column in the low
+    half."""
     first, second = tl.split(tl.reshape(acc, (BM, BN // 2, 2)))
     if INTERPRETED:
         low = relu(first).to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -245,7 +247,8 @@ def relu_pairs(acc, dtype: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def quarters(t, BM: tl.constexpr, BN: tl.constexpr):
-    """Four neighbouring parts [BM, BN / 4] of ``t`` [BM, BN]. What comes after a product has no room for it at once."""
+    """Four neighbouring column blocks [BM, BN / 4] of ``t`` [BM, BN]. An epilogue lacks the registers for all of t at
+    once."""
     left, right = tl.split(tl.permute(tl.reshape(t, (BM, 2, BN // 2)), (0, 2, 1)))
     first, second = tl.split(tl.permute(tl.reshape(left, (BM, 2, BN // 4)), (0, 2, 1)))
     third, fourth = tl.split(tl.permute(tl.reshape(right, (BM, 2, BN // 4)), (0, 2, 1)))
@@ -254,7 +257,7 @@ def quarters(t, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def tile_of(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Row and column of a tile, in an order that walks GROUP_M row tiles together: their x stays in L2."""
+    """(row, column) of a tile, in an order that walks GROUP_M row tiles together, so that their x stays in L2."""
     in_group = GROUP_M * tiles_n
     group = index // in_group
     first = group * GROUP_M

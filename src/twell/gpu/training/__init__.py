@@ -1,1 +1,1 @@
-"""Forward that keeps what a backward needs, and the backward."""
+"""Training with the split, and the passes between dense GEMMs."""

@@ -1,13 +1,13 @@
-"""What comes between the GEMMs where neurons run densely in training: h and its statistics, and their backward.
+"""The elementwise passes between GEMMs, where neurons run densely in training: h and its statistics, and the backward.
 
     h = a(r) u      dz = dh u a'(r)      du = dh a(r)         with r = relu(z), dh = dy Wd^T + l1 sign(h)
 
-z and u are two matrices [M, N], or one [M, 2 N] that interleaves them (z0 u0 z1 u1 ...), as the hot neurons of a split
-have them; gradients take the same form, so that one GEMM with interleaved rows serves both. (Plain FFN: z alone.)
-Statistics come in parts, summed afterwards: the same bits every time.
+z and u are two matrices [M, N], or one [M, 2 N] that interleaves them (z0 u0 z1 u1 ...), as for a split's hot neurons;
+gradients take the same form, so that one GEMM with interleaved rows serves both. (Plain FFN: z alone.) Statistics come
+as partial sums, which ``statistics.py`` adds in a fixed order: the same bits every time.
 
-Bytes, M 16384, N 5632, bf16: forward 3 values of 2 bytes an element, 0.55 GB; backward 6, 1.1 GB (0.13 and 0.28 ms at
-4 TB/s). At the 512 hot neurons of a split a tenth of it.
+Bytes, M 16384, N 5632, bf16: forward 3 values of 2 bytes per element, 0.55 GB; backward 6, 1.1 GB (0.13 and 0.28 ms at
+4 TB/s). A tenth of that for the 512 hot neurons of a split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from twell.gpu.shared.launch import ANY, LONG, LONG_MULTIPLE, MULTIPLE, Kernel, 
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import relu, start_after
 
-_ROWS = 32  # tokens of a part
+_ROWS = 32  # tokens per partial sum
 _COLUMNS = 512
 _STEP = 4  # tokens at once
 _BLOCK = 1024
@@ -33,7 +33,7 @@ _BLOCK = 1024
 def _forward_kernel(
     i_z,  # [M, N], INTERLEAVED: [M, 2 N]
     i_u,  # [M, N]; unused if INTERLEAVED or plain
-    i_counted,  # [M] bool or unused
+    i_counted,  # bool [M] or unused: tokens for the statistics
     o_h,  # [M, N] or unused
     o_counts,  # [parts, N] or unused
     o_l1,  # [programs] or unused
@@ -55,7 +55,9 @@ def _forward_kernel(
     part = tl.program_id(0) // across
     column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     wide = tl.program_id(0) % across * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)  # z and u
-    count = tl.zeros((STEP, COLUMNS), tl.int32)  # summed over STEP at the end: in the loop, warps would wait
+    count = tl.zeros(
+        (STEP, COLUMNS), tl.int32
+    )  # summed over STEP at the end: inside the loop warps would wait for each other
     l1 = tl.zeros((STEP, COLUMNS), tl.float32)
     for first in range(0, ROWS, STEP):
         row = (part * ROWS + first + tl.arange(0, STEP)).to(tl.int64)
@@ -117,9 +119,9 @@ def _backward_kernel(
     i_u,  # [M, N]; plain FFN: unused
     m_dh,  # [M, N]: dy Wd^T in, h out
     i_l1,  # [] or unused
-    i_counted,  # [M] bool or unused
-    o_dz,  # as i_z
-    o_du,  # as i_u
+    i_counted,  # bool [M] or unused: tokens whose |h| counts
+    o_dz,  # [M, N]
+    o_du,  # [M, N]; plain FFN: unused
     n,  # M * N
     N,
     GATED: tl.constexpr,
@@ -151,58 +153,25 @@ def _backward_kernel(
 
 
 @functools.cache
-def _kernel(
-    dtype: torch.dtype,
-    gated: bool,
-    squared: bool,
-    interleaved: bool,
-    wants_h: bool,
-    wants_statistics: bool,
-    has_mask: bool,
-    aligned: bool,
-    overlaps: bool,
-) -> Kernel:
+def _kernel(dtype: torch.dtype, aligned: bool, **flags: bool) -> Kernel:
+    """``aligned``: N is a multiple of 16. ``flags``: GATED, SQUARED, INTERLEAVED, WANTS_H, WANTS_STATISTICS, HAS_MASK,
+    OVERLAPS."""
     return Kernel(
         _forward_kernel,
         (dtype, dtype, torch.bool, dtype, torch.int32, torch.float32, ANY, MULTIPLE if aligned else ANY),
-        {
-            "GATED": gated,
-            "SQUARED": squared,
-            "INTERLEAVED": interleaved,
-            "WANTS_H": wants_h,
-            "WANTS_STATISTICS": wants_statistics,
-            "HAS_MASK": has_mask,
-            "ROWS": _ROWS,
-            "COLUMNS": _COLUMNS,
-            "STEP": _STEP,
-            "OVERLAPS": overlaps,
-        },
+        {**flags, "ROWS": _ROWS, "COLUMNS": _COLUMNS, "STEP": _STEP},
         warps=4,
     )
 
 
 @functools.cache
-def _gradient_kernel(
-    dtype: torch.dtype,
-    gated: bool,
-    squared: bool,
-    has_l1: bool,
-    has_mask: bool,
-    aligned: bool,
-    overlaps: bool,
-) -> Kernel:
+def _gradient_kernel(dtype: torch.dtype, aligned: bool, **flags: bool) -> Kernel:
+    """``aligned``: N is a multiple of 16. ``flags``: GATED, SQUARED, HAS_L1, HAS_MASK, OVERLAPS."""
     n, N = (LONG_MULTIPLE, MULTIPLE) if aligned else (LONG, ANY)
     return Kernel(
         _backward_kernel,
         (dtype, dtype, dtype, torch.float32, torch.bool, dtype, dtype, n, N),
-        {
-            "GATED": gated,
-            "SQUARED": squared,
-            "HAS_L1": has_l1,
-            "HAS_MASK": has_mask,
-            "BLOCK": _BLOCK,
-            "OVERLAPS": overlaps,
-        },
+        {**flags, "BLOCK": _BLOCK},
         warps=4,
     )
 
@@ -218,10 +187,10 @@ def activate(
     wants_statistics: bool = True,
     space: Space | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(h [M, N], parts of sum |h| as float32 [n], parts of counts int32 [parts, N]: see ``statistics.summed``).
+    """(h [M, N], partial sums of |h| float32 [n], partial counts int32 [parts, N]: see ``write_statistics``).
 
-    What is not wanted is empty. z, u: contiguous. ``interleaved``: z is [M, 2 N] and holds u, too. ``token_mask`` bool
-    [M]: tokens for the statistics."""
+    Outputs that are not wanted are empty. z, u: contiguous. ``interleaved``: z is [M, 2 N] and holds u, too.
+    ``token_mask`` bool [M]: tokens for the statistics."""
     M, N = z.shape[0], z.shape[1] // 2 if interleaved else z.shape[1]
     parts, programs = ceil_div(M, _ROWS), ceil_div(M, _ROWS) * ceil_div(N, _COLUMNS)
     new = z.new_empty if space is None else space.take
@@ -229,10 +198,10 @@ def activate(
     count = new(parts if wants_statistics else 0, N, dtype=torch.int32)
     l1 = new(programs if wants_statistics else 0, dtype=torch.float32)
     if programs:
-        gated, has_mask = interleaved or u is not None, token_mask is not None
         kernel = _kernel(
-            z.dtype, gated, squared, interleaved, wants_h, wants_statistics, has_mask, N % 16 == 0, can_overlap()
-        )
+            z.dtype, N % 16 == 0, GATED=interleaved or u is not None, SQUARED=squared, INTERLEAVED=interleaved,
+            WANTS_H=wants_h, WANTS_STATISTICS=wants_statistics, HAS_MASK=token_mask is not None, OVERLAPS=can_overlap(),
+        )  # fmt: skip
         kernel(programs, z, 0 if u is None else u, 0 if token_mask is None else token_mask, h, count, l1, M, N)
     return h, l1, count
 
@@ -247,15 +216,16 @@ def activation_gradients_(
     squared: bool,
     space: Space | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dz, du, h). ``dh`` [M, N] holds dy Wd^T, and is where h goes. Interleaved: dz holds du, too. ``dl1``:
-    float32."""
+    """(dz, du, h). ``dh`` [M, N] holds dy Wd^T and is overwritten with h. ``dl1``: float32."""
     new = z.new_empty if space is None else space.take
     dz = new(*z.shape)
     du = dz if u is None else new(*z.shape)
     if dh.numel():
-        gated, has_l1, has_mask = u is not None, dl1 is not None, token_mask is not None
         n, N = dh.numel(), dh.shape[1]
-        kernel = _gradient_kernel(z.dtype, gated, squared, has_l1, has_mask, N % 16 == 0, can_overlap())
+        flags = {"GATED": u is not None, "SQUARED": squared, "HAS_L1": dl1 is not None}
+        kernel = _gradient_kernel(
+            z.dtype, N % 16 == 0, **flags, HAS_MASK=token_mask is not None, OVERLAPS=can_overlap()
+        )
         optional = (0 if t is None else t for t in (dl1, token_mask))
         kernel(ceil_div(n, _BLOCK), z, 0 if u is None else u, dh, *optional, dz, du, n, N)
     return dz, du, dh

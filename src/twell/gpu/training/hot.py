@@ -1,10 +1,10 @@
-"""GEMMs of the hot neurons, beside ``gate.hot_activations``: with their epilogues, and without a call of PyTorch.
+"""GEMMs of the hot neurons in training; ``gate.hot_activations`` is the forward's first.
 
     add_product_           out += a b                                   y += h Wd_hot;  dx += [dz du] W_hot
-    hot_gradients          dh = dy Wd_hot^T  ->  [dz du] and h          with z and u, which the forward has kept
+    hot_gradients          dh = dy Wd_hot^T  ->  [dz du] and h          from z and u, which the forward has kept
 
-A GEMM by PyTorch takes 15 to 40 us of host time, and would divide the launches of a call in two; these are repeated
-with all others (``replay.py``). The second one also saves a pass over dh, z and u.
+A GEMM by PyTorch takes 15 to 40 us of host time and would split a call's launches in two; these kernels are repeated
+with all others (``replay.py``). hot_gradients also saves a pass over dh, z and u.
 
 Legend: M tokens, D model width, H hot neurons; BM, BN, BK block sizes.
 """
@@ -28,7 +28,7 @@ from twell.gpu.training.activation import factors, l1_gradient
 
 @triton.jit
 def _add_half(m_out, row, col, values):
-    """By the copy engine: 5 us less at M 16384, D 2048 than by pointers."""
+    """Add by TMA: 5 us less at M 16384, D 2048 than by pointers."""
     before = m_out.load([row, col])
     m_out.store([row, col], (values + before.to(tl.float32)).to(before.dtype))
 
@@ -36,8 +36,8 @@ def _add_half(m_out, row, col, values):
 @triton.jit
 def _add_kernel(
     i_a,  # [M, K] descriptor or pointer
-    i_b,  # [K, N] likewise
-    m_half,  # [M, N] likewise: half a tile of ``m_out``
+    i_b,  # [K, N] descriptor or pointer
+    m_half,  # ``m_out`` as a descriptor with blocks of half a tile, or a pointer
     m_out,  # [M, N]
     M,
     N,
@@ -75,7 +75,8 @@ def _add_kernel(
 
 @triton.jit
 def _load_pairs(i_pairs, at, inside):
-    """The two numbers at 2 * at, in float32. 16-bit ones as one word, so that no thread needs another's."""
+    """The numbers at 2 * at and 2 * at + 1, in float32. Two 16-bit numbers are loaded as one word: no exchange between
+    threads."""
     dtype = i_pairs.dtype.element_ty
     if dtype.primitive_bitwidth == 16:
         words = tl.load(i_pairs.to(tl.pointer_type(tl.uint32)) + at, mask=inside, other=0)
@@ -89,7 +90,7 @@ def _load_pairs(i_pairs, at, inside):
 
 @triton.jit
 def _store_pairs(o_pairs, at, first, second, inside):
-    """``_load_pairs`` the other way round."""
+    """The inverse of ``_load_pairs``."""
     dtype = o_pairs.dtype.element_ty
     if dtype.primitive_bitwidth == 16:
         low = first.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -105,7 +106,7 @@ def _store_gradients(
     dh, first_col, row, i_sums, i_l1, i_counted, o_gradients, o_h, M, H,
     COLS: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_L1: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Of columns ``first_col`` on."""
+    """Store gradients and h of the columns from ``first_col`` on."""
     dtype = o_h.dtype.element_ty
     col = first_col + tl.arange(0, COLS)
     inside = (row[:, None] < M) & (col[None, :] < H)
@@ -132,10 +133,10 @@ def _store_gradients(
 @triton.jit
 def _gradient_kernel(
     i_dy,  # [M, D] descriptor or pointer
-    i_down,  # [H, D] likewise
+    i_down,  # [H, D] descriptor or pointer
     i_sums,  # [M, 2 H]: z and u, interleaved; plain FFN: [M, H]
     i_l1,  # [] or unused: the gradient of sum |h|
-    i_counted,  # [M] bool or unused: tokens whose |h| counts
+    i_counted,  # bool [M] or unused: tokens whose |h| counts
     o_gradients,  # as sums
     o_h,  # [M, H]
     M,
@@ -164,7 +165,7 @@ def _gradient_kernel(
             w = load_tile(i_down, n * BN, k * BK, H, D, D, BN, BK, USE_TMA)
             dh = tl.dot(dy, w.T, dh, input_precision=PRECISION)
         row = m * BM + tl.arange(0, BM)
-        halves = tl.permute(tl.reshape(dh, (BM, 2, BN // 2)), (0, 2, 1))  # one after the other: registers
+        halves = tl.permute(tl.reshape(dh, (BM, 2, BN // 2)), (0, 2, 1))  # one after the other, to save registers
         first, second = tl.split(halves)
         _store_gradients(first, n * BN, row, i_sums, i_l1, i_counted, o_gradients, o_h, M, H, BN // 2, GATED, SQUARED,
                          HAS_L1, HAS_MASK)  # fmt: skip
@@ -194,33 +195,29 @@ def _gradient(
     dtype: torch.dtype,
     tile: GateTile,
     use_tma: bool,
-    gated: bool,
-    squared: bool,
-    has_l1: bool,
-    has_mask: bool,
     aligned: bool,
     overlaps: bool,
+    **flags: bool,
 ) -> Kernel:
-    """``aligned``: H is a multiple of 16."""
+    """``aligned``: H is a multiple of 16. ``flags``: GATED, SQUARED, HAS_L1, HAS_MASK."""
     of_dy, of_down = Descriptor(dtype, (tile.BM, tile.BK)), Descriptor(dtype, (tile.BN, tile.BK))
     matrices: tuple[Any, ...] = (of_dy, of_down) if use_tma else (dtype, dtype)
     arguments = (*matrices, dtype, torch.float32, torch.bool, dtype, dtype, ANY, MULTIPLE, MULTIPLE if aligned else ANY)
-    flags = {"GATED": gated, "SQUARED": squared, "HAS_L1": has_l1, "HAS_MASK": has_mask}
     constants = flags | _constants(tile, use_tma, dtype, overlaps)
     return Kernel(_gradient_kernel, arguments, constants, warps=tile.warps, stages=tile.stages)
 
 
-def _copied_by_engine(use_tma: bool, *widths: int) -> bool:
-    """The copy engine wants rows at multiples of 16 bytes."""
+def _can_use_tma(use_tma: bool, *widths: int) -> bool:
+    """Whether TMA can be used: rows must start at multiples of 16 bytes."""
     return use_tma and all(width % 8 == 0 for width in widths)
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, tile: GateTile, programs: int, use_tma: bool) -> None:
-    """out [M, N] += a [M, K] b [K, N], all contiguous, of one dtype."""
+    """out [M, N] += a [M, K] b [K, N], all contiguous and of one dtype."""
     (M, K), N = a.shape, b.shape[1]
     if M == 0 or K == 0:
         return
-    use_tma = _copied_by_engine(use_tma, K, N)
+    use_tma = _can_use_tma(use_tma, K, N)
     kernel = _adder(a.dtype, tile, use_tma, K % 16 == 0, can_overlap())
     matrices = (Matrix(a), Matrix(b), Matrix(out)) if use_tma else (a, b, out)
     kernel(min(programs, ceil_div(M, tile.BM) * ceil_div(N, tile.BN)), *matrices, out, M, N, K)
@@ -240,7 +237,7 @@ def hot_gradients(
     use_tma: bool,
     space: Space | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(gradients of z and u, as ``sums`` has them; h [M, H]) for dy [M, D] and the hot rows of Wd [H, D].
+    """(gradients of z and u, laid out as ``sums``; h [M, H]) for dy [M, D] and the hot rows of Wd [H, D].
 
     ``sums``: z and u of the hot neurons, interleaved, [M, 2 H]; plain FFN: z [M, H]. ``dl1``: float32; ``token_mask``:
     bool [M]."""
@@ -248,9 +245,9 @@ def hot_gradients(
     new = dy.new_empty if space is None else space.take
     gradients, h = new(*sums.shape), new(M, H)
     if M and H:
-        use_tma = _copied_by_engine(use_tma, D)
-        has_l1, has_mask = dl1 is not None, token_mask is not None
-        kernel = _gradient(dy.dtype, tile, use_tma, gated, squared, has_l1, has_mask, H % 16 == 0, can_overlap())
+        use_tma = _can_use_tma(use_tma, D)
+        flags = {"GATED": gated, "SQUARED": squared, "HAS_L1": dl1 is not None, "HAS_MASK": token_mask is not None}
+        kernel = _gradient(dy.dtype, tile, use_tma, H % 16 == 0, can_overlap(), **flags)
         matrices = (Matrix(dy), Matrix(down)) if use_tma else (dy, down)
         optional = (0 if t is None else t for t in (dl1, token_mask))
         tiles = ceil_div(M, tile.BM) * ceil_div(H, tile.BN)

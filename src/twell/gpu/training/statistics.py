@@ -1,10 +1,9 @@
-"""The statistics of a training forward out of the parts that other kernels leave: one launch instead of seven small
-operations.
+"""The statistics of a training forward, from the partial sums of other kernels: one launch instead of seven small ones.
 
-    counts[order[i]] = sum over parts of what the i-th neuron was active for      (hot neurons, then cold ones)
-    l1_sum           = sum of |h| over parts of the hot neurons and over tokens
+    counts[order[i]] = the i-th neuron's partial counts, summed      (hot neurons, then cold ones)
+    l1_sum           = sum of |h|: partial sums of the hot neurons, and sums by tokens of the cold ones
 
-Integers, and sums in a fixed order: the same bits every time.
+Counts are integers and sums have a fixed order: the same bits every time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from twell.gpu.shared.launch import ANY, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.tiles import start_after
 
-_NEURONS, _ROWS, _LINE = 64, 64, 4096  # neurons of a program, parts at once; numbers of |h| at once
+_NEURONS, _ROWS, _LINE = 64, 64, 4096  # neurons per program, partial counts at once, values of |h| at once
 
 
 @triton.jit
@@ -38,8 +37,8 @@ def _statistics_kernel(
     i_hot,  # int32 [hot_parts, H]
     i_hot_l1,  # [n_l1]
     i_cold,  # int32 [cold_parts, C]
-    i_l1,  # [M], of the cold neurons
-    i_counted,  # [M] bool or unused
+    i_l1,  # [M]: |h| of the cold neurons
+    i_counted,  # bool [M] or unused
     i_order,  # int32 [F]
     o_counts,  # int32 [F]
     o_l1,  # []
@@ -88,11 +87,11 @@ def _statistics_kernel(
 
 
 @functools.cache
-def _kernel(has_hot: bool, has_cold: bool, has_order: bool, has_mask: bool, overlaps: bool) -> Kernel:
+def _kernel(**flags: bool) -> Kernel:
+    """``flags``: HAS_HOT, HAS_COLD, HAS_ORDER, HAS_MASK, OVERLAPS."""
     pointers = (torch.int32, torch.float32, torch.int32, torch.float32, torch.bool, torch.int32, torch.int32)
-    constants = {"HAS_HOT": has_hot, "HAS_COLD": has_cold, "HAS_ORDER": has_order, "HAS_MASK": has_mask}
-    tiles = {"NEURONS": _NEURONS, "ROWS": _ROWS, "LINE": _LINE, "OVERLAPS": overlaps}
-    return Kernel(_statistics_kernel, (*pointers, torch.float32, *[ANY] * 6), constants | tiles, warps=8)
+    constants = {**flags, "NEURONS": _NEURONS, "ROWS": _ROWS, "LINE": _LINE}
+    return Kernel(_statistics_kernel, (*pointers, torch.float32, *[ANY] * 6), constants, warps=8)
 
 
 def write_statistics(
@@ -105,30 +104,16 @@ def write_statistics(
 ) -> None:
     """Write l1_sum [] float32 and counts int32 [F].
 
-    ``hot``: parts of |h| [n] and of counts [parts, H] (``activation.py``, which has left out what the mask does);
-    ``cold``: |h| by tokens [M] and parts of counts [P, C]; ``order``: int32
-    [F], hot first."""
+    ``hot``: partial sums of |h| [n] and partial counts [parts, H] (``activation.py``, which has applied the mask);
+    ``cold``: |h| by tokens [M] and partial counts [P, C]; ``order``: int32 [F], hot neurons first."""
     hot_l1, hot_counts = hot or (0, None)
     l1, cold_counts = cold or (0, None)
     hot_parts, H = (0, 0) if hot_counts is None else hot_counts.shape
     cold_parts, C = (0, 0) if cold_counts is None else cold_counts.shape
     kernel = _kernel(
-        hot is not None, cold is not None, order is not None, cold is not None and token_mask is not None, can_overlap()
-    )
-    kernel(
-        max(1, ceil_div(H + C, _NEURONS)),
-        0 if hot_counts is None else hot_counts,
-        hot_l1,
-        0 if cold_counts is None else cold_counts,
-        l1,
-        0 if token_mask is None else token_mask,
-        0 if order is None else order,
-        counts,
-        l1_sum,
-        hot_parts,
-        H,
-        0 if hot is None else hot[0].shape[0],
-        cold_parts,
-        C,
-        0 if cold is None else cold[0].shape[0],
-    )
+        HAS_HOT=hot is not None, HAS_COLD=cold is not None, HAS_ORDER=order is not None,
+        HAS_MASK=cold is not None and token_mask is not None, OVERLAPS=can_overlap(),
+    )  # fmt: skip
+    inputs = (0 if t is None else t for t in (hot_counts, hot_l1, cold_counts, l1, token_mask, order))
+    n_l1, M = 0 if hot is None else len(hot[0]), 0 if cold is None else len(cold[0])
+    kernel(max(1, ceil_div(H + C, _NEURONS)), *inputs, counts, l1_sum, hot_parts, H, n_l1, cold_parts, C, M)

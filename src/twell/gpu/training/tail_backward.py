@@ -1,10 +1,10 @@
-"""The cold tail's backward, token by token.
+"""The tail's backward, token by token.
 
     dh = dy . Wd_n + l1 sign(h)     dz = dh u a'(r)     du = dh a     dx = sum over n of dz Wg_n + du Wu_n
 
-(plain FFN: no u; dz = dh a'(r)). It runs as the tail's forward does, gathers three rows a (token, neuron) pair and
-leaves dz, du and h in lists by neurons, for ``weight_gradients.py``. Sums are fp32, in the order of a token's neurons.
-Bytes, M 16384, D 2048, 10 pairs a token, bf16: 2.0 GB, mostly from L2.
+(plain FFN: no u; dz = dh a'(r)). It has the tail's programs, gathers three rows per (token, neuron) pair and stores dz,
+du and h in lists by neurons, for ``weight_gradients.py``. Sums are fp32, in the order of a token's neurons.
+Bytes, M 16384, D 2048, 10 pairs per token, bf16: 2.0 GB, mostly from L2.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from twell.gpu.shared.tiles import RowTile, start_after
 from twell.gpu.training.transpose import Columns
 
 SPLIT = 512  # pairs of a share, at least: see ``weight_gradients.py``
-_MOST_SHARES = 4096  # there may be: room for their sums is 100 MB at D 2048
+_MOST_SHARES = 4096  # the workspace for their sums is 100 MB at D 2048
 
 
 class Pairs(NamedTuple):
-    """By neurons: see ``transpose.py``."""
+    """Active (token, cold neuron) pairs in the order of neurons: see ``transpose.py``."""
 
     tokens: Any  # int32 [size]
     factors: Any  # [3, size]: dz, du, h
-    owners: Any  # int32 [shares]: the neurons ("keys") of pairs 0, split, 2 split, ...; split = split_at(size)
+    owners: Any  # int32 [shares]: neurons ("keys") of the pairs 0, split, 2 split, ...; split = split_at(size)
 
 
 def split_at(size: int) -> int:
-    """Pairs of a share. A power of 2: kernels are compiled for it."""
+    """Pairs of a share: a power of 2, since kernels are compiled for it."""
     return max(SPLIT, power_of_2(ceil_div(size, _MOST_SHARES)))
 
 
 @triton.jit
 def _tail_backward_kernel(
     i_dy,  # [M, D]
-    i_rows,  # [size]
-    i_values,  # [size]
-    i_saved_up,  # [size] or unused
-    i_counters,  # see Turns; likewise the three after it
+    i_rows,  # [size]: see Lists
+    i_values,  # [size]: r
+    i_saved_up,  # [size]: u; plain FFN: unused
+    i_counters,  # see Turns, as the next three
     i_entries,
     i_heavy,
     i_early,
     i_l1,  # [] or unused: the gradient of sum |h|
-    i_counted,  # [M] bool or unused: tokens whose |h| counts
+    i_counted,  # bool [M] or unused: tokens whose |h| counts
     i_gate,  # [F, D]
     i_up,  # [F, D] or unused
     i_down,  # [F, D], neuron-major
-    i_places,  # int32 [F]: of cold neurons among the cold ones
+    i_places,  # int32 [F]: index of each cold neuron among the cold ones
     i_pair_of,  # see Columns
     o_dx,  # [M, D]
-    o_tokens,  # see Pairs
+    o_tokens,  # see Pairs, as the next two
     o_factors,
     o_owners,
     M,
@@ -101,7 +101,7 @@ def _tail_backward_kernel(
                 pair = tl.load(i_pair_of + start + e, mask=there, other=0).to(tl.int64)
             inside = there[:, None] & in_d[None, :]
             down = tl.load(i_down + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
-            if WANTS_DX:  # asked for before the sum below, which is a barrier to the loads after it
+            if WANTS_DX:  # loaded before the sum below, which is a barrier to later loads
                 gate = tl.load(i_gate + row[:, None].to(tl.int64) * D + d[None, :], mask=inside, other=0.0)
             slope = tl.where(there, 1.0, 0.0)
             if SQUARED:
@@ -139,7 +139,7 @@ def _tail_backward_kernel(
         own = tl.program_id(0) - n_long - n_early
         if own >= 0:
             active = -1 - tl.load(i_entries + own)
-            if is_listed(active, i_counters, M, cap, LONG) == 0:  # heavy: what it adds comes later
+            if is_listed(active, i_counters, M, cap, LONG) == 0:  # heavy: heavy_backward.py adds to dx later
                 tl.store(o_dx + own.to(tl.int64) * D + d, tl.zeros((BD,), o_dx.dtype.element_ty), mask=in_d)
 
 
@@ -149,15 +149,10 @@ def _kernel(
     narrow: torch.dtype,
     D: int,
     tile: RowTile,
-    gated: bool,
-    squared: bool,
-    has_l1: bool,
-    has_mask: bool,
-    wants_dx: bool,
-    wants_pairs: bool,
     split: int,
-    overlaps: bool,
+    **flags: bool,
 ) -> Kernel:
+    """``flags``: GATED, SQUARED, HAS_L1, HAS_MASK, WANTS_DX, WANTS_PAIRS, OVERLAPS."""
     wide = power_of_2(D)
     of_lists = (narrow, dtype, dtype, *[torch.int32] * 4)
     of_columns = (torch.int32, torch.int32)
@@ -170,16 +165,10 @@ def _kernel(
             "BD": wide,
             "WHOLE": wide == D,
             "NEURONS": tile.neurons,
-            "GATED": gated,
-            "SQUARED": squared,
-            "HAS_L1": has_l1,
-            "HAS_MASK": has_mask,
-            "WANTS_DX": wants_dx,
-            "WANTS_PAIRS": wants_pairs,
             "LONG": LONG,
             "SPLIT": split,
             "STAGES": tile.stages,
-            "OVERLAPS": overlaps,
+            **flags,
         },
         warps=tile.warps_for(wide),
         stages=tile.stages,
@@ -203,10 +192,9 @@ def write_tail_gradients(
     tile: RowTile,
     space: Space | None = None,
 ) -> Pairs | None:
-    """Write dx [M, D], zeros for heavy tokens; with ``columns`` return the pairs that the weight gradients want.
+    """Write dx [M, D], zeros for heavy tokens; with ``columns`` return the pairs for the weight gradients.
 
-    ``gate``, ``up``, ``down``: [F, D]; ``places``: of ``PlanTensors``; ``dl1``: float32.
-    """
+    ``gate``, ``up``, ``down``: [F, D]; ``places``: of ``PlanTensors``; ``dl1``: float32."""
     (M, D), (rows, values, turns, cap) = dy.shape, lists
     size = rows.shape[0]
     split = split_at(size)
@@ -218,8 +206,8 @@ def write_tail_gradients(
     if M == 0 or (dx is None and pairs is None):
         return pairs
     kernel = _kernel(
-        dy.dtype, rows.dtype, D, tile, up is not None, squared, dl1 is not None, token_mask is not None,
-        dx is not None, pairs is not None, split, can_overlap(),
+        dy.dtype, rows.dtype, D, tile, split, GATED=up is not None, SQUARED=squared, HAS_L1=dl1 is not None,
+        HAS_MASK=token_mask is not None, WANTS_DX=dx is not None, WANTS_PAIRS=pairs is not None, OVERLAPS=can_overlap(),
     )  # fmt: skip
     given = (0 if t is None else t for t in (saved_up, *turns, dl1, token_mask, gate, up, down, places))
     pair_of = 0 if columns is None else columns.pair_of

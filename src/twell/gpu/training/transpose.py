@@ -1,19 +1,19 @@
-"""Lists by neurons: which tokens each cold neuron fired for, in the tokens' order.
+"""From lists by tokens to lists by neurons: the tokens for which each cold neuron fired, in the tokens' order.
 
-All steps are deterministic; which pair an entry is follows from counts alone.
+All steps are deterministic: the place of an entry in the lists by neurons, its *pair*, follows from counts alone.
 
-1. ``lists.py`` has set a bit for every entry in a table by neurons, a word for 32 tokens of one neuron: int32
-   [ceil(M / 32), K], bit t of row b is token 32 b + t. The first kernel counts how often each neuron fired in every
-   chunk of CHUNK tokens (and for the statistics, without tokens that do not count there).
-2. Summed up, neuron by neuron and chunk by chunk, these counts are offsets.
-3. The pair that an entry (token, neuron) is: its chunk's offset plus the bits below the token in at most CHUNK / 32
-   words. A chain of four loads, so it has a launch of its own, in which all entries wait at once: inside the tail's
-   backward each token waited for it once an entry.
+ 1. ``lists.py`` has set one bit per entry in a table by neurons, a word for 32 tokens of one neuron: int32
+    [ceil(M / 32), K], bit t of row b is token 32 b + t. The first kernel counts how often each neuron fired in every
+    chunk of CHUNK tokens (and again for the statistics, without masked tokens).
+ 2. Two kernels sum these counts neuron by neuron and chunk by chunk: they become offsets.
+ 3. The pair of an entry (token, neuron) is its chunk's offset plus the number of bits below the token in at most
+    CHUNK / 32 words. That is a chain of four loads. It has a launch of its own, in which all entries wait at once;
+    inside the tail's backward each token would wait once per entry.
 
-Heavy tokens have no lists. Tokens over cap have set their bits before it was known that they are too many for lists of
-their own: these are taken out.
-Bytes, M 16384, C 5632: the bits, 12 MB, needed no longer than this; 4 an entry, and a word of offsets a chunk and
-neuron (1.4 MB).
+Heavy tokens have no lists. Tokens over cap set their bits before it was known that they are too many for lists of their
+own: the first kernel clears these bits.
+Bytes, M 16384, C 5632: the bits, 12 MB, not needed after this; 4 per entry, and an offset per chunk and neuron (1.4
+MB).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from twell.gpu.shared.tiles import popcount, start_after
 from twell.saved import CHUNK, n_long
 
 _CHUNKS_AT_ONCE = 64
-_KEYS = 256  # of a program that counts
-_TOKENS = 16  # of one that looks pairs up
+_KEYS = 256  # per program of _count_kernel
+_TOKENS = 16  # per program of _pair_kernel
 
 
 class Columns(NamedTuple):
-    """K keys: the cold neurons, and as many more as fill the last tile; P = ceil(M / CHUNK) chunks."""
+    """K keys: the cold neurons, padded to whole tiles of TwELL; P = ceil(M / CHUNK) chunks."""
 
-    offsets: Tensor  # int32 [P, K + 16]: the pairs before those of a chunk and key; [0, K]: all
-    pair_of: Tensor  # int32 [entries]: the pair that each entry of the lists is
+    offsets: Tensor  # int32 [P, K + 16]: number of pairs before a chunk and key; [0, K]: all pairs
+    pair_of: Tensor  # int32 [entries]: the pair of each list entry
 
     @property
     def keys(self) -> int:
@@ -50,7 +50,7 @@ class Columns(NamedTuple):
 
 
 def bits_shape(tokens: int, n_neurons: int) -> tuple[int, int]:
-    """Of the bits of C neurons."""
+    """Shape of the table of bits for C neurons."""
     return ceil_div(tokens, 32), TILE * n_tiles(n_neurons)
 
 
@@ -64,10 +64,10 @@ def _bits_of(flags, CHUNK: tl.constexpr):
 @triton.jit
 def _count_kernel(
     m_bits,  # [ceil(M / 32), keys]
-    i_counters,  # see Turns
+    i_counters,  # see Turns, as i_entries
     i_entries,
     o_counts,  # [P, keys + 16]
-    i_counted,  # [M] bool or unused: tokens for the statistics
+    i_counted,  # bool [M] or unused: tokens for the statistics
     o_statistics,  # [P, C] or unused
     M,
     C,
@@ -103,7 +103,7 @@ def _count_kernel(
 
 @triton.jit
 def _total_kernel(i_counts, o_totals, keys, P, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Of each key, over the chunks: 32 keys a program."""
+    """Sum each key's counts over the chunks: 32 keys per program."""
     start_after(OVERLAPS)
     key = tl.program_id(0) * 32 + tl.arange(0, 32)
     total = tl.zeros((CHUNKS, 32), tl.int32)
@@ -115,7 +115,7 @@ def _total_kernel(i_counts, o_totals, keys, P, CHUNKS: tl.constexpr, OVERLAPS: t
 
 @triton.jit
 def _add_up_kernel(i_totals, m_counts, keys, P, KEYS: tl.constexpr, CHUNKS: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Counts become offsets: 32 keys a program, after the sum of all before."""
+    """Turn counts into offsets: 32 keys per program, starting from the sum of all keys before."""
     start_after(OVERLAPS)
     first_key = tl.program_id(0) * 32
     before = tl.zeros((KEYS,), tl.int32)
@@ -139,8 +139,8 @@ def _pair_kernel(
     i_bits,  # [ceil(M / 32), keys]
     i_offsets,  # [P, keys + 16]
     i_rows,  # see Lists
-    i_places,  # int32 [F]: of cold neurons among the cold ones
-    i_counters,  # see Turns; likewise the two after it
+    i_places,  # int32 [F]: index of each cold neuron among the cold ones
+    i_counters,  # see Turns, as the next two
     i_entries,
     i_heavy,
     o_pair_of,  # int32 [entries]
@@ -150,10 +150,10 @@ def _pair_kernel(
     LONG: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
-    ENTRIES: tl.constexpr,  # of a token, at once
+    ENTRIES: tl.constexpr,  # entries of a token at once
     OVERLAPS: tl.constexpr,
 ):
-    """TOKENS tokens a program: first the long ones, then all in turn."""
+    """TOKENS tokens per program: first the long ones, then all in turn."""
     start_after(OVERLAPS)
     n_long, _ = rooms(M)
     of_long = tl.cdiv(n_long, TOKENS)
@@ -222,8 +222,8 @@ def write_columns(
     """Write ``columns`` of C neurons, for whose entries ``list_active`` has set ``bits``. ``places``: of
     ``PlanTensors``.
 
-    And into ``statistics`` int32 [P, C] for how many of the tokens in ``token_mask`` that have lists each neuron was
-    active, chunk by chunk."""
+    ``statistics`` int32 [P, C], if given, receives chunk by chunk the number of tokens with lists, among those in
+    ``token_mask``, for which each neuron was active."""
     (offsets, pair_of), keys, M = columns, columns.keys, lists.turns.entries.shape[0]
     P = ceil_div(M, CHUNK)
     if M == 0 or keys == 0:

@@ -2,17 +2,17 @@
 
     dWg_n = sum over tokens of dz x    dWu_n = sum of du x    dWd_n = sum of h dy
 
-A neuron's pairs (``tail_backward.py``) are gathered: two rows each, since dWg and dWu share x. Chunks of D are the
-outermost loop, so that what is gathered from fits in L2. A neuron is one warp's work, 0.35 us a pair.
+For each of a neuron's pairs (``tail_backward.py``) two rows are gathered, since dWg and dWu share x. Blocks of D are
+the outermost loop, so that the gathered columns fit in L2. A neuron is one warp's work, 0.35 us per pair.
 
-A plan leaves the neurons that fire often among the hot ones; but one made from other text leaves some among the cold
-ones, and a neuron that fires for half of 16384 tokens would keep its warp busy for 3 ms. So neurons of more than SPLIT
-pairs are divided, where the list of all pairs reaches a multiple of SPLIT: a first launch sums every such share of
-them into a buffer, the second one what comes before the first share, and adds the shares. Which neuron has the pair at
-a multiple of SPLIT is known from ``tail_backward.py``, so nothing has to be counted or sorted.
+A plan makes neurons that fire often hot. On other text than the plan's, some cold neurons fire often, too: one that
+fires for half of 16384 tokens would keep its warp busy for 3 ms. So the work of neurons with more than SPLIT pairs is
+divided where the list of all pairs reaches a multiple of SPLIT: a first launch sums each such share into a buffer; the
+second sums the pairs before the neuron's first share, and adds the shares. ``tail_backward.py`` stores which neuron has
+the pair at each multiple of SPLIT, so nothing has to be counted or sorted.
 
 Sums are fp32, and their order follows from the counts: no atomics, the same bits every time.
-Bytes, M 16384, D 2048, 10 pairs a token, bf16: 1.3 GB, mostly from L2, and 69 MB of gradients.
+Bytes, M 16384, D 2048, 10 pairs per token, bf16: 1.3 GB, mostly from L2, and 69 MB of gradients.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from twell.gpu.shared.tiles import start_after
 from twell.gpu.training.tail_backward import Pairs, split_at
 from twell.gpu.training.transpose import Columns
 
-_BLOCK_D = 256  # of x and dy: 16384 rows of both are 17 MB in bf16
+_BLOCK_D = 256  # columns per program: 16384 rows of x and dy are 17 MB in bf16
 _TOKENS = 2  # rows gathered at once
-_SHARE_TOKENS = 8  # all wait for the longest share, so it must not take long
-_SHARES = 512  # at once: there is room for several times as many, and as a rule none is needed
-_WARPS = 1  # as many as leave every thread 8 elements of a row: then a sum over rows needs no other thread
+_SHARE_TOKENS = 8  # rows gathered at once for a share: a share is long, and all programs wait for the last
+_SHARES = 512  # programs per block of D; more shares run in turn, and as a rule there are none
+_WARPS = 1  # every thread has 8 elements of a row, so that a sum over rows needs no other thread
 
 
 class NeuronGradients(NamedTuple):
-    """Of the model's weights, neuron by neuron; None where none is wanted."""
+    """Gradients of the model's weights, neuron-major; None where not wanted."""
 
     gate: Tensor | None  # [F, D]
     up: Tensor | None  # [F, D]
@@ -54,7 +54,7 @@ def _sum_pairs(
     BD: tl.constexpr, TOKENS: tl.constexpr, WANTS_GATE: tl.constexpr, WANTS_UP: tl.constexpr, WANTS_DOWN: tl.constexpr,
     WANTS_GATE_BIAS: tl.constexpr, WANTS_UP_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``d`` of the sums over pairs begin to end, for gate, up and down, and of both biases."""
+    """Columns ``d`` of the sums over pairs begin to end, for gate, up and down, and the sums for both biases."""
     gate = tl.zeros((BD,), tl.float32)
     up = tl.zeros((BD,), tl.float32)
     down = tl.zeros((BD,), tl.float32)
@@ -88,7 +88,7 @@ def _sum_pairs(
 def _share_kernel(
     i_x,  # [M, D]
     i_dy,  # [M, D]
-    i_tokens,  # see Pairs
+    i_tokens,  # see Pairs, as the next two
     i_factors,
     i_owners,
     i_offsets,  # see Columns
@@ -97,7 +97,7 @@ def _share_kernel(
     size,
     keys,
     x_stride,
-    programs,  # for each block of D
+    programs,  # per block of D
     BD: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -134,12 +134,12 @@ def _share_kernel(
 def _neuron_kernel(
     i_x,  # [M, D]
     i_dy,  # [M, D]
-    i_tokens,  # see Pairs
+    i_tokens,  # see Pairs, as i_factors
     i_factors,
     i_offsets,  # see Columns
     i_shares,  # see _share_kernel
     i_order,  # int32 [F]: rows of the weights, hot neurons first
-    o_gate,  # [F, D] or unused; likewise the others
+    o_gate,  # [F, D] or unused, as the next four
     o_up,  # [F, D]
     o_down,  # [F, D], neuron-major
     o_gate_bias,  # [F]
@@ -197,44 +197,16 @@ def _neuron_kernel(
 
 @functools.cache
 def _kernels(dtype: torch.dtype, D: int, split: int, wants: tuple[bool, ...], overlaps: bool) -> tuple[Kernel, Kernel]:
-    """For shares and for neurons. ``wants``: which of ``NeuronGradients``."""
-    constants: dict[str, Any] = {
-        "BD": min(_BLOCK_D, power_of_2(D)),
-        "TOKENS": _SHARE_TOKENS,
-        "SPLIT": split,
-        "WANTS_GATE": wants[0],
-        "WANTS_UP": wants[1],
-        "WANTS_DOWN": wants[2],
-        "WANTS_GATE_BIAS": wants[3],
-        "WANTS_UP_BIAS": wants[4],
-        "OVERLAPS": overlaps,
-    }
-    of_pairs = (dtype, dtype, torch.int32, dtype)
-    shares = Kernel(
-        _share_kernel,
-        (*of_pairs, torch.int32, torch.int32, torch.float32, MULTIPLE, LONG, ANY, MULTIPLE, ANY),
-        constants,
-        warps=_WARPS,
+    """For shares and for neurons. ``wants``: one flag per field of ``NeuronGradients``."""
+    i32, f32, pairs = torch.int32, torch.float32, (dtype, dtype, torch.int32, dtype)
+    of_shares = (*pairs, i32, i32, f32, MULTIPLE, LONG, ANY, MULTIPLE, ANY)
+    of_neurons = (*pairs, i32, f32, i32, *(dtype,) * 5, MULTIPLE, ANY, ANY, LONG, ANY, MULTIPLE)
+    wanted = {f"WANTS_{name.upper()}": w for name, w in zip(NeuronGradients._fields, wants, strict=True)}
+    constants: dict[str, Any] = {"BD": min(_BLOCK_D, power_of_2(D)), "SPLIT": split, **wanted, "OVERLAPS": overlaps}
+    return (
+        Kernel(_share_kernel, of_shares, constants | {"TOKENS": _SHARE_TOKENS}, warps=_WARPS),
+        Kernel(_neuron_kernel, of_neurons, constants | {"TOKENS": _TOKENS}, warps=_WARPS),
     )
-    neurons = Kernel(
-        _neuron_kernel,
-        (
-            *of_pairs,
-            torch.int32,
-            torch.float32,
-            torch.int32,
-            *[dtype] * 5,
-            MULTIPLE,
-            ANY,
-            ANY,
-            LONG,
-            ANY,
-            MULTIPLE,
-        ),
-        constants | {"TOKENS": _TOKENS},
-        warps=_WARPS,
-    )
-    return shares, neurons
 
 
 def write_weight_gradients(
@@ -247,7 +219,7 @@ def write_weight_gradients(
     n_cold: int,
     space: Space | None = None,
 ) -> None:
-    """Write the cold neurons' rows of ``out``; those without tokens become 0. ``order``: int32 [F], hot neurons
+    """Write the cold neurons' rows of ``out``, zeros for neurons without tokens. ``order``: int32 [F], hot neurons
     first."""
     D, keys = x.shape[1], columns.keys
     if keys == 0:

@@ -371,7 +371,7 @@ def _replay(graph: torch.cuda.CUDAGraph, out: Tensor, _held: Sequence[Callable[[
 def _parts(case: Case, inputs: cases.FFNInputs, x: Tensor, plan: Plan, seconds: float) -> dict[str, float]:
     from twell.workbench.bench.parts import Parts  # needs triton, which a machine without a GPU may lack
 
-    if not plan.in_parts(case.M, captured=case.graph):
+    if not plan.runs_split(case.M, captured=case.graph):
         return {}
     w = reference.Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
     return parts_ms(Parts(x, w, plan), w, seconds)

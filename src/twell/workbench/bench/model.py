@@ -367,7 +367,7 @@ class _TracedFFN(nn.Module):
         self.weights = projections
         self.plan, timed = plan_and_rest(active.to(x.device), *x.shape)
         self.parts = None
-        if self.plan.in_parts(len(x), captured=False):
+        if self.plan.runs_split(len(x), captured=False):
             self.parts = Parts(x, Weights(*projections), self.plan)
             self.parts.replay(timed)
 

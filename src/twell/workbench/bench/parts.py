@@ -9,10 +9,10 @@ from torch import Tensor
 
 from twell import gpu, saved
 from twell.formats import SLOTS, TwELL
-from twell.gpu.prefill import gate, heavy, lists, split, split_fp8, up_down
-from twell.gpu.prefill.split import Layout, Split
-from twell.gpu.shared.fp8 import room_for, round_rows
+from twell.gpu.prefill import gate, heavy, lists, split, split_fp8, tail
+from twell.gpu.prefill.split import Layout, SplitSizes
 from twell.gpu.shared.replay import Space
+from twell.gpu.shared.round_fp8 import room_for, round_rows
 from twell.gpu.shared.tiles import GateTile, RowTile
 from twell.plan import Plan
 from twell.reference import Weights, to_fp8
@@ -23,7 +23,7 @@ class Parts:
 
     def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
         self.order, self.places, *_ = tensors = plan.on(x.device)
-        self.x, self.split = split.aligned(x), Split.of(tensors)
+        self.x, self.split = split.aligned(x), SplitSizes.of(tensors)
         self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
         self.tail_tile = split.tail_tile(self.tiles, x, plan.first)
@@ -100,7 +100,7 @@ class Parts:
         return self.y.addmm_(self.h, self.layout.hot_down)
 
     def tail(self, tile: RowTile) -> Tensor:
-        up_down.write_tail(self.y, self.x, self.lists, self.rows, squared=False, has_hot=self.has_hot, tile=tile)
+        tail.write_tail(self.y, self.x, self.lists, self.rows, squared=False, has_hot=self.has_hot, tile=tile)
         return self.y
 
     def heavy(self, tile: GateTile) -> Tensor:
@@ -124,7 +124,7 @@ class Fp8Parts:
         self.w, layout = gpu.fp8.keep(*self.fp8, self.plan, x.dtype)
         tiles = split_fp8.tiles_for(90)
         assert layout is not None and tiles is not None
-        self.layout, self.tiles, self.split = layout, tiles, Split.of(self.plan)
+        self.layout, self.tiles, self.split = layout, tiles, SplitSizes.of(self.plan)
         self.programs = gpu.launch_facts(x)[1]
         self.cold = self.plan.order[self.split.n_hot :].long()
         self.q, self.scale = room_for(x.shape[0], x.shape[1], x.new_empty)

@@ -84,7 +84,7 @@ def _row(
     in_graphs = min(least, _IN_GRAPHS) > M and x.device.type == "cuda"
     if in_graphs:
         times = _in_graphs(case, inputs, active, is_union=few < M <= most, seconds=seconds)
-    elif not plan.in_parts(M, captured=False):
+    elif not plan.runs_split(M, captured=False):
         runs["sparse"] = lambda: gpu.forward(x, w, "relu", None)
         times = timing.compare(runs, seconds=seconds, device=x.device)
         times["frozen"] = times["sparse"]
@@ -95,7 +95,7 @@ def _row(
         runs["layout"] = parts.lay_out
         runs["gate"] = lambda: parts.cold_gate(tiles.gate, tiles.use_tma)
         runs["after gate"] = parts.after_gate
-        if case.is_sparse_fp8 and plan_fp8.in_parts(M, captured=False):
+        if case.is_sparse_fp8 and plan_fp8.runs_split(M, captured=False):
             in_fp8 = Fp8Parts(x, w, plan_fp8)
             error_fp8 = _check_fp8(in_fp8, in_fp8.replay(active))
             runs |= {"gate in fp8": in_fp8.cold_gate, "after gate in fp8": in_fp8.after_gate}

@@ -15,7 +15,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell.formats import TwELL
-from twell.gpu.training import hybrid
+from twell.gpu.training import split_training
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing, traced, train
@@ -40,7 +40,7 @@ def measure_trace(
         name: functools.partial(p.solve, forward) for name, forward in train.dense_forwards(p).items()
     }
     errors = None
-    if not plan.in_parts(M, captured=False):
+    if not plan.runs_split(M, captured=False):
         runs["sparse"] = functools.partial(p.solve, train.sparse_forward("triton", None))
         times = timing.compare(runs, seconds=seconds, device=device)
     else:
@@ -70,8 +70,8 @@ class _Replay:
         """As ``gpu.train`` and ``gpu.backward``, which lay the weights out in every call."""
         parts, p, x = self.parts, self.p, self.x
         given = parts.order, parts.places, parts.split, "relu", None, parts.tiles, parts.programs
-        y, l1, _, kept = hybrid.forward(x, self.w, *given, want_stats=True, cold_gate=parts.in_twell)
-        gradients = hybrid.backward(p.dy, p.dl1, x, self.w, kept, *given, train.NEEDS)
+        y, l1, _, kept = split_training.forward(x, self.w, *given, want_stats=True, cold_gate=parts.in_twell)
+        gradients = split_training.backward(p.dy, p.dl1, x, self.w, kept, *given, train.NEEDS)
         dw = gradients.weights
         assert dw.up is not None
         return {"y": y, "l1": l1, "dx": gradients.x, "dw_gate": dw.gate, "dw_up": dw.up, "dw_down": dw.down}

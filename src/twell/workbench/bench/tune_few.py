@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from twell.gpu.decode import few as decode
-from twell.gpu.decode import tiles as few_tiles
+from twell.gpu.decode import few_tiles
 from twell.gpu.prefill import split
 from twell.gpu.shared.tiles import device_facts
 from twell.reference import Weights

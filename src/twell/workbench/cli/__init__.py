@@ -5,40 +5,29 @@ from __future__ import annotations
 import sys
 import warnings
 
-from twell.workbench.cli import (
+from twell.workbench.cli import (  # noqa: F401  each adds its commands to the app
+    analyze,
     bench,
     bench_train,
-    converting,
+    calibrate,
+    convert,
+    demo,
+    doctor,
     errors,
-    evaluating,
-    generating,
-    machine,
+    eval,
+    generate,
     measured,
-    models,
-    serving,
-    training,
+    quantize,
+    serve,
+    sweep,
+    trace,
+    train,
 )
 from twell.workbench.cli.app import app
 
-__all__ = [
-    "app",
-    "bench",
-    "bench_train",
-    "converting",
-    "errors",
-    "evaluating",
-    "generating",
-    "machine",
-    "main",
-    "measured",
-    "models",
-    "serving",
-    "training",
-]
-
 
 def main() -> None:
-    """Entry point: bad input ends in one clear line and exit code 2."""
+    """Run the command that was given; every error ends in one clear line and an exit code."""
     warnings.formatwarning = errors.one_line
     try:
         app()

@@ -1,10 +1,12 @@
-"""The ``twell`` command and its groups; commands are in the other modules."""
+"""The ``twell`` command and its groups, to which the other modules add their commands."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import typer
+
+from twell import __version__
 
 app = typer.Typer(
     help="Sparse-activation feed-forward layers, fast and exact.",
@@ -18,8 +20,6 @@ app.add_typer(bench_app, name="bench")
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from twell import __version__
-
         print(f"twell {__version__}")
         raise typer.Exit
 

@@ -1,4 +1,4 @@
-"""What commands share: devices and models by name, bars, rows as they come, tables."""
+"""What commands share: devices and models by name, progress bars, rows printed as they come, tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
 import typer
+
+from twell.ops import functional as ops
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -25,30 +28,32 @@ def _budget(seconds: float) -> float:
 
 
 Seconds = Annotated[float, typer.Option(callback=_budget, help="Timing budget of a row, after 5 repeats.")]
+Text = Annotated[Path, typer.Option(help="The text: a .txt, .jsonl or .parquet file, or a folder of them.")]
+Length = Annotated[int | None, typer.Option(help="Tokens a sequence. Default: 1024, or the model's context.")]
+
+
+def printer(as_json: bool) -> Callable[[str], None]:
+    """Prints lines as they come: on standard error with ``as_json``, which keeps standard output for JSON."""
+    return lambda line: print(line, flush=True, file=sys.stderr if as_json else sys.stdout)
 
 
 def device_of(name: str | None) -> Any:
-    """None: the GPU where there is one."""
-    import torch
-
+    """The torch.device; None: a GPU where there is one, else the CPU."""
+    has_gpu = torch.cuda.is_available()
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if has_gpu else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"unknown device {name!r}: expected cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"unknown device {name!r}: expected cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not has_gpu:
         raise ValueError("torch sees no GPU here; use --device cpu")
     return device
 
 
 def dtype_of(name: str) -> Any:
-    import torch
-
-    from twell.ops import functional as ops
-
     dtype = getattr(torch, name, None)
     if dtype not in ops.DTYPES:
         raise ValueError(f"unknown dtype {name!r}: expected float32, bfloat16, float16 or float64")
@@ -58,16 +63,11 @@ def dtype_of(name: str) -> Any:
 def load_model(name: str, device: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
     """A causal language model and its tokenizer, from a folder or by hub name.
 
-    By default on the GPU where there is one, in the dtype it was saved in.
+    By default on a GPU where there is one, in the dtype in which the model was saved.
     """
-    try:
-        from twell.hf.loading import load_causal_lm, refuse_fp8
-        from twell.train.run import quiet_libraries
-        from twell.train.tokenizer import load_tokenizer
-    except ImportError as error:
-        raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
-    import torch
-
+    from twell.hf.loading import load_causal_lm, refuse_fp8
+    from twell.train.run import quiet_libraries
+    from twell.train.tokenizer import load_tokenizer
     from twell.workbench.doctor import bf16_problem
 
     quiet_libraries()
@@ -84,7 +84,7 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
 def collect(
     measured: Iterator[dict[str, Any]], n_rows: int, as_json: bool, out: Path | None, says: Callable[[Any], str]
 ) -> list[dict[str, Any]]:
-    """All rows, each printed and written as it is done, under a progress bar that says something of the last."""
+    """All rows, each printed and written as soon as it is measured. ``says``: the progress bar's text after a row."""
     rows: list[dict[str, Any]] = []
     try:
         with progress_bar("measuring", n_rows) as advance:
@@ -110,7 +110,7 @@ def append(row: dict[str, Any], out: Path | None) -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Any]:
-    """A progress bar that each call advances by one, with a line of text."""
+    """A progress bar: each call advances it by one and sets its text."""
     with new_bar() as bar:
         task = bar.add_task(what, total=total)
         yield lambda text: bar.update(task, advance=1, description=text)
@@ -118,14 +118,14 @@ def progress_bar(what: str, total: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def counted_bar(what: str) -> Iterator[Any]:
-    """A progress bar told (done, total)."""
+    """A progress bar: each call sets how many are done, of how many."""
     with new_bar() as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def new_bar() -> Any:
-    """A progress bar with remaining time on standard error; silent where that is no terminal."""
+    """A progress bar with the time that remains, on standard error; invisible where that is no terminal."""
     from rich import progress as rp
     from rich.console import Console
 
@@ -141,7 +141,7 @@ def new_bar() -> Any:
 
 
 def print_table(table: Any) -> None:
-    """At its own width where the terminal is narrower: a number cut short is worse than a long line."""
+    """Print at the table's own width where the terminal is narrower: a number cut short is worse than a long line."""
     from rich.console import Console
 
     needed = Console(width=10_000).measure(table).maximum

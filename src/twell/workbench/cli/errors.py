@@ -1,4 +1,4 @@
-"""The one place where errors of commands end: bad input is one clear line, a bug says how to report it."""
+"""The one place where errors of commands end: bad input gives one clear line, a bug says how to report it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ import os
 import shlex
 import sys
 
-SHOW_TRACEBACK = "TWELL_TRACEBACK"  # an environment variable: set to 1, errors are raised as they are
+SHOW_TRACEBACK = "TWELL_TRACEBACK"  # an environment variable: 1 raises errors as they are
 BAD_INPUT, BUG = 2, 70  # exit codes; 1 is a command's own verdict
-_EXTRAS = {  # the extra that brings a package
-    "transformers": "train",
-    "tokenizers": "train",
-    "safetensors": "train",
-    "accelerate": "train",
-    "pyarrow": "train",
-    "lm_eval": "eval",
-    "datasets": "data",
-    "pynvml": "bench",
-    "matplotlib": "plot",
-    "starlette": "serve",
-    "uvicorn": "serve",
-    "pydantic": "serve",
-    "jinja2": "serve",
+_MODELS = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "accelerate")
+_PACKAGES = {  # of each extra, by the names they are imported by
+    "cli": ("typer", "rich"),
+    "train": (*_MODELS, "pyarrow"),
+    "eval": ("lm_eval",),
+    "data": ("datasets",),
+    "bench": ("pynvml",),
+    "plot": ("matplotlib",),
+    "serve": (*_MODELS, "starlette", "uvicorn", "pydantic", "jinja2", "prometheus_client"),
 }
 
 
@@ -31,17 +26,24 @@ def wants_traceback() -> bool:
 
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
-    """How a warning is shown: without the place in the code that gave it."""
+    """A warning without the place in the code that gave it."""
     return f"twell: warning: {message}\n"
 
 
 def explain(error: Exception) -> tuple[str, int]:
-    """What to say of an error, and the exit code. ValueError, RuntimeError and OSError are about input, others bugs."""
-    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("twell"):
-        package = error.name.partition(".")[0]
-        what = f"'twell[{_EXTRAS[package]}]'" if package in _EXTRAS else package
-        return f"twell: error: this needs another package, {package}: pip install {what}", BAD_INPUT
+    """What to print for an error, and the exit code.
+
+    A failed import names the package to install. ValueError, RuntimeError and OSError are bad input; others are bugs.
+    """
     said = str(error).strip().partition("\n")[0]
+    package = (getattr(error, "name", None) or "twell").partition(".")[0]
+    if isinstance(error, ImportError) and package != "twell":
+        extras = [extra for extra, packages in _PACKAGES.items() if package in packages]
+        extras.sort(key=lambda extra: extra not in sys.argv[1:2])  # first the one that is named as the command
+        what = f"'twell[{extras[0]}]'" if extras else package
+        if isinstance(error, ModuleNotFoundError):
+            return f"twell: error: this needs another package, {package}: pip install {what}", BAD_INPUT
+        return f"twell: error: this needs another version of {package} ({said}): pip install -U {what}", BAD_INPUT
     if isinstance(error, OSError) and error.filename is not None and error.filename2 is None:
         said = f"{error.filename}: {error.strerror}"
     if isinstance(error, ValueError | RuntimeError | OSError) and said:

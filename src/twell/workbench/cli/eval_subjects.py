@@ -1,4 +1,4 @@
-"""What ``twell eval`` scores: models one after the other, and the ways to run each."""
+"""The subjects of ``twell eval``: each model, in each way it is run, one after the other."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from typing import Any, NamedTuple
 
 from twell.workbench.cli.common import load_model
 
-_FP8_DENSE, _FP8_SPARSE = "FP8 dense", "FP8 sparse"  # modes
 
-
-class Subject(NamedTuple):
-    """A model, or one of the ways to run it."""
+class EvalSubject(NamedTuple):
+    """A model in one of the ways it is run."""
 
     label: str
     model: Any
     tokenizer: Any
-    facts: dict[str, Any]  # of its rows
-    baseline: int | None  # the subject that it is compared with
-    twin: Any = None  # the same model, dense, to compare predictions with
+    facts: dict[str, Any]  # for its rows
+    baseline: int | None  # index of the subject it is compared with
+    twin: Any = None  # the same model run densely, to compare predictions with
 
     @property
     def names(self) -> dict[str, Any]:
@@ -29,16 +27,16 @@ class Subject(NamedTuple):
 
     @property
     def sparse_layers(self) -> dict[str, int]:
-        """A fact of FP8 weights: in how many layers the sparse kernels have run."""
+        """With FP8 weights: in how many layers the sparse kernels ran."""
         from twell.nn import sparse_ffns
 
         if self.twin is None:
             return {}
-        return {"sparse_layers": sum(ffn.runs_in_parts() for _, ffn in sparse_ffns(self.model))}
+        return {"sparse_layers": sum(ffn.runs_split() for _, ffn in sparse_ffns(self.model))}
 
 
-def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -> Iterator[Subject]:
-    """One after the other, so that only one model is in memory. ``ways``: compare or fp8, in which a model is run."""
+def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -> Iterator[EvalSubject]:
+    """One after the other, so that only one model is in memory. ``ways``: compare or fp8, or None: as the model is."""
     import torch
 
     from twell.workbench.bench import timing
@@ -48,47 +46,48 @@ def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -
     environment["versions"]["transformers"] = importlib.metadata.version("transformers")
     n_subjects = 0
     for name, label in zip(models, _labels(models), strict=True):
+        if n_subjects:  # free the memory of the previous model
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
         model, tokenizer = load_model(name)
         model = model.to(device=device, dtype=dtype or model.dtype)
         if model.dtype == torch.bfloat16 and device.type == "cpu" and (problem := bf16_problem()):
             raise RuntimeError(problem)
         facts = {"model": name, "dtype": str(model.dtype).removeprefix("torch."), **environment}
-        first = None if n_subjects == 0 else 0
+        first = 0 if n_subjects else None
         if ways is None:
             n_subjects += 1
-            yield Subject(label, model, tokenizer, facts, first)
+            yield EvalSubject(label, model, tokenizer, facts, first)
         else:
-            for way in _in_ways(Subject(label, model, tokenizer, facts, first), ways, device):
+            for way in _in_ways(EvalSubject(label, model, tokenizer, facts, first), ways, device):
                 mode = way.facts["mode"]
-                baseline = first if mode == "dense" else n_subjects - 1  # the one before
+                baseline = first if mode == "dense" else n_subjects - 1  # the previous subject
                 n_subjects += 1
                 yield way._replace(label=mode if len(models) == 1 else f"{label} {mode}", baseline=baseline)
-            del way  # or its model would stay in memory while the next is loaded
+            del way  # or its model would stay in memory while the next one loads
         del model
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
-def _in_ways(subject: Subject, ways: str, device: Any) -> Iterator[Subject]:
-    """A model densely, and sparsely; or with FP8 weights densely, then sparsely."""
+def _in_ways(subject: EvalSubject, ways: str, device: Any) -> Iterator[EvalSubject]:
+    """compare: densely, then sparsely. fp8: densely, then with FP8 weights densely, then with them sparsely."""
     from twell.fp8 import Fp8Linear, why_unavailable
     from twell.hf.sparsify import desparsify_, sparsify_
     from twell.nn import sparse_ffns
     from twell.nn.quantize import quantize_
-    from twell.workbench.evaluate.fp8 import counting, plan_all_
+    from twell.workbench.evaluate.fp8_plans import counting, plan_all_
     from twell.workbench.generate import dense_twin
 
     model, name = subject.model, subject.facts["model"]
 
-    def way(mode: str, **more: Any) -> Subject:
+    def way(mode: str, **more: Any) -> EvalSubject:
         return subject._replace(facts={**subject.facts, "mode": mode, **more})
 
     report = sparsify_(model)
     if not list(sparse_ffns(model)):
         raise ValueError(f"{name} has no FFN that can run sparsely:\n{report}")
     if ways == "fp8" and any(isinstance(module, Fp8Linear) for module in model.modules()):
-        raise ValueError(f"{name} has FP8 weights already: --fp8 takes the model that it was made of, or use --compare")
+        raise ValueError(f"{name} already has FP8 weights: give --fp8 the model before quantisation, or use --compare")
     desparsify_(model)
     yield way("dense")
     sparsify_(model)
@@ -102,13 +101,13 @@ def _in_ways(subject: Subject, ways: str, device: Any) -> Iterator[Subject]:
     facts = {"fp8_layers": len(quantized.layers), "emulated": is_emulated}
     twin = dense_twin(model)
     with counting(model, twin) as fired:
-        yield way(_FP8_DENSE, **facts)._replace(model=twin)
+        yield way("FP8 dense", **facts)._replace(model=twin)
     plan_all_(model, fired)
-    yield way(_FP8_SPARSE, **facts)._replace(twin=twin)
+    yield way("FP8 sparse", **facts)._replace(twin=twin)
 
 
 def _labels(models: Sequence[str]) -> list[str]:
-    """Short names: a folder's own, or that above it where it is ``model``, as runs have it; if need be as given."""
+    """Folder names, or the parent's for a folder called ``model``; if two are the same, the names as given."""
     folders = [Path(name).resolve() if Path(name).is_dir() else Path(name) for name in models]
     short = [folder.parent.name if folder.name == "model" else folder.name for folder in folders]
     return short if len(set(short)) == len(short) else list(models)

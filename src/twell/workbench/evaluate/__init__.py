@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from twell.workbench.evaluate.agreement import Agreement, Parting, compare_predictions
-from twell.workbench.evaluate.scores import Mean, Metrics, TaskScore, average, difference, mean_of, score_task
-from twell.workbench.evaluate.tasks import TASKS, Item, Task, TaskData, find_task, read_folder, read_task
-from twell.workbench.evaluate.text import (
-    LastWordScore,
-    TextScore,
+from twell.workbench.evaluate.agreement import Agreement, compare_predictions
+from twell.workbench.evaluate.means import EvalMetrics, Mean
+from twell.workbench.evaluate.task_scores import score_task
+from twell.workbench.evaluate.tasks import TASKS, TaskData, find_task, read_folder
+from twell.workbench.evaluate.text_scores import (
     Tokens,
     read_passages,
     read_validation,
@@ -19,24 +18,14 @@ from twell.workbench.evaluate.text import (
 __all__ = [
     "TASKS",
     "Agreement",
-    "Item",
-    "LastWordScore",
+    "EvalMetrics",
     "Mean",
-    "Metrics",
-    "Parting",
-    "Task",
     "TaskData",
-    "TaskScore",
-    "TextScore",
     "Tokens",
-    "average",
     "compare_predictions",
-    "difference",
     "find_task",
-    "mean_of",
     "read_folder",
     "read_passages",
-    "read_task",
     "read_validation",
     "score_last_words",
     "score_task",

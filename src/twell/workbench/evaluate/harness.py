@@ -1,7 +1,7 @@
-"""The same tasks through lm-evaluation-harness, in this process: on local files, or on the hub's datasets.
+"""The same tasks scored by lm-evaluation-harness in this process, on local files or the hub's datasets.
 
-Each task is lm-eval's own configuration, zero-shot; for local files only its dataset is replaced. Log-likelihoods are
-taken in fp32 (lm-eval's default is the model's dtype, in which bf16 rounds them to two or three digits).
+Each task is lm-eval's own configuration, zero-shot; for local files only the dataset is replaced. Log-likelihoods are
+computed in fp32. lm-eval's default is the model's dtype; bf16 would round them to two or three digits.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from twell.workbench.evaluate.predictions import context_length, encode
-from twell.workbench.evaluate.scores import TaskScore
+from twell.workbench.evaluate.task_scores import TaskScore
 from twell.workbench.evaluate.tasks import TASKS, TaskData
 
-# Of lm-eval's folder of tasks.
-_CONFIGS = {
+_CONFIGS = {  # in lm-eval's folder of tasks
     "arc_easy": "arc/arc_easy.yaml",
     "arc_challenge": "arc/arc_challenge.yaml",
     "hellaswag": "hellaswag/hellaswag.yaml",
@@ -44,14 +43,14 @@ def version() -> str:
 
 
 def load_tasks(tasks: Sequence[TaskData | str]) -> dict[str, Any]:
-    """lm-eval's tasks by name: of local files, or of the hub's datasets where only a name is given."""
+    """lm-eval's tasks by name, on local files, or on the hub's datasets where only a name is given."""
     if not is_installed():
         raise RuntimeError("lm-eval is not installed: pip install 'twell[eval]', or --scorer own")
     with _quiet(), tempfile.TemporaryDirectory() as folder:
         importlib.import_module("datasets").disable_progress_bars()
         library: Any = importlib.import_module("lm_eval.tasks")
         root = Path(library.__file__).parent
-        manager = library.TaskManager(include_defaults=False)  # all of its thousands take seconds to read
+        manager = library.TaskManager(include_defaults=False)  # reading its thousands of tasks takes seconds
         loaded: dict[str, Any] = {}
         for task in tasks:
             name = task if isinstance(task, str) else task.task.name
@@ -62,7 +61,7 @@ def load_tasks(tasks: Sequence[TaskData | str]) -> dict[str, Any]:
             path.write_text(json.dumps(config))  # JSON is YAML
             try:
                 loaded |= manager.load([str(path)])["tasks"]
-            except Exception as error:  # of datasets, of the network, of the hub's library
+            except Exception as error:  # from datasets, the network or the hub's library
                 first_line = str(error).strip().partition("\n")[0]
                 hint = "; --data reads tasks from files" if isinstance(task, str) else ""
                 raise RuntimeError(f"lm-eval cannot load {name}: {first_line}{hint}") from error
@@ -86,7 +85,7 @@ def _local_dataset(data: TaskData, folder: Path) -> dict[str, Any]:
 def score_task(
     model: Any, tokenizer: Any, name: str, task: Any, *, batch_size: int = 32, limit: int | None = None
 ) -> TaskScore:
-    """What lm-eval finds for a task of ``load_tasks``, item by item."""
+    """Score a task of ``load_tasks`` by lm-eval."""
     with _quiet():
         lm_eval: Any = importlib.import_module("lm_eval")
         wrapped = importlib.import_module("lm_eval.models.huggingface").HFLM(
@@ -96,7 +95,7 @@ def score_task(
             max_length=context_length(model),
             softmax_dtype="float32",
         )
-        # Not simple_evaluate, which also looks at every package and at the working directory's commit.
+        # simple_evaluate would also list every installed package and the working directory's commit.
         found = lm_eval.evaluate(lm=wrapped, task_dict={name: task}, limit=limit, bootstrap_iters=0)
     samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
     metrics = ("acc", "acc_norm") if TASKS[name].is_normed else ("acc",)
@@ -108,20 +107,20 @@ def score_task(
 
 
 def check_lengths(model: Any, tokenizer: Any, data: TaskData) -> None:
-    """lm-eval cannot score a choice that is longer than the model's context; our own scorer can."""
+    """Refuse choices longer than the model's context: lm-eval cannot score them, our own scorer can."""
     context = context_length(model)
     pairs = [(i, pair) for i, item in enumerate(data.items) for pair in zip(*item[:2], strict=True)]
     for (i, _), row in zip(pairs, encode(tokenizer, [pair for _, pair in pairs]), strict=True):
         if row.n > context:
             raise ValueError(
-                f"{data.task.name}, item {i}: a choice has {row.n} tokens, the model's context {context}, "
-                "which is too short for lm-eval; use --scorer own"
+                f"{data.task.name}, item {i}: a choice has {row.n} tokens, the model's context only {context}; "
+                "lm-eval cannot score it, use --scorer own"
             )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """lm-eval's bars on terminals only, and none of its remarks."""
+    """Show lm-eval's progress bars on terminals only, and none of its log messages."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

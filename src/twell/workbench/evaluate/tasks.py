@@ -1,9 +1,9 @@
 """The paper's seven tasks: their files, their fields, and lm-eval's zero-shot prompts.
 
-A file has one JSON object a line, in the layout of the hub's dataset, of its authors' own file (ARC, OpenBookQA and
-CommonsenseQA differ), or a plain one: ``query``, ``choices``, ``gold`` for questions, ``context_options``,
-``continuation``, ``gold`` for WinoGrande, ``ctx`` with the activity in front for HellaSwag. Whatever the layout, a line
-becomes a *doc* in the hub's fields, which lm-eval can read too, and an ``Item``, which our own scorer reads.
+A file has one JSON object a line, in one of three layouts: that of the hub's dataset, that of the authors' own files
+(different for ARC, OpenBookQA and CommonsenseQA), or a plain one: ``query``, ``choices``, ``gold`` for questions,
+``context_options``, ``continuation``, ``gold`` for WinoGrande, ``ctx`` with the activity in front for HellaSwag. Each
+line becomes a *doc* with the hub's fields, which lm-eval reads, and an ``Item``, which our own scorer reads.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Fields = dict[str, Any]
 
 
 class Item(NamedTuple):
-    """A question: how likely is each continuation after its context?"""
+    """A question; the choices are the continuations."""
 
-    contexts: tuple[str, ...]  # one a choice; all the same but in WinoGrande
+    contexts: tuple[str, ...]  # one a choice; they differ only in WinoGrande
     continuations: tuple[str, ...]  # each begins with a space
     gold: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    name: str  # lm-eval's
-    to_doc: Callable[[Fields], Fields]  # a line of a file, in any layout -> the hub's fields
+    name: str  # as in lm-eval
+    to_doc: Callable[[Fields], Fields]  # a line in any layout -> the hub's fields
     to_item: Callable[[Fields], Item]  # the hub's fields -> the prompt
     is_normed: bool = True  # acc_norm is usual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskData:
-    """The items of a task, as a file has them."""
+    """The items of a task, in the order of the file."""
 
     task: Task
     path: Path
@@ -45,9 +45,7 @@ class TaskData:
     items: list[Item]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Files
-# ---------------------------------------------------------------------------------------------------------
+# -- Files ------------------------------------------------------------------------------------------------
 
 
 def find_task(name: str) -> Task:
@@ -57,9 +55,9 @@ def find_task(name: str) -> Task:
 
 
 def read_folder(folder: Path, names: Sequence[str], limit: int | None = None) -> list[TaskData]:
-    """The tasks from a folder's .jsonl files whose names begin with the task's, underscores or not."""
+    """Read each task from the folder's .jsonl file whose name begins with the task's name, underscores ignored."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder with the tasks' files")
+        raise ValueError(f"{folder} is not a folder with the tasks' files")
     return [read_task(_find_file(folder, find_task(name)), name, limit) for name in names]
 
 
@@ -74,7 +72,7 @@ def _find_file(folder: Path, task: Task) -> Path:
 
 
 def read_task(path: Path, name: str, limit: int | None = None) -> TaskData:
-    """The first ``limit`` items of a file."""
+    """Read the first ``limit`` items of a file."""
     task = find_task(name)
     if limit is not None and limit < 1:
         raise ValueError(f"the limit must be at least 1, got {limit}")
@@ -97,22 +95,20 @@ def read_task(path: Path, name: str, limit: int | None = None) -> TaskData:
 
 def read_lines(path: Path) -> Iterator[tuple[int, Fields]]:
     """(line number, JSON object) of a .jsonl file."""
-    # Not splitlines of the text: it also splits at characters that a JSON string may hold.
+    # str.splitlines would also split at characters that a JSON string may hold.
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             fields = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+        except (ValueError, RecursionError) as error:  # bad JSON or UTF-8
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(fields, dict):
-            raise ValueError(f"{path}, line {number} is no JSON object")
+            raise ValueError(f"{path}, line {number} is not a JSON object")
         yield number, fields
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Questions: ARC, OpenBookQA, CommonsenseQA
-# ---------------------------------------------------------------------------------------------------------
+# -- Questions: ARC, OpenBookQA, CommonsenseQA ------------------------------------------------------------
 
 
 def _question_doc(fields: Fields, stem: str = "question") -> Fields:
@@ -142,7 +138,7 @@ def _question_doc(fields: Fields, stem: str = "question") -> Fields:
         raise ValueError(f"{len(texts)} choices with {len(labels)} labels")
     answer = _text(fields, "answerKey").strip()
     if answer not in labels:
-        raise ValueError(f"the answer {answer!r} is none of the labels {', '.join(labels)}")
+        raise ValueError(f"the answer {answer!r} is not one of the labels {', '.join(labels)}")
     return {stem: question, "choices": {"text": texts, "label": labels}, "answerKey": answer}
 
 
@@ -163,7 +159,7 @@ def _openbookqa_item(doc: Fields) -> Item:
 
 
 def _commonsense_qa_item(doc: Fields) -> Item:
-    """The choices are in the prompt; their letters are what is scored."""
+    """The prompt lists the choices; their letters are scored."""
     texts, labels = doc["choices"]["text"], doc["choices"]["label"]
     if labels != list("ABCDE"):
         raise ValueError(f"expected the five choices A to E, got {', '.join(labels)}")
@@ -171,11 +167,9 @@ def _commonsense_qa_item(doc: Fields) -> Item:
     return _item("\n".join([f"Question: {doc['question'].strip()}", *lines, "Answer:"]), labels, _gold(doc))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# HellaSwag, PIQA, WinoGrande
-# ---------------------------------------------------------------------------------------------------------
+# -- HellaSwag, PIQA, WinoGrande --------------------------------------------------------------------------
 
-# What HellaSwag continues: a sentence just begun, as in all items from ActivityNet and none from wikiHow.
+# The unfinished sentence at the end of a context: all items from ActivityNet have one, none from wikiHow.
 _BEGUN_SENTENCE = re.compile(r"(?<=[.!?\"')]) [a-z][^.!?]*$")
 
 
@@ -200,7 +194,7 @@ def _hellaswag_item(doc: Fields) -> Item:
 
 
 def _without_marks(text: str) -> str:
-    """Without wikiHow's [title], [step] and the like."""
+    """Remove wikiHow's [title], [step] and so on."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -219,7 +213,7 @@ def _winogrande_doc(fields: Fields) -> Fields:
         if len(options) != 2:
             raise ValueError(f"expected 2 choices in 'context_options', got {len(options)}")
         answer = str(1 + _number(fields, "gold", 2))
-        # The blank at the very start: the options hold what is before it, too.
+        # The blank comes first, because the options also hold the text before it.
         return {"sentence": f"_ {after}", "option1": options[0], "option2": options[1], "answer": answer}
     doc = {name: _text(fields, name) for name in ("sentence", "option1", "option2", "answer")}
     if doc["answer"] not in ("1", "2"):
@@ -230,15 +224,13 @@ def _winogrande_doc(fields: Fields) -> Fields:
 
 
 def _winogrande_item(doc: Fields) -> Item:
-    """What follows the blank, after the sentence up to it with either option in it."""
+    """The context is the sentence up to the blank with either option in it; the rest is the continuation."""
     before, _, after = doc["sentence"].partition("_")
     contexts = (before + doc["option1"], before + doc["option2"])
     return Item(contexts, (f" {after.strip()}",) * 2, int(doc["answer"]) - 1)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Fields
-# ---------------------------------------------------------------------------------------------------------
+# -- Fields -----------------------------------------------------------------------------------------------
 
 
 def _item(context: str, choices: Sequence[str], gold: int) -> Item:
@@ -255,7 +247,7 @@ def _text(fields: Any, name: str, *, may_be_empty: bool = False) -> str:
     if value is None:
         raise ValueError(f"no field {name!r}")
     if not isinstance(value, str) or not (value.strip() or may_be_empty):
-        raise ValueError(f"field {name!r} is no text: {value!r}")
+        raise ValueError(f"field {name!r} is not text: {value!r}")
     return value
 
 
@@ -264,18 +256,18 @@ def _texts(fields: Fields, name: str) -> list[str]:
     if value is None:
         raise ValueError(f"no field {name!r}")
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"field {name!r} is no list of texts")
+        raise ValueError(f"field {name!r} is not a list of texts")
     return value
 
 
 def _number(fields: Fields, name: str, choices: int) -> int:
-    """The number of the right choice, from 0; some files have it as text."""
+    """The index of the right choice, from 0; some files have it as text."""
     value = fields.get(name)
     if value is None:
         raise ValueError(f"no field {name!r}")
     number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else -1
     if isinstance(value, bool) or not 0 <= number < choices:
-        raise ValueError(f"field {name!r} is {value!r}: expected the number of one of {choices} choices, from 0")
+        raise ValueError(f"field {name!r} is {value!r}: expected an index from 0 to {choices - 1}")
     return number
 
 

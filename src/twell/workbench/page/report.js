@@ -1,10 +1,10 @@
 "use strict";
 (() => {
-  // Everything that is shown comes from this object, as text nodes and attributes: never as markup.
+  // Everything shown comes from this object and becomes text nodes and attributes, never markup.
   const data = JSON.parse(document.getElementById("data").textContent);
-  const analysis = data.analysis,
-    layers = analysis.layers,
-    sizes = analysis.facts.hidden_sizes;
+  const { analysis } = data;
+  const { layers } = analysis;
+  const sizes = analysis.facts.hidden_sizes;
   const STEPS = 12; // colours of the ramp
 
   // ---- Elements -------------------------------------------------------------------------------------------
@@ -13,33 +13,53 @@
 
   function fill(node, attributes, children) {
     for (const [name, value] of Object.entries(attributes || {})) {
-      if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value);
+      if (known(value) && value !== false) node.setAttribute(name, value);
     }
-    node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+    node.append(...children.flat().filter(known));
     return node;
   }
   const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
   const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
-  function text(x, y, value, attributes) {
-    return s("text", { x, y, ...attributes }, String(value));
-  }
+  const text = (x, y, value, className, anchor) =>
+    s("text", { x, y, class: className, "text-anchor": anchor }, String(value));
+  const centred = (x, y, value, className) => text(x, y, value, className, "middle");
+  const rightAligned = (x, y, value, className) => text(x, y, value, className, "end");
   const line = (x1, y1, x2, y2, className) => s("line", { x1, y1, x2, y2, class: className });
   const rect = (x, y, width, height, className) =>
     s("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), class: className });
   const circle = (cx, cy, r, className) => s("circle", { cx, cy, r, class: className });
+  const curve = (points, className) => s("path", { d: path(points), class: className });
+  const canvas = (width, height, label) =>
+    s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": label });
 
-  function canvas(width, height, label) {
-    return s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": label });
+  function path(points) {
+    // a gap where a value is missing
+    let d = "";
+    let pen = false;
+    for (const [x, y] of points) {
+      const drawn = known(y) && Number.isFinite(y);
+      if (drawn) d += `${pen ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
+      pen = drawn;
+    }
+    return d;
   }
 
-  // ---- Numbers and scales ---------------------------------------------------------------------------------
+  // ---- Numbers --------------------------------------------------------------------------------------------
 
   const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
   const grouped = (value) => whole.format(value);
   const percent = (share, digits) => `${(100 * share).toFixed(digits ?? (share > 0 && share < 0.1 ? 1 : 0))}\u00a0%`;
   const times = (value) => `${value.toFixed(2)}x`;
-  const known = (value) => value !== null && value !== undefined;
+  const sum = (values) => values.reduce((total, value) => total + value, 0);
+  const extreme = (values, better) => values.reduce((best, value, i) => (better(value, values[best]) ? i : best), 0);
+  const most = (values) => extreme(values, (a, b) => a > b);
+  const least = (values) => extreme(values, (a, b) => a < b);
+
+  function known(value) {
+    return value !== null && value !== undefined;
+  }
+  const ifKnown = (value, then, otherwise = "–") => (known(value) ? then(value) : otherwise);
 
   function short(value) {
     // about three digits, never an exponent
@@ -50,8 +70,9 @@
     if (size >= 1) return value.toFixed(2);
     return size < 1e-6 ? "0" : String(Number(value.toPrecision(2)));
   }
+  const plain = (value) => (Math.abs(value) >= 1000 ? grouped(value) : String(Number(value.toPrecision(4))));
 
-  const plain = (value) => (Math.abs(value) >= 1000 ? grouped(value) : String(Number(value.toPrecision(4)))); // of an axis
+  // ---- Scales and axes ------------------------------------------------------------------------------------
 
   function linear(low, high, from, to) {
     const span = high - low || 1;
@@ -62,8 +83,8 @@
     return (value) => scale(Math.log(value));
   }
   function ticks(low, high, wanted) {
-    const rough = (high - low) / wanted || 1,
-      power = 10 ** Math.floor(Math.log10(rough));
+    const rough = (high - low) / wanted || 1;
+    const power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 5, 10].map((m) => m * power).find((candidate) => candidate >= rough * 0.7);
     const found = [];
     for (let k = Math.ceil(low / step - 1e-9); k * step <= high * (1 + 1e-9); k++)
@@ -72,8 +93,9 @@
   }
   function decades(low, high, wanted) {
     // ticks of a logarithmic axis
+    let found = [];
     for (const multiples of [[1, 2, 5], [1, 3], [1]]) {
-      const found = [];
+      found = [];
       for (let e = Math.floor(Math.log10(low)) - 1; e <= Math.ceil(Math.log10(high)); e++) {
         for (const m of multiples) {
           const value = Number((m * 10 ** e).toPrecision(3));
@@ -81,29 +103,41 @@
         }
       }
       if (found.length <= wanted && found.length > 1) return found;
-      if (multiples.length === 1) {
-        const stride = Math.max(1, Math.ceil(found.length / wanted));
-        return found.length ? found.filter((_, i) => i % stride === 0) : [low, high];
-      }
     }
-    return [];
+    const stride = Math.max(1, Math.ceil(found.length / wanted));
+    return found.length ? found.filter((_, i) => i % stride === 0) : [low, high];
   }
-  function path(points) {
-    // gaps where a value is missing
-    let d = "",
-      pen = false;
-    for (const [x, y] of points) {
-      if (!known(y) || !Number.isFinite(y)) {
-        pen = false;
-        continue;
-      }
-      d += `${pen ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
-      pen = true;
+  function yAxis(svg, scale, values, left, right, format = plain) {
+    for (const value of values) {
+      const y = scale(value);
+      svg.append(line(left, y, right, y, "grid"), rightAligned(left - 8, y + 4, format(value)));
     }
-    return d;
+  }
+  function xAxis(svg, scale, values, bottom, caption, { top = null, format = grouped } = {}) {
+    // lines up to ``top``, or short ticks; the caption below the middle of the svg's plot
+    for (const value of values) {
+      const x = scale(value);
+      const mark = known(top) ? line(x, top, x, bottom, "grid") : line(x, bottom, x, bottom + 4, "axis");
+      svg.append(mark, centred(x, bottom + 18, format(value)));
+    }
+    svg.append(centred(caption.x, bottom + 36, caption.text));
+  }
+  function spreadOut(wanted, gap, low, high) {
+    // places for labels so that they do not touch
+    const order = wanted.map((_, i) => i).sort((a, b) => wanted[a] - wanted[b]);
+    const placed = [...wanted];
+    order.forEach((i, k) => {
+      placed[i] = Math.max(wanted[i], k ? placed[order[k - 1]] + gap : low);
+    });
+    let limit = high;
+    for (const i of [...order].reverse()) {
+      placed[i] = Math.min(placed[i], limit);
+      limit = placed[i] - gap;
+    }
+    return placed;
   }
   const shade = (t) => `r${Math.min(STEPS - 1, Math.max(0, Math.floor(t * STEPS)))}`;
-  const layerShade = (i) => shade(0.34 + (0.62 * i) / Math.max(1, layers.length - 1)); // readable on the page
+  const layerShade = (i) => shade(0.34 + (0.62 * i) / Math.max(1, layers.length - 1)); // dark enough for the page
 
   // ---- Tokens as text -------------------------------------------------------------------------------------
 
@@ -114,97 +148,82 @@
   const unhidden = (token) => token.replace(HIDDEN, picture);
 
   function visible(token) {
-    // what a reader can see of a token by itself
+    // a token by itself, white space as signs
     if (token === "") return "∅";
     return /^\s+$/u.test(token) ? unhidden(token.replace(/ /g, "␣")) : unhidden(token);
   }
   function tokenNode(token) {
-    // for tables: the space before a word shows
-    const shown = visible(token),
-      spaces = /^ +/.exec(shown);
+    // for tables: the space before a word is shown
+    const shown = visible(token);
+    const spaces = /^ +/.exec(shown);
     if (!spaces) return h("span", { class: "tok" }, h("bdi", null, shown));
-    return h(
-      "span",
-      { class: "tok" },
-      h("i", null, "␣".repeat(spaces[0].length)),
-      h("bdi", null, shown.slice(spaces[0].length)),
-    );
+    const n = spaces[0].length;
+    return h("span", { class: "tok" }, h("i", null, "␣".repeat(n)), h("bdi", null, shown.slice(n)));
   }
 
-  // ---- What is pointed at ---------------------------------------------------------------------------------
+  // ---- Tooltips and keys ----------------------------------------------------------------------------------
 
   const tip = document.getElementById("tip");
+  let owner = null; // the focused mark that the tooltip explains, if any
 
-  let owner = null; // the focused mark that it is of, if any
-
-  function showTip(message, x, y, of) {
-    owner = of || null;
+  function showTip(message, x, y, mark = null) {
+    owner = mark;
     tip.textContent = message;
     tip.hidden = false;
     const { width, height } = tip.getBoundingClientRect();
     tip.style.left = `${Math.max(8, Math.min(x + 12, document.documentElement.clientWidth - width - 8))}px`;
     tip.style.top = `${y - height - 12 < 8 ? y + 18 : y - height - 12}px`;
   }
-  const hideTip = () => {
+  function hideTip() {
     tip.hidden = true;
-  };
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") hideTip();
-  });
-  window.addEventListener(
-    "scroll",
-    () => {
-      if (owner && owner === document.activeElement && !tip.hidden)
-        besideFocus(owner, tip.textContent); // focus may scroll
-      else hideTip();
-    },
-    { passive: true },
-  );
-
-  function besideFocus(node, message) {
+  }
+  function tipBeside(node, message) {
     const box = node.getBoundingClientRect();
     showTip(message, box.left + box.width / 2, box.top, node);
   }
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") hideTip();
+  });
+  const followScroll = () => {
+    if (owner && owner === document.activeElement && !tip.hidden) tipBeside(owner, tip.textContent); // focus may scroll
+    else hideTip();
+  };
+  window.addEventListener("scroll", followScroll, { passive: true });
 
-  function explained(node, message) {
-    // a mark with a tooltip, which is also its name
-    fill(node, { role: "img", "aria-label": message.replace(/\n/g, ", ") }, []);
+  function mark(message, ...children) {
+    // a part of a chart with a tooltip, which is also its accessible name
+    const node = s("g", { class: "mark", role: "img", "aria-label": message.replace(/\n/g, ", ") }, ...children);
     node.addEventListener("pointermove", (event) => showTip(message, event.clientX, event.clientY));
     node.addEventListener("pointerleave", hideTip);
-    node.addEventListener("focus", () => besideFocus(node, message));
+    node.addEventListener("focus", () => tipBeside(node, message));
     node.addEventListener("blur", hideTip);
     return node;
   }
-
-  function roving(nodes, perRow) {
+  function roving(nodes) {
     // one stop of the Tab key; arrows move on
+    const select = (chosen) => nodes.forEach((node) => node.setAttribute("tabindex", node === chosen ? 0 : -1));
+    select(nodes[0]);
     nodes.forEach((node, i) => {
-      node.setAttribute("tabindex", i === 0 ? 0 : -1);
-      node.addEventListener("focus", () =>
-        nodes.forEach((other) => other.setAttribute("tabindex", other === node ? 0 : -1)),
-      );
+      node.addEventListener("focus", () => select(node));
       node.addEventListener("keydown", (event) => {
-        const moves = {
-          ArrowRight: i + 1,
-          ArrowDown: i + (perRow || 1),
-          ArrowLeft: i - 1,
-          ArrowUp: i - (perRow || 1),
-          Home: 0,
-          End: nodes.length - 1,
-        };
+        const [to, back] = [i + 1, i - 1];
+        const moves = { ArrowRight: to, ArrowDown: to, ArrowLeft: back, ArrowUp: back, Home: 0, End: nodes.length };
         if (!(event.key in moves) || event.altKey || event.ctrlKey || event.metaKey) return;
         event.preventDefault();
         nodes[Math.min(nodes.length - 1, Math.max(0, moves[event.key]))].focus();
       });
     });
   }
+  function withMarks(svg, marks) {
+    svg.append(...marks);
+    roving(marks);
+    return svg;
+  }
 
   // ---- Building blocks ------------------------------------------------------------------------------------
 
-  const place = (name) => document.querySelector(`[data-figure="${name}"]`);
-
-  function chart(parent, draw) {
-    // drawn for the width there is, and again when that changes
+  function chart(parent, name, draw) {
+    // drawn for the width there is, and again when that changes; with a name, the reader can save it
     const holder = h("div", { class: "chart" });
     parent.append(holder);
     let drawn = 0;
@@ -217,192 +236,156 @@
     };
     update();
     new ResizeObserver(update).observe(holder);
-    return {
-      redraw() {
-        if (drawn) holder.replaceChildren(draw(drawn));
-      },
-      holder,
+    if (name) {
+      const save = h("button", { type: "button", class: "save", "aria-label": `Save ${name}.svg` }, "Save SVG");
+      save.addEventListener("click", () => saveSvg(holder, name));
+      (holder.closest(".scroll") || holder).after(save);
+    }
+    const redraw = () => {
+      if (drawn) holder.replaceChildren(draw(drawn));
     };
+    return { holder, redraw };
   }
 
-  function table(headers, rows, caption) {
-    // a header that starts with # is of numbers
-    const numeric = headers.map((header) => header.startsWith("#"));
-    const cell = (value, i) =>
-      h(i === 0 ? "th" : "td", { scope: i === 0 ? "row" : null, class: numeric[i] ? "n" : null }, value);
-    return h(
-      "div",
-      { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-      h(
-        "table",
-        null,
-        h(
-          "thead",
-          null,
-          h(
-            "tr",
-            null,
-            headers.map((header, i) =>
-              h("th", { scope: "col", class: numeric[i] ? "n" : null }, header.replace("#", "")),
-            ),
-          ),
-        ),
-        h(
-          "tbody",
-          null,
-          rows.map((row) => h("tr", null, row.map(cell))),
-        ),
-      ),
-    );
+  const PAINT = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linejoin", "stroke-linecap", "opacity"];
+  const FONT = ["font-family", "font-size", "font-weight", "paint-order"];
+
+  function saveSvg(holder, name) {
+    // a copy of the chart with its keys below and the page's colours as attributes: files do not see the page's style
+    const figure = holder.closest(".matrix, .figure");
+    const copy = holder.firstChild.cloneNode(true);
+    copy.querySelectorAll(".cover, .hit, .hit-area").forEach((node) => node.remove());
+    holder.append(copy); // styles and sizes are computed in the page
+    let x = 0;
+    const y = copy.height.baseVal.value + 10;
+    for (const sign of figure.querySelectorAll(":scope > .key svg, :scope > .ramp svg")) {
+      const width = sign.width.baseVal.value;
+      const label = text(x + width + 8, y + 10, sign.parentNode.lastChild.textContent);
+      copy.append(fill(sign.cloneNode(true), { x, y }, []), label);
+      x += width + 28 + label.getBBox().width;
+    }
+    const box = copy.getBBox();
+    for (const node of copy.querySelectorAll("*")) {
+      const style = getComputedStyle(node);
+      const properties = node.tagName === "text" ? [...PAINT, ...FONT] : PAINT;
+      for (const property of properties) node.setAttribute(property, style.getPropertyValue(property));
+    }
+    const [left, top, width, height] = [box.x - 12, box.y - 12, box.width + 24, box.height + 24].map(Math.round);
+    const paper = getComputedStyle(document.body).backgroundColor;
+    copy.prepend(s("rect", { x: left, y: top, width, height, fill: paper }));
+    fill(copy, { xmlns: SVG, width, height, viewBox: `${left} ${top} ${width} ${height}` }, []);
+    copy.remove();
+    const url = URL.createObjectURL(new Blob([new XMLSerializer().serializeToString(copy)], { type: "image/svg+xml" }));
+    h("a", { href: url, download: `${name}.svg` }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 60000);
   }
+
+  function table(headers, rows) {
+    // a header that starts with # is of numbers
+    const number = (i) => (headers[i].startsWith("#") ? "n" : null);
+    const head = headers.map((header, i) => h("th", { scope: "col", class: number(i) }, header.replace("#", "")));
+    const cell = (value, i) =>
+      i === 0 ? h("th", { scope: "row", class: number(i) }, value) : h("td", { class: number(i) }, value);
+    const body = rows.map((row) => h("tr", null, row.map(cell)));
+    return h("table", null, h("thead", null, h("tr", null, head)), h("tbody", null, body));
+  }
+  const wideTable = (headers, rows, caption) =>
+    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption }, table(headers, rows));
+  const folded = (summary, ...children) => h("details", null, h("summary", null, summary), ...children);
+
   function asTable(parent, headers, rows, caption) {
-    parent.append(h("details", null, h("summary", null, "These numbers as a table"), table(headers, rows, caption)));
+    parent.append(folded("These numbers as a table", wideTable(headers, rows, caption)));
   }
   function key(parent, entries) {
-    parent.append(
-      h(
-        "ul",
-        { class: "key", "aria-hidden": "true" },
-        entries.map(([draw, label]) => {
-          const sign = s("svg", { width: 22, height: 12 });
-          sign.append(...draw());
-          return h("li", null, sign, label);
-        }),
-      ),
-    );
+    const sign = (marks) => s("svg", { width: 22, height: 12 }, ...marks);
+    const items = entries.map(([label, ...marks]) => h("li", null, sign(marks), label));
+    parent.append(h("ul", { class: "key", "aria-hidden": "true" }, items));
   }
-  const finding = (parent, message) => parent.append(h("p", { class: "finding" }, message));
+  const paragraph = (parent, className, ...children) => parent.append(h("p", { class: className }, ...children));
 
-  function chooser(label, options, chosen, onChange) {
-    const select = h(
-      "select",
-      null,
-      options.map(([value, name]) => h("option", { value }, name)),
-    );
-    select.value = chosen;
+  function chooser(label, options, onChange) {
+    const items = options.map(([value, name]) => h("option", { value }, name));
+    const select = h("select", null, items);
     select.addEventListener("change", () => onChange(select.value));
     return h("p", { class: "choose" }, h("label", null, `${label} `, select));
   }
-  function yAxis(svg, scale, values, left, right, format) {
-    for (const value of values) {
-      svg.append(
-        line(left, scale(value), right, scale(value), "grid"),
-        text(left - 8, scale(value) + 4, (format || plain)(value), { "text-anchor": "end" }),
-      );
-    }
-  }
-  function spreadOut(wanted, gap, low, high) {
-    // places of labels that do not touch
-    const order = wanted.map((y, i) => i).sort((a, b) => wanted[a] - wanted[b]),
-      placed = [...wanted];
-    order.forEach((i, k) => {
-      placed[i] = Math.max(wanted[i], k ? placed[order[k - 1]] + gap : low);
+
+  function layerRows(root, name, { label, caption, high, rightOf, tall, format, draw, message }) {
+    // a chart with a row for each layer
+    chart(root, name, (width) => {
+      const row = layers.length > 20 ? tall - 6 : tall;
+      const [left, right, top] = [30, width - rightOf(width), 6];
+      const bottom = top + row * layers.length;
+      const x = linear(0, high, left, right);
+      const svg = canvas(width, bottom + 40, label);
+      const values = ticks(0, high, width > 520 ? 8 : 4);
+      xAxis(svg, x, values, bottom, { x: (left + right) / 2, text: caption }, { top, format });
+      const rows = layers.map((layer, i) => {
+        const y = top + i * row;
+        const middle = y + row / 2;
+        const parts = draw(layer, i, x, middle, row, width);
+        const cover = rect(0, y, width, row, "cover");
+        return mark(message(layer, i), rightAligned(left - 8, middle + 4, i), parts, cover);
+      });
+      return withMarks(svg, rows);
     });
-    let limit = high;
-    for (const i of [...order].reverse()) {
-      placed[i] = Math.min(placed[i], limit);
-      limit = placed[i] - gap;
-    }
-    return placed;
   }
-  const extreme = (values, better) => values.reduce((best, value, i) => (better(value, values[best]) ? i : best), 0);
-  const most = (values) => extreme(values, (a, b) => a > b);
-  const least = (values) => extreme(values, (a, b) => a < b);
 
   // ---- Layers ---------------------------------------------------------------------------------------------
 
   function drawLayers(root) {
-    const means = layers.map((layer) => layer.mean),
-      top = most(means),
-      low = least(means);
+    const means = layers.map((layer) => layer.mean);
+    const [top, low] = [most(means), least(means)];
     if (layers.length > 1) {
-      finding(
-        root,
-        `Layer ${top} wakes most, ${short(means[top])} of ${grouped(sizes[top])} neurons; layer ${low} fewest, ${short(means[low])}.`,
-      );
+      const highest = `Layer ${top} has the most active neurons, ${short(means[top])} of ${grouped(sizes[top])}`;
+      paragraph(root, "finding", `${highest}; layer ${low} has the fewest, ${short(means[low])}.`);
     }
     key(root, [
-      [() => [rect(0, 1, 20, 10, "bar-fill")], "mean"],
-      [() => [line(10, 0, 10, 12, "tick")], "median"],
-      [() => [line(0, 6, 12, 6, "stem"), circle(15, 6, 4, "ring")], "99th percentile"],
+      ["mean", rect(0, 1, 20, 10, "bar-fill")],
+      ["median", line(10, 0, 10, 12, "tick")],
+      ["99th percentile", line(0, 6, 12, 6, "stem"), circle(15, 6, 4, "ring")],
     ]);
-    chart(root, (width) => {
-      const wide = width > 520,
-        left = 30,
-        right = wide ? 130 : 54,
-        row = layers.length > 20 ? 20 : 26,
-        head = 6;
-      const high = Math.max(1, ...layers.map((layer) => Math.max(layer.p99, layer.mean)));
-      const x = linear(0, high, left, width - right),
-        bottom = head + row * layers.length;
-      const svg = canvas(
-        width,
-        bottom + 38,
-        `Active neurons of ${layers.length} layers: mean, median and 99th percentile`,
-      );
-      for (const value of ticks(0, high, wide ? 8 : 4)) {
-        svg.append(
-          line(x(value), head, x(value), bottom, "grid"),
-          text(x(value), bottom + 16, grouped(value), { "text-anchor": "middle" }),
-        );
-      }
-      svg.append(text((left + width - right) / 2, bottom + 34, "active neurons a token", { "text-anchor": "middle" }));
-      const marks = layers.map((layer, i) => {
-        const y = head + i * row,
-          middle = y + row / 2,
-          bar = Math.min(14, row - 6);
-        return explained(
-          s(
-            "g",
-            { class: "mark" },
-            text(left - 8, middle + 4, i, { "text-anchor": "end" }),
-            line(x(layer.mean), middle, x(layer.p99), middle, "stem"),
-            rect(x(0), middle - bar / 2, x(layer.mean) - x(0), bar, "bar-fill"),
-            line(x(layer.p50), middle - bar / 2 - 2, x(layer.p50), middle + bar / 2 + 2, "tick"),
-            circle(x(layer.p99), middle, 4.5, "ring"),
-            text(width - (wide ? 62 : 0), middle + 4, short(layer.mean), { "text-anchor": "end", class: "value" }),
-            wide ? text(width, middle + 4, percent(layer.mean / sizes[i], 1), { "text-anchor": "end" }) : null,
-            rect(0, y, width, row, "cover"),
-          ),
-          `Layer ${i} (${layer.name})\nmean ${short(layer.mean)} of ${grouped(sizes[i])}, ${percent(layer.mean / sizes[i])}\nmedian ${short(layer.p50)}, 90th percentile ${short(layer.p90)}, 99th ${short(layer.p99)}, most ${grouped(layer.max)}\nsilent on this text: ${percent(layer.silent)} of the neurons`,
-        );
-      });
-      svg.append(...marks);
-      roving(marks);
-      return svg;
+    layerRows(root, "layers", {
+      label: `Active neurons of ${layers.length} layers: mean, median and 99th percentile`,
+      caption: "active neurons a token",
+      high: Math.max(1, ...layers.map((layer) => Math.max(layer.p99, layer.mean))),
+      rightOf: (width) => (width > 520 ? 130 : 54),
+      tall: 26,
+      format: grouped,
+      draw(layer, i, x, middle, row, width) {
+        const bar = Math.min(14, row - 6);
+        const wide = width > 520;
+        return [
+          line(x(layer.mean), middle, x(layer.p99), middle, "stem"),
+          rect(x(0), middle - bar / 2, x(layer.mean) - x(0), bar, "bar-fill"),
+          line(x(layer.p50), middle - bar / 2 - 2, x(layer.p50), middle + bar / 2 + 2, "tick"),
+          circle(x(layer.p99), middle, 4.5, "ring"),
+          rightAligned(width - (wide ? 62 : 0), middle + 4, short(layer.mean), "value"),
+          wide ? rightAligned(width, middle + 4, percent(layer.mean / sizes[i], 1)) : null,
+        ];
+      },
+      message: (layer, i) =>
+        `Layer ${i} (${layer.name})\n` +
+        `mean ${short(layer.mean)} of ${grouped(sizes[i])}, ${percent(layer.mean / sizes[i])}\n` +
+        `median ${short(layer.p50)}, 90th percentile ${short(layer.p90)}, 99th ${short(layer.p99)}, ` +
+        `most ${grouped(layer.max)}\n` +
+        `silent on this text: ${percent(layer.silent)} of the neurons`,
     });
+    const before = ({ silent, tokens, source }) => `${percent(silent)} in ${grouped(tokens)} tokens (${source})`;
     const counted = layers.some((layer) => layer.counted);
     asTable(
       root,
-      [
-        "layer",
-        "name",
-        "#neurons",
-        "#mean",
-        "#median",
-        "#p90",
-        "#p99",
-        "#most",
-        "#silent",
-        ...(counted ? ["silent before"] : []),
-      ],
+      ["layer", "name", "#neurons", "#mean", "#median", "#p90", "#p99", "#most", "#silent"].concat(
+        counted ? ["silent before"] : [],
+      ),
       layers.map((layer, i) => [
         String(i),
         layer.name,
         grouped(sizes[i]),
-        short(layer.mean),
-        short(layer.p50),
-        short(layer.p90),
-        short(layer.p99),
+        ...[layer.mean, layer.p50, layer.p90, layer.p99].map(short),
         grouped(layer.max),
         percent(layer.silent),
-        ...(counted
-          ? [
-              layer.counted
-                ? `${percent(layer.counted.silent)} in ${grouped(layer.counted.tokens)} tokens (${layer.counted.source})`
-                : "–",
-            ]
-          : []),
+        ...(counted ? [ifKnown(layer.counted, before)] : []),
       ]),
       "Active neurons by layer",
     );
@@ -411,122 +394,87 @@
   // ---- Positions ------------------------------------------------------------------------------------------
 
   function drawPositions(root) {
-    const buckets = analysis.positions,
-      last = buckets.length - 1;
-    const total = (k) => layers.reduce((sum, layer) => sum + layer.by_position[k], 0);
+    const buckets = analysis.positions;
+    const last = buckets.length - 1;
+    const total = (k) => sum(layers.map((layer) => layer.by_position[k]));
     const ratio = total(last) ? total(0) / total(last) : 1;
-    finding(
-      root,
-      ratio > 1.1
-        ? `The first token of a sequence wakes ${ratio.toFixed(1)} times as many neurons as the last ones.`
-        : ratio < 0.9
-          ? `The first token of a sequence wakes fewer neurons than the last ones: ${percent(ratio)} as many.`
-          : "The position makes little difference.",
-    );
-    let chosen = null,
-      pointed = null,
-      shown = null;
-    const chips = layers.map((layer, i) => {
-      const chip = h(
-        "button",
-        { type: "button", "aria-pressed": "false", "aria-label": `Layer ${i}`, class: layerShade(i) },
-        String(i),
-      );
-      chip.style.setProperty("--line", "var(--cell)");
-      chip.addEventListener("click", () => {
+    const all = layers.flatMap((layer) => layer.by_position);
+    const [high, low] = [Math.max(...all) || 1, Math.min(...all)];
+    const log = low > 0 && high / low > 8;
+    let found = "The position makes little difference.";
+    const amount = ratio > 1.1 ? `${ratio.toFixed(1)} times` : percent(ratio);
+    if (ratio > 1.1 || ratio < 0.9)
+      found = `The first token of a sequence wakes ${amount} as many neurons as the last.`;
+    paragraph(root, "finding", found);
+
+    let chosen = null;
+    let pointed = null;
+    let show = null; // of the chart drawn last
+    const update = () => {
+      chips.forEach((chip, k) => chip.setAttribute("aria-pressed", String(k === chosen)));
+      if (show) show(pointed ?? chosen);
+    };
+    function selects(node, i, enter, leave) {
+      const point = (at) => () => {
+        pointed = at;
+        update();
+      };
+      enter.forEach((event) => node.addEventListener(event, point(i)));
+      leave.forEach((event) => node.addEventListener(event, point(null)));
+      node.addEventListener("click", () => {
         chosen = chosen === i ? null : i;
         update();
       });
-      chip.addEventListener("pointerenter", () => point(i));
-      chip.addEventListener("pointerleave", () => point(null));
-      chip.addEventListener("focus", () => point(i));
-      chip.addEventListener("blur", () => point(null));
-      return chip;
+      return node;
+    }
+    const chips = layers.map((_, i) => {
+      const attributes = { type: "button", "aria-pressed": "false", "aria-label": `Layer ${i}`, class: layerShade(i) };
+      return selects(h("button", attributes, String(i)), i, ["pointerenter", "focus"], ["pointerleave", "blur"]);
     });
-    function point(i) {
-      pointed = i;
-      update();
-    }
-    function update() {
-      const i = pointed ?? chosen;
-      chips.forEach((chip, k) => chip.setAttribute("aria-pressed", String(k === chosen)));
-      if (shown) shown(i);
-    }
     root.append(h("div", { class: "choose", role: "group", "aria-label": "Layers" }, h("span", null, "Layer"), chips));
-    chart(root, (width) => {
-      const left = 44,
-        right = 30,
-        top = 16,
-        height = width > 520 ? 320 : 270,
-        bottom = height - 44;
-      const all = layers.flatMap((layer) => layer.by_position),
-        high = Math.max(...all) || 1,
-        low = Math.min(...all);
-      const log = low > 0 && high / low > 8;
+
+    chart(root, "positions", (width) => {
+      const height = width > 520 ? 320 : 270;
+      const [left, right, top, bottom] = [44, width - 30, 16, height - 42];
       const y = log ? logarithmic(low * 0.85, high * 1.15, bottom, top) : linear(0, high * 1.05, bottom, top);
-      const x = (k) => left + ((width - left - right) * k) / Math.max(1, last);
+      const x = (k) => left + ((right - left) * k) / Math.max(1, last);
       const svg = canvas(width, height, `Mean active neurons by position, a line for each of ${layers.length} layers`);
-      yAxis(svg, y, log ? decades(low * 0.85, high * 1.15, 7) : ticks(0, high * 1.05, 6), left, width - right);
+      yAxis(svg, y, log ? decades(low * 0.85, high * 1.15, 7) : ticks(0, high * 1.05, 6), left, right);
       const stride = Math.ceil(26 / Math.max(1, x(1) - x(0))); // of labels, where room is scarce
-      buckets.forEach((bucket, k) =>
-        svg.append(
-          line(x(k), bottom, x(k), bottom + 4, "axis"),
-          text(x(k), bottom + 18, k % stride ? "" : grouped(bucket.first), { "text-anchor": "middle" }),
-        ),
-      );
-      svg.append(
-        text((left + width - right) / 2, height - 6, "position in the sequence, from", { "text-anchor": "middle" }),
-      );
+      const caption = { x: (left + right) / 2, text: "position in the sequence, from" };
+      const label = (k) => (k % stride ? "" : grouped(buckets[k].first));
+      xAxis(svg, x, buckets.map((_, k) => k), bottom, caption, { format: label });
       svg.append(text(left - 36, top - 6, log ? "active neurons, log scale" : "active neurons"));
-      const ends = spreadOut(
-        layers.map((layer) => y(layer.by_position[last])),
-        13,
-        top,
-        bottom,
-      );
-      const group = s("g", null),
-        labels = s("g", { "aria-hidden": "true" });
+      const ends = spreadOut(layers.map((layer) => y(layer.by_position[last])), 13, top, bottom);
       const series = layers.map((layer, i) => {
-        const points = layer.by_position.map((value, k) => [x(k), y(value)]),
-          hit = s("path", { d: path(points), class: "hit" });
-        hit.addEventListener("pointerenter", () => point(i));
-        hit.addEventListener("pointerleave", () => point(null));
-        hit.addEventListener("click", () => {
-          chosen = chosen === i ? null : i;
-          update();
-        });
+        const points = layer.by_position.map((value, k) => [x(k), y(value)]);
         return s(
           "g",
           { class: `series tinted ${layerShade(i)}`, "data-layer": i },
-          s("path", { d: path(points), class: "line" }),
+          curve(points, "line"),
           points.map(([px, py]) => circle(px, py, 2.5, "dot")),
-          layers.length <= 20 ? text(width - right + 8, ends[i] + 4, i) : null,
-          hit,
+          layers.length <= 20 ? text(right + 8, ends[i] + 4, i) : null,
+          selects(curve(points, "hit"), i, ["pointerenter"], ["pointerleave"]),
         );
       });
-      group.append(...series);
+      const group = s("g", null, series);
+      const labels = s("g", { "aria-hidden": "true" });
       svg.append(group, labels);
-      shown = (i) => {
+      show = (i) => {
         group.classList.toggle("dimmed", i !== null);
         series.forEach((node, k) => node.classList.toggle("chosen", k === i));
-        labels.replaceChildren(
-          ...(i === null
-            ? []
-            : layers[i].by_position.map((value, k) =>
-                text(x(k), y(value) - 9, short(value), { "text-anchor": k ? "middle" : "start", class: "on" }),
-              )),
-        );
+        const values = i === null ? [] : layers[i].by_position;
+        const labelled = (value, k) => text(x(k), y(value) - 9, short(value), "on", k ? "middle" : "start");
+        labels.replaceChildren(...values.map(labelled));
       };
-      shown(pointed ?? chosen);
+      show(pointed ?? chosen);
       return svg;
     });
+    const range = ({ first, last: end }) => (first === end ? grouped(first) : `${grouped(first)} to ${grouped(end)}`);
     asTable(
       root,
       ["positions", ...layers.map((_, i) => `#layer ${i}`)],
-      buckets.map((bucket, k) => [
-        bucket.first === bucket.last ? grouped(bucket.first) : `${grouped(bucket.first)} to ${grouped(bucket.last)}`,
-        ...layers.map((layer) => short(layer.by_position[k])),
-      ]),
+      buckets.map((bucket, k) => [range(bucket), ...layers.map((layer) => short(layer.by_position[k]))]),
       "Mean active neurons by position and layer",
     );
   }
@@ -534,65 +482,35 @@
   // ---- The text -------------------------------------------------------------------------------------------
 
   function drawText(root) {
-    const { tokens, active, start, sequence } = analysis.sample,
-      count = tokens.length;
-    const totals = tokens.map((_, t) => active.reduce((sum, row) => sum + row[t], 0));
-    let by = "all",
-      chosen = most(totals);
-    const legend = h("div", { class: "ramp" });
-    const passage = h("p", {
-      class: "passage",
-      role: "group",
-      "aria-label": "Sample text, coloured by active neurons",
-    });
+    const { tokens, active, start, sequence } = analysis.sample;
+    const count = tokens.length;
+    const totals = tokens.map((_, t) => sum(active.map((counts) => counts[t])));
+    const highest = Math.max(1, ...active.flat());
+    let chosen = most(totals);
+
     const spans = tokens.map((token, t) => {
-      const shown = visible(token),
-        unseen = /^\s*$/u.test(token);
-      const span = h("span", { "data-token": t, role: "img" }, unseen ? shown : unhidden(token));
-      span.classList.toggle("unseen", unseen);
-      span.setAttribute("aria-label", `${shown}: ${grouped(totals[t])} neurons`);
-      span.addEventListener("pointerenter", () => choose(t));
-      span.addEventListener("pointerdown", () => choose(t));
-      span.addEventListener("focus", () => choose(t));
+      const shown = visible(token);
+      const blank = /^\s*$/u.test(token);
+      const label = `${shown}: ${grouped(totals[t])} neurons`;
+      const span = h("span", { "data-token": t, role: "img", "aria-label": label }, blank ? shown : unhidden(token));
+      span.classList.toggle("unseen", blank);
+      for (const event of ["pointerenter", "pointerdown", "focus"]) span.addEventListener(event, () => choose(t));
       return span;
     });
+    const described = "Sample text, coloured by active neurons";
+    const passage = h("p", { class: "passage", role: "group", "aria-label": described });
     spans.forEach((span, t) => {
       passage.append(span);
-      if (tokens[t].includes("\n") && !/^\s*\n/u.test(tokens[t + 1] || "")) passage.append("\n"); // blank lines would only take room
+      if (tokens[t].includes("\n") && !/^\s*\n/u.test(tokens[t + 1] || "")) passage.append("\n"); // no blank lines
     });
     roving(spans);
 
-    const name = h("p", { class: "token" }),
-      sum = h("p", { class: "sum" }),
-      bars = h("div", { class: "bars" });
-    const detail = h("div", { class: "detail", "data-detail": "", "aria-live": "polite" }, name, sum, bars);
-    const highest = Math.max(1, ...active.flat());
-
-    function drawBars(width) {
-      const row = layers.length > 16 ? 13 : 18,
-        left = 26,
-        right = 38;
-      const x = linear(0, Math.max(1, ...active.map((counts) => counts[chosen])), left, width - right);
-      const svg = canvas(width, row * layers.length + 2, "Active neurons of this token by layer");
-      active.forEach((counts, i) => {
-        const y = i * row,
-          value = counts[chosen];
-        svg.append(
-          s(
-            "g",
-            { "data-layer": i, "data-count": value, role: "img", "aria-label": `layer ${i}: ${value}` },
-            text(left - 8, y + row / 2 + 4, i, { "text-anchor": "end" }),
-            rect(x(0), y + 3, Math.max(value ? 1 : 0, x(value) - x(0)), row - 6, "bar-fill"),
-            text(x(value) + 6, y + row / 2 + 4, grouped(value), { class: "value" }),
-          ),
-        );
-      });
-      return svg;
-    }
-
-    const scaled = (value, high) => Math.sqrt(value / (high || 1)) * 0.999;
-    let columns = null,
-      scroller = null;
+    const name = h("p", { class: "token" });
+    const rank = h("p", { class: "sum" });
+    const bars = h("div", { class: "bars" });
+    const detail = h("div", { class: "detail", "data-detail": "", "aria-live": "polite" }, name, rank, bars);
+    const legend = h("div", { class: "ramp" });
+    let showColumn = null; // of the matrix drawn last
 
     function choose(t) {
       spans[chosen].classList.remove("chosen");
@@ -600,96 +518,77 @@
       spans[t].classList.add("chosen");
       detail.setAttribute("data-token", t);
       name.replaceChildren(tokenNode(tokens[t]));
-      const rank = 1 + totals.filter((other) => other > totals[t]).length;
-      sum.textContent = `wakes ${grouped(totals[t])} neurons in all: ${rank === 1 ? "the most" : `number ${grouped(rank)}`} of ${grouped(count)} tokens shown. Position ${grouped(start + t)}.`;
+      const place = 1 + totals.filter((other) => other > totals[t]).length;
+      const which = place === 1 ? "the most" : `number ${grouped(place)}`;
+      const among = `${which} of ${grouped(count)} tokens shown`;
+      rank.textContent = `wakes ${grouped(totals[t])} neurons in all: ${among}. Position ${grouped(start + t)}.`;
       small.redraw();
-      if (columns) columns(t);
+      if (showColumn) showColumn(t);
     }
-    function colour() {
-      const values = by === "all" ? totals : active[Number(by)],
-        low = Math.min(...values);
-      const high = Math.max(low + 1, [...values].sort((a, b) => a - b)[Math.floor(0.98 * (count - 1))]); // an outlier must not pale the rest
+    function colour(by) {
+      const values = by === "all" ? totals : active[Number(by)];
+      const low = Math.min(...values);
+      const top = [...values].sort((a, b) => a - b)[Math.floor(0.98 * (count - 1))]; // outliers must not pale the rest
+      const high = Math.max(low + 1, top);
       spans.forEach((span, t) => {
-        span.classList.remove(...[...span.classList].filter((name_) => /^r\d+$/.test(name_)));
+        span.classList.remove(...[...span.classList].filter((one) => /^r\d+$/.test(one)));
         span.classList.add(shade((0.999 * (values[t] - low)) / (high - low)));
       });
-      drawRamp(
-        legend,
-        (t) => low + (high - low) * t,
-        `${by === "all" ? "neurons of all layers" : `neurons of layer ${by}`}${Math.max(...values) > high ? "; a few have more" : ""}`,
-      );
+      const whose = by === "all" ? "neurons of all layers" : `neurons of layer ${by}`;
+      const more = Math.max(...values) > high ? "; a few have more" : "";
+      drawRamp(legend, (t) => low + (high - low) * t, `${whose}${more}`);
     }
+    const choices = [["all", "all layers"], ...layers.map((_, i) => [String(i), `layer ${i}`])];
+    root.append(chooser("Colour by", choices, colour), legend, h("div", { class: "reading" }, passage, detail));
 
-    root.append(
-      chooser(
-        "Colour by",
-        [["all", "all layers"], ...layers.map((_, i) => [String(i), `layer ${i}`])],
-        "all",
-        (value) => {
-          by = value;
-          colour();
-        },
-      ),
-      legend,
-    );
-    root.append(h("div", { class: "reading" }, passage, detail));
-    const small = chart(bars, drawBars);
+    const small = chart(bars, null, (width) => {
+      const row = layers.length > 16 ? 13 : 18;
+      const left = 26;
+      const x = linear(0, Math.max(1, ...active.map((counts) => counts[chosen])), left, width - 38);
+      const svg = canvas(width, row * layers.length + 2, "Active neurons of this token by layer");
+      active.forEach((counts, i) => {
+        const value = counts[chosen];
+        const [y, middle] = [i * row, i * row + row / 2 + 4];
+        const attributes = { "data-layer": i, "data-count": value, role: "img", "aria-label": `layer ${i}: ${value}` };
+        const bar = rect(left, y + 3, Math.max(value ? 1 : 0, x(value) - left), row - 6, "bar-fill");
+        const label = text(x(value) + 6, middle, grouped(value), "value");
+        svg.append(s("g", attributes, rightAligned(left - 8, middle, i), bar, label));
+      });
+      return svg;
+    });
 
-    const below = h("div", { class: "matrix" });
+    const below = h("div", { class: "matrix" }, h("h3", null, "Layer by token"));
     root.append(below);
-    below.append(h("h3", null, "Layer by token"));
     const scale = h("div", { class: "ramp" });
     drawRamp(scale, (t) => highest * t * t, "neurons of a layer, colours by the square root");
-    below.append(scale);
-    scroller = h("div", {
-      class: "scroll",
-      tabindex: 0,
-      role: "region",
-      "aria-label": "Matrix of layers and tokens; scrolls sideways",
-    });
-    below.append(scroller);
-    chart(scroller, (width) => {
-      const left = 26,
-        row = layers.length > 20 ? 10 : 16,
-        cell = Math.max(width > 700 ? 3.8 : 6, (width - left - 2) / count);
-      const high = row * layers.length,
-        total = Math.ceil(left + cell * count + 2);
-      const svg = canvas(total, high + 22, `Active neurons of ${layers.length} layers for ${count} tokens`);
-      svg.style.maxWidth = "none";
+    const label = "Matrix of layers and tokens; scrolls sideways";
+    const scroller = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label });
+    below.append(scale, scroller);
+    chart(scroller, "text", (width) => {
+      const left = 26;
+      const many = layers.length > 20;
+      const row = many ? 10 : 16;
+      const cell = Math.max(width > 700 ? 3.8 : 6, (width - left - 2) / count);
+      const high = row * layers.length;
+      const wide = Math.ceil(left + cell * count + 2);
+      const svg = canvas(wide, high + 22, `Active neurons of ${layers.length} layers for ${count} tokens`);
       svg.setAttribute("role", "img");
-      layers.forEach((_, i) =>
-        svg.append(
-          text(left - 8, i * row + row / 2 + 4, layers.length > 20 && i % 5 ? "" : i, { "text-anchor": "end" }),
-        ),
-      );
       const cells = s("g", { "shape-rendering": "crispEdges" });
-      active.forEach((counts, i) =>
-        counts.forEach((value, t) =>
-          cells.append(rect(left + t * cell, i * row, cell + 0.3, row - 1, `cell ${shade(scaled(value, highest))}`)),
-        ),
-      );
-      for (const t of ticks(0, count - 1, Math.min(12, total / 70)))
-        svg.append(text(left + (t + 0.5) * cell, high + 16, grouped(start + t), { "text-anchor": "middle" }));
-      const frame = s("rect", {
-        y: -1,
-        width: cell,
-        height: high + 1,
-        fill: "none",
-        stroke: "var(--ink)",
-        "stroke-width": 2,
-        "data-column": chosen,
+      active.forEach((counts, i) => {
+        svg.append(rightAligned(left - 8, i * row + row / 2 + 4, many && i % 5 ? "" : i));
+        counts.forEach((value, t) => {
+          const tint = shade(Math.sqrt(value / highest) * 0.999);
+          cells.append(rect(left + t * cell, i * row, cell + 0.3, row - 1, `cell ${tint}`));
+        });
       });
+      for (const t of ticks(0, count - 1, Math.min(12, wide / 70)))
+        svg.append(centred(left + (t + 0.5) * cell, high + 16, grouped(start + t)));
+      const frame = rect(0, -1, cell, high + 1, "frame");
       const cover = rect(left, 0, cell * count, high, "cover");
-      cover.setAttribute("fill", "transparent");
-      const at = (event) => {
-        const box = cover.getBoundingClientRect();
-        return [
-          Math.floor(((event.clientX - box.left) / box.width) * count),
-          Math.floor(((event.clientY - box.top) / box.height) * layers.length),
-        ];
-      };
       const follow = (event) => {
-        const [t, i] = at(event);
+        const box = cover.getBoundingClientRect();
+        const t = Math.floor(((event.clientX - box.left) / box.width) * count);
+        const i = Math.floor(((event.clientY - box.top) / box.height) * layers.length);
         if (!(t in tokens) || !(i in layers)) return;
         if (t !== chosen) choose(t);
         showTip(`${visible(tokens[t])}\nlayer ${i}: ${grouped(active[i][t])} neurons`, event.clientX, event.clientY);
@@ -698,579 +597,353 @@
       cover.addEventListener("pointerdown", follow);
       cover.addEventListener("pointerleave", hideTip);
       svg.append(cells, frame, cover);
-      columns = (t) => {
-        frame.setAttribute("x", left + t * cell);
-        frame.setAttribute("data-column", t);
+      showColumn = (t) => {
         const x = left + t * cell;
-        if (
-          !scroller.matches(":hover") &&
-          (x < scroller.scrollLeft || x + cell > scroller.scrollLeft + scroller.clientWidth)
-        )
-          scroller.scrollLeft = x - scroller.clientWidth / 2;
+        fill(frame, { x, "data-column": t }, []);
+        const outside = x < scroller.scrollLeft || x + cell > scroller.scrollLeft + scroller.clientWidth;
+        if (outside && !scroller.matches(":hover")) scroller.scrollLeft = x - scroller.clientWidth / 2;
       };
-      columns(chosen);
+      showColumn(chosen);
       return svg;
     });
-    colour();
+    colour("all");
     choose(chosen);
     scroller.scrollLeft = 0;
-    const from = `Tokens ${grouped(start)} to ${grouped(start + count - 1)} of sequence ${grouped(sequence)}.`;
-    root.append(h("p", { class: "note" }, from));
+    const shown = `Tokens ${grouped(start)} to ${grouped(start + count - 1)} of sequence ${grouped(sequence)}.`;
+    paragraph(root, "note", shown);
     asTable(
       root,
       ["token", "#position", "#all layers", ...layers.map((_, i) => `#${i}`)],
       tokens.map((token, t) => [
         tokenNode(token),
-        grouped(start + t),
-        grouped(totals[t]),
-        ...active.map((counts) => grouped(counts[t])),
+        ...[start + t, totals[t], ...active.map((counts) => counts[t])].map(grouped),
       ]),
       "Active neurons of each token by layer",
     );
   }
 
   function drawRamp(holder, count, what) {
-    // count: of a place between 0 and 1
-    const width = 14,
-      svg = s("svg", { width: STEPS * width, height: 26, "aria-hidden": "true" });
-    for (let k = 0; k < STEPS; k++) svg.append(rect(k * width, 0, width, 10, `cell r${k}`));
-    [0, 0.5, 1].forEach((t) =>
-      svg.append(
-        text(t * STEPS * width, 24, grouped(count(t)), {
-          "text-anchor": t === 0 ? "start" : t === 1 ? "end" : "middle",
-        }),
-      ),
-    );
+    // count: the value at a place between 0 and 1
+    const width = 14 * STEPS;
+    const svg = s("svg", { width, height: 26, "aria-hidden": "true" });
+    for (let k = 0; k < STEPS; k++) svg.append(rect(k * 14, 0, 14, 10, `cell r${k}`));
+    for (const [t, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]])
+      svg.append(text(t * width, 24, grouped(count(t)), null, anchor));
     holder.replaceChildren(svg, h("span", null, what));
   }
 
   // ---- Tokens ---------------------------------------------------------------------------------------------
 
   function drawTokens(root) {
+    const mean = short(sum(layers.map((layer) => layer.mean)));
+    const { min_count, most_active, least_active } = analysis;
     document.querySelector('[data-lead="tokens"]').textContent =
-      `Means over all occurrences, of all layers together, for tokens that occur at least ${analysis.min_count} times. The mean of all tokens is ${short(layers.reduce((sum, layer) => sum + layer.mean, 0))}.`;
-    if (!analysis.most_active.length) {
-      root.append(
-        h(
-          "p",
-          { class: "missing" },
-          `No token occurs ${analysis.min_count} times in this text: a longer one ranks them.`,
-        ),
-      );
-      return;
-    }
+      "Active neurons in all layers together, as the mean over a token's occurrences, for tokens that occur at least " +
+      `${min_count} times. The mean of all tokens is ${mean}.`;
+    if (!most_active.length)
+      return paragraph(root, "missing", `No token occurs ${min_count} times in this text: a longer text ranks them.`);
+
     const context = (example) => {
-      const letters = Array.from(example.text),
-        part = (from, to) => unhidden(letters.slice(from, to).join("")); // characters, as Python counts
-      return h(
-        "p",
-        { class: "context" },
-        part(0, example.start),
-        h("mark", null, part(example.start, example.end) || "∅"),
-        part(example.end),
-      );
+      const letters = Array.from(example.text); // characters, as Python counts them
+      const part = (from, to) => unhidden(letters.slice(from, to).join(""));
+      const token = h("mark", null, part(example.start, example.end) || "∅");
+      return h("p", { class: "context" }, part(0, example.start), token, part(example.end));
     };
+    const contexts = ([first, ...more]) => [
+      first ? context(first) : null,
+      more.length ? folded(`${more.length} more`, more.map(context)) : null,
+    ];
     const ranking = (types, caption) => {
-      const body = h(
-        "tbody",
-        { class: types.length > 10 ? "hidden-rows" : null },
-        types.map((type) =>
-          h(
-            "tr",
-            { "data-id": type.id },
-            h("th", { scope: "row" }, tokenNode(type.text)),
-            h("td", { class: "n" }, short(type.mean)),
-            h("td", { class: "n" }, grouped(type.count)),
-            h(
-              "td",
-              null,
-              type.examples.slice(0, 1).map(context),
-              type.examples.length > 1
-                ? h(
-                    "details",
-                    null,
-                    h("summary", null, `${type.examples.length - 1} more`),
-                    type.examples.slice(1).map(context),
-                  )
-                : null,
-            ),
-          ),
-        ),
-      );
-      const holder = h(
-        "div",
-        null,
-        h(
-          "table",
-          null,
-          h("caption", null, caption),
-          h(
-            "thead",
-            null,
-            h(
-              "tr",
-              null,
-              h("th", { scope: "col" }, "token"),
-              h("th", { scope: "col", class: "n" }, "neurons"),
-              h("th", { scope: "col", class: "n" }, "times"),
-              h("th", { scope: "col" }, "in context"),
-            ),
-          ),
-          body,
-        ),
-      );
-      if (types.length > 10) {
-        const more = h("button", { type: "button" }, `Show all ${types.length}`);
-        more.addEventListener("click", () => {
-          body.classList.remove("hidden-rows");
-          more.remove();
-        });
-        holder.append(h("p", null, more));
-      }
-      return holder;
+      const row = (type) => [tokenNode(type.text), short(type.mean), grouped(type.count), contexts(type.examples)];
+      const ranked = table(["token", "#neurons", "#times", "in context"], types.map(row));
+      const [body] = ranked.tBodies;
+      types.forEach((type, i) => body.rows[i].setAttribute("data-id", type.id));
+      ranked.createCaption().textContent = caption;
+      if (types.length <= 10) return h("div", null, ranked);
+      body.classList.add("hidden-rows");
+      const more = h("button", { type: "button" }, `Show all ${types.length}`);
+      more.addEventListener("click", () => {
+        body.classList.remove("hidden-rows");
+        more.remove();
+      });
+      return h("div", null, ranked, h("p", null, more));
     };
-    root.append(
-      h(
-        "div",
-        { class: "pair" },
-        ranking(analysis.most_active, "Most neurons"),
-        ranking(analysis.least_active, "Fewest neurons"),
-      ),
-    );
+    const pair = [ranking(most_active, "Most neurons"), ranking(least_active, "Fewest neurons")];
+    root.append(h("div", { class: "pair" }, pair));
   }
 
   // ---- Neurons --------------------------------------------------------------------------------------------
 
   function drawFrequencies(root) {
     let chosen = 0;
-    const said = h("p", { class: "finding", "aria-live": "polite" }),
-      shares = h("ul", { class: "shares" });
-    root.append(
-      chooser(
-        "Layer",
-        layers.map((layer, i) => [String(i), `${i} (${layer.name})`]),
-        "0",
-        (value) => {
-          chosen = Number(value);
-          update();
-        },
-      ),
-      said,
-    );
-    const positive = layers.flatMap((layer) => layer.curve.frequencies.filter((f) => f > 0));
-    const low = Math.min(1, ...positive),
-      largest = Math.max(...sizes);
-    const plot = chart(root, (width) => {
-      const left = 58,
-        right = 12,
-        top = 28,
-        height = width > 520 ? 340 : 280,
-        bottom = height - 42;
-      const x = logarithmic(1, Math.max(2, largest), left, width - right),
-        y = logarithmic(low * 0.8, 1, bottom, top);
-      const layer = layers[chosen],
-        plan = layer.plan;
-      const svg = canvas(
-        width,
-        height,
-        `Share of tokens for which neurons of layer ${chosen} fire, from the busiest neuron to the rarest`,
-      );
-      svg.setAttribute("data-layer", chosen);
-      yAxis(svg, y, decades(low * 0.8, 1, 7), left, width - right, (value) => `${plain(100 * value)} %`);
-      for (const value of decades(1, largest, width > 520 ? 12 : 6))
-        svg.append(
-          line(x(value), bottom, x(value), bottom + 4, "axis"),
-          text(x(value), bottom + 18, grouped(value), { "text-anchor": "middle" }),
-        );
-      svg.append(
-        text((left + width - right) / 2, height - 6, "neurons, the busiest first", { "text-anchor": "middle" }),
-        text(0, top - 16, "share of tokens for which it fires"),
-      );
-      const shape = (curve) =>
-        path(curve.ranks.map((rank, k) => [x(rank + 1), curve.frequencies[k] > 0 ? y(curve.frequencies[k]) : null]));
+    const said = h("p", { class: "finding", "aria-live": "polite" });
+    const shares = h("ul", { class: "shares" });
+    const choices = layers.map((layer, i) => [String(i), `${i} (${layer.name})`]);
+    const choose = (value) => {
+      chosen = Number(value);
+      update();
+    };
+    root.append(chooser("Layer", choices, choose), said);
+    const low = Math.min(1, ...layers.flatMap((layer) => layer.curve.frequencies.filter((f) => f > 0)));
+    const largest = Math.max(...sizes);
+    const plot = chart(root, "frequencies", (width) => {
+      const height = width > 520 ? 340 : 280;
+      const [left, right, top, bottom] = [58, width - 12, 28, height - 42];
+      const x = logarithmic(1, Math.max(2, largest), left, right);
+      const y = logarithmic(low * 0.8, 1, bottom, top);
+      const { curve: points, plan } = layers[chosen];
+      const label = `Share of tokens for which neurons of layer ${chosen} fire, from the busiest neuron to the rarest`;
+      const svg = fill(canvas(width, height, label), { "data-layer": chosen }, []);
+      yAxis(svg, y, decades(low * 0.8, 1, 7), left, right, (value) => `${plain(100 * value)} %`);
+      const caption = { x: (left + right) / 2, text: "neurons, the busiest first" };
+      xAxis(svg, x, decades(1, largest, width > 520 ? 12 : 6), bottom, caption);
+      svg.append(text(0, top - 16, "share of tokens for which a neuron fires"));
+      const drawn = ({ ranks, frequencies }, className) =>
+        curve(ranks.map((rank, k) => [x(rank + 1), frequencies[k] > 0 ? y(frequencies[k]) : null]), className);
       if (!plan.dense && plan.hot > 0) {
-        svg.append(
-          rect(left, top, x(plan.hot) - left, bottom - top, "area"),
-          line(x(plan.hot), top, x(plan.hot), bottom, "axis"),
-          text(x(plan.hot) - 8, bottom - 10, `${grouped(plan.hot)} hot`, { "text-anchor": "end", class: "value" }),
-        );
+        const end = x(plan.hot);
+        svg.append(rect(left, top, end - left, bottom - top, "area"), line(end, top, end, bottom, "axis"));
+        svg.append(rightAligned(end - 8, bottom - 10, `${grouped(plan.hot)} hot`, "value"));
       }
-      layers.forEach((other, i) => {
-        if (i !== chosen) svg.append(s("path", { d: shape(other.curve), class: "line ghost" }));
+      svg.append(...layers.filter((_, i) => i !== chosen).map((other) => drawn(other.curve, "line ghost")));
+      svg.append(fill(drawn(points, "line"), { "data-curve": chosen }, []));
+      const fired = points.ranks.map((rank, k) => [rank, points.frequencies[k]]).filter(([, f]) => f > 0);
+      const stride = Math.max(1, Math.ceil(fired.length / 40));
+      const some = fired.filter((_, k) => k % stride === 0 || k === fired.length - 1);
+      const marks = some.map(([rank, f]) => {
+        const which = `neuron ${grouped(rank + 1)} of ${grouped(sizes[chosen])}, the busiest first`;
+        const share = percent(f, f < 0.01 ? 3 : 1);
+        return mark(`${which}\nfires for ${share} of the tokens`, circle(x(rank + 1), y(f), 9, "cover"));
       });
-      svg.append(s("path", { d: shape(layer.curve), class: "line", "data-curve": chosen }));
-      const points = layer.curve.ranks.map((rank, k) => [rank, layer.curve.frequencies[k]]).filter(([, f]) => f > 0);
-      const stride = Math.max(1, Math.ceil(points.length / 40));
-      const marks = points
-        .filter((_, k) => k % stride === 0 || k === points.length - 1)
-        .map(([rank, f]) =>
-          explained(
-            s("g", { class: "mark" }, s("circle", { cx: x(rank + 1), cy: y(f), r: 9, class: "cover" })),
-            `neuron ${grouped(rank + 1)} of ${grouped(sizes[chosen])}, by how busy it is\nfires for ${percent(f, f < 0.01 ? 3 : 1)} of the tokens`,
-          ),
-        );
-      svg.append(...marks);
-      roving(marks);
-      return svg;
+      return withMarks(svg, marks);
     });
     function update() {
-      const layer = layers[chosen],
-        plan = layer.plan;
-      const half = layer.top_shares["10"],
-        hot = plan.dense
-          ? "The plan runs this layer densely: no hot set."
-          : plan.hot
-            ? `Hot: ${grouped(plan.hot)} of ${grouped(sizes[chosen])} neurons.`
-            : "No neuron is hot: all are computed only where they fire.";
-      said.textContent = `In layer ${chosen} the busiest tenth of the neurons carries ${percent(half)} of all firings; ${layer.silent ? `${percent(layer.silent)} never fire` : "every neuron fires at least once"}. ${hot}`;
-      shares.replaceChildren(
-        ...Object.entries(layer.top_shares).map(([p, share]) =>
-          h("li", null, h("b", null, percent(share)), `of firings by the busiest ${p} %`),
-        ),
-      );
+      const { plan, silent, top_shares } = layers[chosen];
+      let hot = "No neuron is hot: each is computed only where it fires.";
+      if (plan.dense) hot = "The plan runs this layer densely: it has no hot neurons.";
+      else if (plan.hot) hot = `Hot: ${grouped(plan.hot)} of ${grouped(sizes[chosen])} neurons.`;
+      const never = silent ? `${percent(silent)} never fire` : "every neuron fires at least once";
+      const tenth = `the busiest tenth of the neurons makes ${percent(top_shares["10"])} of all firings`;
+      said.textContent = `In layer ${chosen} ${tenth}; ${never}. ${hot}`;
+      const item = ([p, share]) => h("li", null, h("b", null, percent(share)), `of firings by the busiest ${p} %`);
+      shares.replaceChildren(...Object.entries(top_shares).map(item));
       plot.redraw();
     }
-    root.append(shares);
+    plot.holder.after(shares);
     update();
     asTable(
       root,
       ["layer", ...Object.keys(layers[0].top_shares).map((p) => `#busiest ${p} %`), "#silent", "#hot"],
-      layers.map((layer, i) => [
+      layers.map(({ top_shares, silent, plan }, i) => [
         String(i),
-        ...Object.values(layer.top_shares).map((share) => percent(share)),
-        percent(layer.silent),
-        layer.plan.dense ? "dense" : grouped(layer.plan.hot),
+        ...[...Object.values(top_shares), silent].map((share) => percent(share)),
+        plan.dense ? "dense" : grouped(plan.hot),
       ]),
-      "Shares of all firings that the busiest neurons carry",
+      "Shares of all firings by the busiest neurons",
     );
   }
 
   // ---- Overlap --------------------------------------------------------------------------------------------
 
   function drawOverlap(root) {
-    const pairs = layers.map((layer) => layer.overlap),
-      both = pairs.filter((pair) => pair.neighbours && pair.random);
+    const pairs = layers.map((layer) => layer.overlap);
+    const both = pairs.filter((pair) => pair.neighbours && pair.random);
     if (both.length) {
-      const mean = both.reduce((sum, pair) => sum + pair.neighbours / pair.random, 0) / both.length;
-      finding(
-        root,
-        mean > 1.05
-          ? `Neighbours share ${mean.toFixed(1)} times as much as random pairs, in the mean of the layers.`
-          : "Neighbours share hardly more than random pairs.",
-      );
+      const mean = sum(both.map((pair) => pair.neighbours / pair.random)) / both.length;
+      const much = `Neighbours share ${mean.toFixed(1)} times as much as random pairs, in the mean of the layers.`;
+      paragraph(root, "finding", mean > 1.05 ? much : "Neighbours share hardly more than random pairs.");
     }
     key(root, [
-      [() => [circle(11, 6, 4.5, "ring")], "random pairs"],
-      [() => [circle(11, 6, 5, "dot")], "neighbours"],
+      ["random pairs", circle(11, 6, 4.5, "ring")],
+      ["neighbours", circle(11, 6, 5, "dot")],
     ]);
-    chart(root, (width) => {
-      const left = 30,
-        right = 30,
-        row = layers.length > 20 ? 18 : 24,
-        head = 6,
-        bottom = head + row * layers.length;
-      const high = Math.max(0.01, ...pairs.flatMap((pair) => [pair.neighbours || 0, pair.random || 0])) * 1.05;
-      const x = linear(0, high, left, width - right);
-      const svg = canvas(width, bottom + 38, `Overlap of active neurons by layer: neighbours against random pairs`);
-      for (const value of ticks(0, high, width > 520 ? 8 : 4))
-        svg.append(
-          line(x(value), head, x(value), bottom, "grid"),
-          text(x(value), bottom + 16, percent(value, high < 0.05 ? 1 : 0), { "text-anchor": "middle" }),
-        );
-      svg.append(text((left + width - right) / 2, bottom + 34, "shared neurons", { "text-anchor": "middle" }));
-      const marks = pairs.map((pair, i) => {
-        const middle = head + i * row + row / 2,
-          ends = [pair.random, pair.neighbours];
-        return explained(
-          s(
-            "g",
-            { class: "mark" },
-            text(left - 8, middle + 4, i, { "text-anchor": "end" }),
-            ends.every(known) ? line(x(ends[0]), middle, x(ends[1]), middle, "stem") : null,
-            known(ends[0]) ? circle(x(ends[0]), middle, 4.5, "ring") : null,
-            known(ends[1]) ? circle(x(ends[1]), middle, 5, "dot") : null,
-            rect(0, middle - row / 2, width, row, "cover"),
-          ),
-          `Layer ${i}\nneighbours share ${known(ends[1]) ? percent(ends[1], 1) : "nothing that could be counted"}\nrandom pairs share ${known(ends[0]) ? percent(ends[0], 1) : "nothing that could be counted"}`,
-        );
-      });
-      svg.append(...marks);
-      roving(marks);
-      return svg;
+    const high = Math.max(0.01, ...pairs.flatMap((pair) => [pair.neighbours || 0, pair.random || 0])) * 1.05;
+    const share = (value) => ifKnown(value, (v) => percent(v, 1), "nothing that could be counted");
+    layerRows(root, "overlap", {
+      label: "Overlap of active neurons by layer: neighbours against random pairs",
+      caption: "shared neurons",
+      high,
+      rightOf: () => 30,
+      tall: 24,
+      format: (value) => percent(value, high < 0.05 ? 1 : 0),
+      draw: ({ overlap: { random, neighbours } }, i, x, middle) => [
+        known(random) && known(neighbours) ? line(x(random), middle, x(neighbours), middle, "stem") : null,
+        known(random) ? circle(x(random), middle, 4.5, "ring") : null,
+        known(neighbours) ? circle(x(neighbours), middle, 5, "dot") : null,
+      ],
+      message: ({ overlap: { random, neighbours } }, i) =>
+        `Layer ${i}\nneighbours share ${share(neighbours)}\nrandom pairs share ${share(random)}`,
     });
-    asTable(
-      root,
-      ["layer", "#neighbours", "#random pairs"],
-      pairs.map((pair, i) => [
-        String(i),
-        known(pair.neighbours) ? percent(pair.neighbours, 1) : "–",
-        known(pair.random) ? percent(pair.random, 1) : "–",
-      ]),
-      "Overlap by layer",
-    );
+    const cell = (value) => ifKnown(value, (v) => percent(v, 1));
+    const rows = pairs.map((pair, i) => [String(i), cell(pair.neighbours), cell(pair.random)]);
+    asTable(root, ["layer", "#neighbours", "#random pairs"], rows, "Overlap by layer");
   }
 
   // ---- Plan -----------------------------------------------------------------------------------------------
 
   function drawPlan(root) {
     const measured = data.layer_speedups;
-    root.append(
-      table(
-        ["layer", "#active", "#hot", "#cap", "#batch from", "#predicted", ...(measured ? ["#measured"] : [])],
-        layers.map((layer, i) => [
-          String(i),
-          short(layer.mean),
-          ...(layer.plan.dense
-            ? ["dense", "–", "–"]
-            : [grouped(layer.plan.hot), grouped(layer.plan.cap), grouped(layer.plan.min_tokens)]),
-          times(layer.plan.predicted),
-          ...(measured ? [times(measured[i])] : []),
-        ]),
-        "Plan by layer",
-      ),
-    );
-    if (!measured)
-      root.append(
-        h(
-          "p",
-          { class: "missing", "data-missing": "layer-times" },
-          data.no_layer_times[0],
-          " ",
-          h("code", null, data.no_layer_times[1]),
-        ),
-      );
-    else root.append(h("p", { class: "note" }, `Predicted for a GPU; measured on ${data.layer_machine}.`));
-    if (measured && known(data.correlation)) {
-      root.append(
-        h(
-          "p",
-          { class: "note" },
-          `Correlation between active neurons and measured speedup, over the layers: ${data.correlation.toFixed(2).replace("-", "−")} (Pearson). ${data.correlation < -0.5 ? "The fewer fire, the faster." : "Other things than the number of active neurons decide here."}`,
-        ),
-      );
-    } else if (measured)
-      root.append(
-        h(
-          "p",
-          { class: "note" },
-          "The layers are too few or too alike for a correlation between active neurons and measured speedup.",
-        ),
-      );
+    const headers = ["layer", "#active", "#hot", "#cap", "#batch from", "#predicted"];
+    if (measured) headers.push("#measured");
+    const rows = layers.map(({ mean, plan }, i) => [
+      String(i),
+      short(mean),
+      ...(plan.dense ? ["dense", "–", "–"] : [plan.hot, plan.cap, plan.min_tokens].map(grouped)),
+      times(plan.predicted),
+      ...(measured ? [times(measured[i])] : []),
+    ]);
+    root.append(wideTable(headers, rows, "Plan by layer"));
+    if (!measured) {
+      const [why, command] = data.no_layer_times;
+      root.append(h("p", { class: "missing", "data-missing": "layer-times" }, why, " ", h("code", null, command)));
+      return;
+    }
+    paragraph(root, "note", `Predicted for a GPU; measured on ${data.layer_machine}.`);
+    const value = ifKnown(data.correlation, (r) => r.toFixed(2).replace("-", "−"));
+    const what = "correlation between active neurons and measured speedup";
+    const other = "Something other than the number of active neurons decides here.";
+    const meaning = data.correlation < -0.5 ? "The fewer fire, the faster." : other;
+    const found = `Pearson's ${what}, over the layers: ${value}. ${meaning}`;
+    paragraph(root, "note", known(data.correlation) ? found : `The layers are too few or too alike for a ${what}.`);
   }
 
   // ---- Training -------------------------------------------------------------------------------------------
 
   function drawTraining(root) {
-    const run = data.training,
-      { steps } = run,
-      first = (values) => values.find(known),
-      end = (values) => [...values].reverse().find(known);
-    const parts = run.loss.some(known) ? [{ values: run.loss, title: "cross-entropy", tall: 150 }] : [];
-    if (run.active.some(known))
-      parts.push({
-        values: run.active,
-        title: "active neurons a token and layer",
-        tall: 150,
-        ghosts: run.layers,
-        log: true,
-      });
-    if (run.dead.some(known))
-      parts.push({ values: run.dead, title: "dead neurons", tall: 80, format: (value) => percent(value) });
-    root.append(h("p", { class: "lead" }, "What the run logged while it trained; thin lines are single layers."));
-    if (!parts.length) return void root.append(h("p", { class: "missing" }, "The log holds no finite number."));
-    if (run.loss.some(known))
-      finding(
-        root,
-        `Cross-entropy went from ${short(first(run.loss))} to ${short(end(run.loss))}` +
-          (run.active.some(known)
-            ? `, active neurons from ${short(first(run.active))} to ${short(end(run.active))}.`
-            : "."),
-      );
-    if (!run.active.some(known)) root.append(h("p", { class: "note" }, "The run logged no active neurons."));
-    chart(root, (width) => {
-      const left = 50,
-        right = 52,
-        x = linear(steps[0], steps[steps.length - 1], left, width - right);
-      const gap = 34,
-        height = parts.reduce((sum, part) => sum + part.tall + gap, 0) + 30;
-      const svg = canvas(
-        width,
-        height,
-        `Training over ${steps.length} logged steps: ${parts.map((part) => part.title).join(", ")}`,
-      );
-      let top = gap - 8;
+    const run = data.training;
+    const { steps } = run;
+    const [start, end] = [steps[0], steps[steps.length - 1]];
+    const first = (values) => values.find(known);
+    const last = (values) => values.findLast(known);
+    const parts = [
+      { values: run.loss, title: "cross-entropy", tall: 150, format: short, others: [run.validation] },
+      { values: run.active, title: "active neurons a token and layer", tall: 150, format: short, others: run.layers },
+      { values: run.dead, title: "dead neurons", tall: 80, format: (value) => percent(value), others: [] },
+    ].filter((part) => part.values.some(known));
+    const hasActive = run.active.some(known);
+    paragraph(root, "lead", "The training log; thin lines are single layers.");
+    if (!parts.length) return paragraph(root, "missing", "The log has no finite number.");
+    if (run.loss.some(known)) {
+      const change = (values) => `from ${short(first(values))} to ${short(last(values))}`;
+      const active = hasActive ? `, active neurons ${change(run.active)}` : "";
+      paragraph(root, "finding", `Cross-entropy went ${change(run.loss)}${active}.`);
+    }
+    if (!hasActive) paragraph(root, "note", "The run logged no active neurons.");
+
+    chart(root, "training", (width) => {
+      const gap = 34;
+      const [left, right] = [50, width - 52];
+      const x = linear(start, end, left, right);
+      const height = sum(parts.map((part) => part.tall + gap)) + 30;
+      const titles = parts.map((part) => part.title).join(", ");
+      const svg = canvas(width, height, `Training over ${steps.length} logged steps: ${titles}`);
       const dots = steps.map(() => []);
+      let top = gap - 8;
       for (const part of parts) {
-        const bottom = top + part.tall,
-          own = [
-            ...part.values,
-            ...(part.values === run.loss ? run.validation : []),
-            ...(part.ghosts || []).flat(),
-          ].filter(known);
-        const high = own.reduce((a, b) => Math.max(a, b), -Infinity),
-          low = own.reduce((a, b) => Math.min(a, b), Infinity),
-          log = part.log && low > 0 && high / low > 8;
-        const loss = part.values === run.loss,
-          pad = (high - low) * 0.06 || 0.5;
-        const y = log
-          ? logarithmic(low * 0.9, high * 1.1, bottom, top)
-          : loss
-            ? linear(low - pad, high + pad, bottom, top)
-            : linear(0, high * 1.08 || 1, bottom, top);
-        yAxis(
-          svg,
-          y,
-          log
-            ? decades(low * 0.9, high * 1.1, 5)
-            : loss
-              ? ticks(low - pad, high + pad, 4)
-              : ticks(0, high * 1.08 || 1, part.tall > 100 ? 4 : 2),
-          left,
-          width - right,
-          part.format,
-        );
-        svg.append(text(left - 42, top - 10, part.title + (log ? ", log scale" : ""), { class: "value" }));
-        const at = (values) => steps.map((step, k) => [x(step), known(values[k]) ? y(values[k]) : null]);
-        for (const ghost of part.ghosts || []) svg.append(s("path", { d: path(at(ghost)), class: "line ghost" }));
-        if (part.ghosts) {
-          const final = part.ghosts.map((values) => end(values) ?? 0),
-            few = part.ghosts.length <= 6;
-          const named = few ? final.map((_, i) => i) : [...new Set([most(final), least(final)])];
-          const ends = spreadOut(
-            named.map((i) => (final[i] ? y(final[i]) : bottom)),
-            13,
-            top,
-            bottom + 8,
-          );
-          named.forEach((i, k) => svg.append(text(width - right + 8, ends[k] + 4, `layer ${i}`)));
+        const bottom = top + part.tall;
+        const isLoss = part.values === run.loss;
+        const isActive = part.values === run.active;
+        const all = [part.values, ...part.others].flat().filter(known);
+        const high = all.reduce((a, b) => Math.max(a, b), -Infinity);
+        const low = all.reduce((a, b) => Math.min(a, b), Infinity);
+        const log = isActive && low > 0 && high / low > 8;
+        const pad = (high - low) * 0.06 || 0.5;
+        let [from, to] = [0, high * 1.08 || 1];
+        if (log) [from, to] = [low * 0.9, high * 1.1];
+        else if (isLoss) [from, to] = [low - pad, high + pad];
+        const y = (log ? logarithmic : linear)(from, to, bottom, top);
+        const axis = log ? decades(from, to, 5) : ticks(from, to, part.tall > 100 ? 4 : 2);
+        yAxis(svg, y, axis, left, right, part.format === short ? plain : part.format);
+        svg.append(text(left - 42, top - 10, part.title + (log ? ", log scale" : ""), "value"));
+        const drawn = (values, className) =>
+          curve(steps.map((step, k) => [x(step), ifKnown(values[k], y, null)]), className);
+        if (isActive) {
+          svg.append(...part.others.map((values) => drawn(values, "line ghost")));
+          const final = part.others.map((values) => last(values) ?? 0);
+          const named = final.length <= 6 ? final.map((_, i) => i) : [...new Set([most(final), least(final)])];
+          const ends = spreadOut(named.map((i) => (final[i] ? y(final[i]) : bottom)), 13, top, bottom + 8);
+          svg.append(...named.map((i, k) => text(right + 8, ends[k] + 4, `layer ${i}`)));
         }
-        svg.append(s("path", { d: path(at(part.values)), class: "line" }));
-        if (loss && run.validation.some(known)) {
-          run.validation_steps.forEach(
-            (step, k) =>
-              known(run.validation[k]) &&
-              step <= steps[steps.length - 1] &&
-              step >= steps[0] &&
-              svg.append(circle(x(step), y(run.validation[k]), 4, "warm")),
-          );
-          svg.append(circle(width - right - 78, top - 14, 4, "warm"), text(width - right - 70, top - 10, "validation"));
+        svg.append(drawn(part.values, "line"));
+        if (isLoss && run.validation.some(known)) {
+          const points = run.validation_steps.map((step, k) => [step, run.validation[k]]);
+          const inside = points.filter(([step, value]) => known(value) && step >= start && step <= end);
+          svg.append(...inside.map(([step, value]) => circle(x(step), y(value), 4, "warm")));
+          svg.append(circle(right - 78, top - 14, 4, "warm"), text(right - 70, top - 10, "validation"));
         }
         part.values.forEach((value, k) => {
           if (known(value)) dots[k].push([x(steps[k]), y(value)]);
         });
         top = bottom + gap;
       }
-      const axis = top - gap;
-      for (const value of ticks(steps[0], steps[steps.length - 1], width > 520 ? 8 : 4))
-        svg.append(
-          line(x(value), axis, x(value), axis + 4, "axis"),
-          text(x(value), axis + 18, grouped(value), { "text-anchor": "middle" }),
-        );
-      svg.append(text((left + width - right) / 2, axis + 36, "step", { "text-anchor": "middle" }));
-      const cursor = s("g", { "aria-hidden": "true" }),
-        step = (width - left - right) / Math.max(1, steps.length - 1);
-      const evaluated = new Map(run.validation_steps.map((at, k) => [at, run.validation[k]]));
+      const bottom = top - gap;
+      xAxis(svg, x, ticks(start, end, width > 520 ? 8 : 4), bottom, { x: (left + right) / 2, text: "step" });
+      const cursor = s("g", { "aria-hidden": "true" });
+      const each = (right - left) / Math.max(1, steps.length - 1);
+      const validation = new Map(run.validation_steps.map((at, k) => [at, run.validation[k]]));
       const marks = steps.map((at, k) => {
-        const validation = evaluated.get(at),
-          mark = explained(
-            s(
-              "g",
-              { class: "mark" },
-              s("rect", { x: x(at) - step / 2, y: 0, width: Math.max(2, step), height: axis, fill: "transparent" }),
-            ),
-            `step ${grouped(at)}\n` +
-              parts
-                .map(
-                  (part) =>
-                    `${part.title} ${known(part.values[k]) ? (part.format || short)(part.values[k]) : "not logged"}`,
-                )
-                .join("\n") +
-              (known(validation) ? `\nvalidation ${short(validation)}` : ""),
-          );
-        const show = () =>
-          cursor.replaceChildren(
-            line(x(at), 10, x(at), axis, "cursor"),
-            ...dots[k].map(([px, py]) => circle(px, py, 4, "dot")),
-          );
-        mark.addEventListener("pointerenter", show);
-        mark.addEventListener("focus", show);
-        for (const leave of ["pointerleave", "blur"]) mark.addEventListener(leave, () => cursor.replaceChildren());
-        return mark;
+        const values = parts.map((part) => `${part.title} ${ifKnown(part.values[k], part.format, "not logged")}`);
+        const lines = [`step ${grouped(at)}`, ...values];
+        if (known(validation.get(at))) lines.push(`validation ${short(validation.get(at))}`);
+        const node = mark(lines.join("\n"), rect(x(at) - each / 2, 0, Math.max(2, each), bottom, "hit-area"));
+        const points = dots[k].map(([px, py]) => circle(px, py, 4, "dot"));
+        const show = () => cursor.replaceChildren(line(x(at), 10, x(at), bottom, "cursor"), ...points);
+        for (const enter of ["pointerenter", "focus"]) node.addEventListener(enter, show);
+        for (const leave of ["pointerleave", "blur"]) node.addEventListener(leave, () => cursor.replaceChildren());
+        return node;
       });
-      svg.append(cursor, ...marks);
-      roving(marks);
-      return svg;
+      svg.append(cursor);
+      return withMarks(svg, marks);
     });
     asTable(
       root,
       ["step", ...parts.map((part) => `#${part.title}`)],
-      steps.map((step, k) => [
-        grouped(step),
-        ...parts.map((part) => (known(part.values[k]) ? (part.format || short)(part.values[k]) : "–")),
-      ]),
+      steps.map((step, k) => [grouped(step), ...parts.map((part) => ifKnown(part.values[k], part.format))]),
       "The training log",
     );
   }
 
   // ---- Speed ----------------------------------------------------------------------------------------------
 
-  const megabytes = (bytes) => (known(bytes) ? `${short(bytes / 1e6)} MB` : "not available");
-
   function drawSpeed(root) {
-    const { cases } = data,
-      machines = [...new Set(cases.map((one) => one.machine))];
-    root.append(
-      h(
-        "p",
-        { class: "lead" },
-        `Time for the same work, as a share of dense; shorter is faster. The line at the end of a bar spans the 20th to the 80th percentile. ${machines.length === 1 ? `${machines[0]}.` : ""}`,
-      ),
-    );
+    const { measurements } = data;
+    const machines = [...new Set(measurements.map((one) => one.machine))];
+    const several = machines.length > 1;
+    const how = "Time for the same work, as a share of dense; shorter is faster.";
+    const spread = "The line at the end of a bar spans the 20th to the 80th percentile.";
+    paragraph(root, "lead", `${how} ${spread} ${several ? "" : `${machines[0]}.`}`);
     const groups = [
-      [cases.filter((one) => one.whole_model), "Whole model"],
-      [cases.filter((one) => !one.whole_model), "One FFN"],
-    ].filter(([some]) => some.length);
-    for (const [some, title] of groups) {
-      if (groups.length > 1) root.append(h("h3", null, title));
-      const first = some.slice(0, data.cases_drawn);
-      chart(root, (width) => bars(first, width, machines.length > 1));
+      ["Whole model", "speed-model", measurements.filter((one) => one.whole_model)],
+      ["One FFN", "speed-ffn", measurements.filter((one) => !one.whole_model)],
+    ].filter(([, , some]) => some.length);
+    for (const [title, name, some] of groups) {
+      const group = h("div", { class: "figure" }, groups.length > 1 ? h("h3", null, title) : null);
+      root.append(group);
+      const first = some.slice(0, data.measurements_drawn);
+      chart(group, name, (width) => drawBars(first, width, several));
       if (some.length > first.length)
-        root.append(
-          h("p", { class: "note" }, `The first ${first.length} of ${some.length} measurements; all are in the table.`),
-        );
+        paragraph(group, "note", `The first ${first.length} of ${some.length} measurements; all are in the table.`);
     }
-    const rows = cases.flatMap((one) =>
-      one.sides.map((side, k) => [
-        k ? "" : one.label,
-        ...(machines.length > 1 ? [k ? "" : one.machine] : []),
-        side.name,
-        short(side.ms[1]),
-        short(side.tokens_per_ms),
-        known(side.first_token_ms) ? short(side.first_token_ms) : "–",
-        megabytes(side.pass_bytes),
-        megabytes(side.copied_bytes),
-        known(side.joules_per_token) ? short(1000 * side.joules_per_token) : "not available",
-        side.name === "sparse" ? times(one.speedup) : "",
+    const once = (k, value) => (k ? "" : value);
+    const megabytes = (bytes) => ifKnown(bytes, (n) => `${short(n / 1e6)} MB`, "not available");
+    const rows = measurements.flatMap((one) =>
+      one.ways.map((way, k) => [
+        once(k, one.label),
+        ...(several ? [once(k, one.machine)] : []),
+        way.name,
+        short(way.ms[1]),
+        short(way.tokens_per_ms),
+        short(way.first_token_ms),
+        megabytes(way.pass_bytes),
+        megabytes(way.copied_bytes),
+        ifKnown(way.joules_per_token, (joules) => short(1000 * joules), "not available"),
+        way.name === "sparse" ? times(one.speedup) : "",
       ]),
     );
-    const full = table(
-      [
-        "measurement",
-        ...(machines.length > 1 ? ["machine"] : []),
-        "way",
-        "#ms",
-        "#tokens/ms",
-        "#first token, ms",
-        "#memory of a pass",
-        "#copied weights",
-        "#mJ a token",
-        "#speedup",
-      ],
-      rows,
-      "Measured times, memory and energy",
-    );
-    if (rows.length <= 8) root.append(full);
-    else root.append(h("details", null, h("summary", null, "All measurements: tokens/ms, memory, energy"), full));
+    const headers = ["measurement", ...(several ? ["machine"] : []), "way", "#ms", "#tokens/ms", "#first token, ms"];
+    headers.push("#memory of a pass", "#copied weights", "#mJ a token", "#speedup");
+    const full = wideTable(headers, rows, "Measured times, memory and energy");
+    root.append(rows.length <= 8 ? full : folded("All measurements: tokens/ms, memory, energy", full));
   }
   function wrapped(message, letters) {
     // SVG does not break lines
@@ -1281,175 +954,121 @@
     }
     return rows;
   }
-  function bars(cases, width, wantsMachine) {
-    const wide = width > 620,
-      left = wide ? 74 : 68,
-      right = wide ? 220 : 92,
-      bar = 15,
-      step = 20;
-    const high = Math.max(1, ...cases.flatMap((one) => one.sides.map((side) => side.ms[2] / one.sides[0].ms[1])));
-    const x = linear(0, high, left, width - right),
-      parts = [],
-      marks = [];
+  function drawBars(measurements, width, wantsMachine) {
+    const wide = width > 620;
+    const [left, right, bar, step] = [wide ? 74 : 68, width - (wide ? 220 : 92), 15, 20];
+    const high = Math.max(1, ...measurements.flatMap((one) => one.ways.map((way) => way.ms[2] / one.ways[0].ms[1])));
+    const x = linear(0, high, left, right);
+    const parts = [];
+    const marks = [];
     let y = 0;
-    for (const one of cases) {
-      const base = one.sides[0].ms[1];
+    for (const one of measurements) {
       const rows = wrapped(wantsMachine ? `${one.label}, ${one.machine}` : one.label, (width - 60) / 7.4);
-      rows.forEach((row, k) => parts.push(text(0, y + 14 + 16 * k, row, { class: "on" })));
+      rows.forEach((row, k) => parts.push(text(0, y + 14 + 16 * k, row, "on")));
       y += 16 * (rows.length - 1);
-      parts.push(text(width, y + 14, times(one.speedup), { class: "on", "text-anchor": "end" }));
+      parts.push(rightAligned(width, y + 14, times(one.speedup), "on"));
       y += 22;
-      for (const side of one.sides) {
-        const [low, middle, top] = side.ms.map((ms) => x(ms / base)),
-          centre = y + bar / 2;
-        const mark = explained(
-          s(
-            "g",
-            { class: "mark", "data-side": side.name },
-            text(left - 8, centre + 4, side.name, { "text-anchor": "end" }),
-            rect(left, y, middle - left, bar, side.name === "sparse" ? "bar-fill" : "bar-soft"),
-            line(low, centre, top, centre, "whisker"),
-            line(low, centre - 3, low, centre + 3, "whisker"),
-            line(top, centre - 3, top, centre + 3, "whisker"),
-            text(
-              width,
-              centre + 4,
-              wide ? `${short(side.ms[1])} ms · ${short(side.tokens_per_ms)} tokens/ms` : `${short(side.ms[1])} ms`,
-              { "text-anchor": "end", class: "value" },
-            ),
-            rect(0, y - 2, width, step, "cover"),
-          ),
-          `${one.label}, ${side.name}\n${short(side.ms[1])} ms (${short(side.ms[0])} to ${short(side.ms[2])})\n${short(side.tokens_per_ms)} tokens/ms`,
+      for (const way of one.ways) {
+        const [low, middle, top] = way.ms.map((ms) => x(ms / one.ways[0].ms[1]));
+        const centre = y + bar / 2;
+        const [fast, median, slow] = way.ms.map(short);
+        const speed = `${short(way.tokens_per_ms)} tokens/ms`;
+        const node = mark(
+          `${one.label}, ${way.name}\n${median} ms (${fast} to ${slow})\n${speed}`,
+          rightAligned(left - 8, centre + 4, way.name),
+          rect(left, y, middle - left, bar, way.name === "sparse" ? "bar-fill" : "bar-soft"),
+          line(low, centre, top, centre, "whisker"),
+          line(low, centre - 3, low, centre + 3, "whisker"),
+          line(top, centre - 3, top, centre + 3, "whisker"),
+          rightAligned(width, centre + 4, wide ? `${median} ms · ${speed}` : `${median} ms`, "value"),
+          rect(0, y - 2, width, step, "cover"),
         );
-        marks.push(mark);
+        marks.push(node);
         y += step;
       }
       y += 18;
     }
-    const svg = canvas(width, y, "Times of dense and sparse computation");
-    svg.append(...parts, ...marks);
-    roving(marks);
-    return svg;
+    const svg = canvas(width, y - 10, "Times of dense and sparse computation");
+    svg.append(...parts);
+    return withMarks(svg, marks);
   }
 
   function drawBreakEven(root) {
-    const found = data.break_even,
-      families = Object.entries(found.families),
-      all = families.flatMap(([, points]) => points);
-    root.append(h("p", { class: "lead" }, `Speedup of one FFN against its mean active neurons. ${found.shape}.`));
-    if (known(found.at))
-      finding(
-        root,
-        `With neurons that all fire alike, sparse stops paying at ${grouped(found.at)} active a token (${found.measured ? "measured" : "predicted"}).`,
-      );
+    const found = data.break_even;
+    const families = Object.entries(found.families);
+    paragraph(root, "lead", `Speedup of one FFN against its mean active neurons. ${found.shape}.`);
+    if (known(found.at)) {
+      const at = `${grouped(found.at)} active a token (${found.measured ? "measured" : "predicted"})`;
+      paragraph(root, "finding", `If all neurons fire equally often, sparse stops paying at ${at}.`);
+    }
     const classes = { "uniform workloads": "dot", "skewed workloads": "warm" };
-    const drawn = (label, cx, cy) =>
-      classes[label] ? circle(cx, cy, 4.5, classes[label]) : circle(cx, cy, 4.5, "ring");
+    const point = (label, cx, cy) => circle(cx, cy, 4.5, classes[label] || "ring");
     key(root, [
-      ...families.map(([label]) => [() => [drawn(label, 11, 6)], label]),
-      ...(found.predicted.length
-        ? [[() => [s("path", { d: "M0 6L22 6", class: "line dashed" })], "uniform, predicted"]]
-        : []),
-      ...(found.same_shape ? [[() => [line(11, 2, 11, 12, "tick")], "this model's layers"]] : []),
+      ...families.map(([label]) => [label, point(label, 11, 6)]),
+      ...(found.predicted.length ? [["uniform, predicted", curve([[0, 6], [22, 6]], "line dashed")]] : []),
+      ...(found.same_shape ? [["this model's layers", line(11, 2, 11, 12, "tick")]] : []),
     ]);
-    chart(root, (width) => {
-      const left = 44,
-        right = 24,
-        top = 16,
-        height = width > 520 ? 330 : 280,
-        bottom = height - 44;
-      const own = found.same_shape ? layers.map((layer) => layer.mean).filter((mean) => mean > 0) : [];
-      const across = [...all, ...found.predicted]
-          .map((point) => point[0])
-          .concat(own, known(found.at) ? [found.at] : []),
-        up = [...all, ...found.predicted].map((point) => point[1]);
-      const low = Math.min(...across) * 0.85,
-        high = Math.max(...across) * 1.15,
-        y = linear(Math.min(0.7, ...up), Math.max(1.2, ...up) * 1.05, bottom, top);
-      const x = logarithmic(low, high, left, width - right),
-        svg = canvas(width, height, "Speedup of one FFN against mean active neurons");
-      yAxis(
-        svg,
-        y,
-        ticks(Math.min(0.7, ...up), Math.max(1.2, ...up) * 1.05, 6),
-        left,
-        width - right,
-        (value) => `${Number(value.toFixed(2))}x`,
-      );
-      for (const value of decades(low, high, width > 520 ? 10 : 5))
-        svg.append(
-          line(x(value), bottom, x(value), bottom + 4, "axis"),
-          text(x(value), bottom + 18, plain(value), { "text-anchor": "middle" }),
-        );
-      svg.append(
-        text((left + width - right) / 2, height - 6, "mean active neurons a token, log scale", {
-          "text-anchor": "middle",
-        }),
-        line(left, y(1), width - right, y(1), "one"),
-        text(width - right, y(1) + 16, "dense", { "text-anchor": "end" }),
-      );
+    const own = found.same_shape ? layers.map((layer) => layer.mean).filter((mean) => mean > 0) : [];
+    const points = [...families.flatMap(([, some]) => some), ...found.predicted];
+    const across = [...points.map(([active]) => active), ...own, ...(known(found.at) ? [found.at] : [])];
+    const speedups = points.map(([, speedup]) => speedup);
+    const [low, high] = [Math.min(...across) * 0.85, Math.max(...across) * 1.15];
+    const [slowest, fastest] = [Math.min(0.7, ...speedups), Math.max(1.2, ...speedups) * 1.05];
+    chart(root, "break-even", (width) => {
+      const height = width > 520 ? 330 : 280;
+      const [left, right, top, bottom] = [44, width - 24, 16, height - 42];
+      const x = logarithmic(low, high, left, right);
+      const y = linear(slowest, fastest, bottom, top);
+      const svg = canvas(width, height, "Speedup of one FFN against mean active neurons");
+      yAxis(svg, y, ticks(slowest, fastest, 6), left, right, (value) => `${Number(value.toFixed(2))}x`);
+      const caption = { x: (left + right) / 2, text: "mean active neurons a token, log scale" };
+      xAxis(svg, x, decades(low, high, width > 520 ? 10 : 5), bottom, caption, { format: plain });
+      svg.append(line(left, y(1), right, y(1), "one"), rightAligned(right, y(1) + 16, "dense"));
       if (known(found.at)) svg.append(line(x(found.at), top, x(found.at), bottom, "one"));
-      if (found.predicted.length)
-        svg.append(s("path", { d: path(found.predicted.map(([a, b]) => [x(a), y(b)])), class: "line dashed" }));
-      const marks = families.flatMap(([label, points]) => {
-        if (classes[label])
-          svg.append(
-            s("path", {
-              d: path(points.map(([a, b]) => [x(a), y(b)])),
-              class: `line ${classes[label] === "warm" ? "warm" : ""}`,
-            }),
-          );
-        return points.map(([a, b]) =>
-          explained(
-            s(
-              "g",
-              { class: "mark" },
-              drawn(label, x(a), y(b)),
-              s("circle", { cx: x(a), cy: y(b), r: 10, class: "cover" }),
-            ),
-            `${label}\n${short(a)} active: ${times(b)}`,
-          ),
-        );
+      const drawn = (some, className) => curve(some.map(([active, speedup]) => [x(active), y(speedup)]), className);
+      if (found.predicted.length) svg.append(drawn(found.predicted, "line dashed"));
+      const marks = families.flatMap(([label, some]) => {
+        if (classes[label]) svg.append(drawn(some, `line ${classes[label] === "warm" ? "warm" : ""}`));
+        return some.map(([active, speedup]) => {
+          const [px, py] = [x(active), y(speedup)];
+          const message = `${label}\n${short(active)} active: ${times(speedup)}`;
+          return mark(message, point(label, px, py), circle(px, py, 10, "cover"));
+        });
       });
-      own.forEach((mean) => svg.append(line(x(mean), bottom - 9, x(mean), bottom, "tick")));
-      svg.append(...marks);
-      roving(marks);
-      return svg;
+      svg.append(...own.map((mean) => line(x(mean), bottom - 9, x(mean), bottom, "tick")));
+      return withMarks(svg, marks);
     });
-    asTable(
-      root,
-      ["workload", "#mean active", "#speedup"],
-      families.flatMap(([label, points]) => points.map(([a, b]) => [label, short(a), times(b)])),
-      "Speedup against mean active neurons",
-    );
+    const row = (label, [active, speedup]) => [label, short(active), times(speedup)];
+    const rows = families.flatMap(([label, some]) => some.map((one) => row(label, one)));
+    asTable(root, ["workload", "#mean active", "#speedup"], rows, "Speedup against mean active neurons");
   }
 
   // ---- Theme ----------------------------------------------------------------------------------------------
 
-  const page = document.documentElement,
-    button = document.getElementById("theme"),
-    system = window.matchMedia("(prefers-color-scheme: dark)");
-  const dark = () => (page.dataset.theme ? page.dataset.theme === "dark" : system.matches);
-  const name = () => {
-    button.textContent = dark() ? "Light" : "Dark";
+  const page = document.documentElement;
+  const button = document.getElementById("theme");
+  const system = window.matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (page.dataset.theme ? page.dataset.theme === "dark" : system.matches);
+  const nameButton = () => {
+    button.textContent = isDark() ? "Light" : "Dark";
   };
   try {
-    if (["light", "dark"].includes(localStorage.getItem("twell-theme")))
-      page.dataset.theme = localStorage.getItem("twell-theme");
+    const kept = localStorage.getItem("twell-theme");
+    if (["light", "dark"].includes(kept)) page.dataset.theme = kept;
   } catch {
-    /* not kept here */
+    /* this browser keeps nothing */
   }
   button.addEventListener("click", () => {
-    page.dataset.theme = dark() ? "light" : "dark";
+    page.dataset.theme = isDark() ? "light" : "dark";
+    nameButton();
     try {
       localStorage.setItem("twell-theme", page.dataset.theme);
     } catch {
-      /* not kept here */
+      /* this browser keeps nothing */
     }
-    name();
   });
-  system.addEventListener("change", name);
-  name();
+  system.addEventListener("change", nameButton);
+  nameButton();
 
   // ---- All of it ------------------------------------------------------------------------------------------
 
@@ -1466,7 +1085,7 @@
     "break-even": drawBreakEven,
   };
   for (const [figure, draw] of Object.entries(drawings)) {
-    const root = place(figure);
+    const root = document.querySelector(`[data-figure="${figure}"]`);
     if (root) draw(root);
   }
 })();

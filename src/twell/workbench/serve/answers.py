@@ -1,4 +1,4 @@
-"""The answer to one prompt: text piece by piece, its log probabilities, and the shapes they have in responses."""
+"""The answer to one prompt: its text piece by piece, and log probabilities in the shapes of OpenAI's responses."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from typing import Any, NamedTuple
 from twell.hf.text import TextStream, decoder
 from twell.workbench.serve.jobs import Job, Scored
 from twell.workbench.serve.metrics import Metrics
-from twell.workbench.serve.text import UntilStop
-
-Place = tuple[int, Scored | None]  # a token and its log probabilities; the first of a prompt has none
 
 
 class Piece(NamedTuple):
     text: str
-    places: list[Place]  # of the tokens that came with it
+    tokens: list[tuple[int, Scored | None]]  # with log probabilities; the first token of a prompt has none
 
 
 class Answer:
-    """The text of one job, piece by piece; afterwards why it ended."""
+    """The text of one job, piece by piece; afterwards ``finish_reason`` says why it ended."""
 
     def __init__(
         self,
@@ -41,13 +38,13 @@ class Answer:
         self.tokens: list[int] = []
         self.finish_reason = "stop"
         self.offsets = TextStream(decoder(tokenizer))
-        self.offset = 0  # characters of the text before the next token
+        self.offset = 0  # characters of text before the next token
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """With ``echo`` the first piece is the prompt. Pieces without a text may carry tokens."""
+        """With ``echo`` the first piece is the prompt. A piece with empty text can carry tokens."""
         text = TextStream(decoder(self.tokenizer))
         until_stop = UntilStop(self.stops)
-        told, is_last = 0, False
+        n_given, is_last = 0, False  # tokens in the pieces so far
         waits_for_prompt = self.echo is not None
         while not is_last:
             result = await self.results.get()
@@ -62,9 +59,10 @@ class Answer:
             self.tokens += tokens
             self.metrics.completion_tokens.inc(len(tokens))
             piece = until_stop.add(text.add(tokens, last=is_last), last=is_last)
-            if piece or (self.job.n_top is not None and (is_last or until_stop.found) and told < len(self.tokens)):
-                yield Piece(piece, list(zip(self.tokens[told:], self.job.scores[told:], strict=False)))
-                told = len(self.tokens)
+            ends = is_last or until_stop.found
+            if piece or (ends and self.job.n_top is not None and n_given < len(self.tokens)):
+                yield Piece(piece, list(zip(self.tokens[n_given:], self.job.scores[n_given:], strict=False)))
+                n_given = len(self.tokens)
             if until_stop.found:
                 break
         self.metrics.whole_answer.observe(time.monotonic() - self.started)
@@ -74,18 +72,17 @@ class Answer:
 
     # -- log probabilities -----------------------------------------------------------------------------
 
-    def completion_logprobs(self, places: list[Place]) -> dict[str, Any] | None:
+    def completion_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self.job.n_top is None:
             return None
-        offsets = [self._offset_of(token) for token, _ in places]
         return {
-            "tokens": [self._text_of(token) for token, _ in places],
-            "token_logprobs": [None if scored is None else scored.logprob for _, scored in places],
-            "top_logprobs": [None if scored is None else self._top(token, scored) for token, scored in places],
-            "text_offset": offsets,
+            "tokens": [self._text_of(token) for token, _ in piece.tokens],
+            "token_logprobs": [None if scored is None else scored.logprob for _, scored in piece.tokens],
+            "top_logprobs": [None if scored is None else self._top(token, scored) for token, scored in piece.tokens],
+            "text_offset": [self._offset_of(token) for token, _ in piece.tokens],
         }
 
-    def chat_logprobs(self, places: list[Place]) -> dict[str, Any] | None:
+    def chat_logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self.job.n_top is None:
             return None
 
@@ -96,13 +93,13 @@ class Answer:
         return {
             "content": [
                 {**entry(token, scored.logprob), "top_logprobs": [entry(*one) for one in scored.top]}
-                for token, scored in places
+                for token, scored in piece.tokens
                 if scored is not None
             ]
         }
 
     def _top(self, token: int, scored: Scored) -> dict[str, float]:
-        """The likeliest tokens and the token itself, by text; of two with one text the likelier."""
+        """Log probabilities of the likeliest tokens and of the token, by text; of equal texts the likelier one."""
         top: dict[str, float] = {}
         for one, logprob in [*scored.top, (token, scored.logprob)]:
             top.setdefault(self._text_of(one), logprob)
@@ -122,3 +119,28 @@ def usage_of(answers: list[Answer]) -> dict[str, int]:
     n_prompt = sum(len(answer.job.ids) for answer in answers)
     n_new = sum(len(answer.tokens) for answer in answers)
     return {"prompt_tokens": n_prompt, "completion_tokens": n_new, "total_tokens": n_prompt + n_new}
+
+
+class UntilStop:
+    """Passes text on up to the first stop string, and holds back an end that may be the beginning of one."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self.found = False
+        self._stops = stops
+        self._pending = ""
+
+    def add(self, text: str, *, last: bool = False) -> str:
+        self._pending += text
+        starts = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
+        self.found = bool(starts)
+        ready = min(starts) if starts else len(self._pending) - (0 if last else self._held_back())
+        text, self._pending = self._pending[:ready], self._pending[ready:]
+        return text
+
+    def _held_back(self) -> int:
+        """The number of characters at the end that may begin a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for n in range(min(longest, len(self._pending)), 0, -1):
+            if any(stop.startswith(self._pending[-n:]) for stop in self._stops):
+                return n
+        return 0

@@ -1,4 +1,4 @@
-"""transformers' continuous batching as an engine, every request with a sampler of its own."""
+"""transformers' continuous batching as an engine, with a sampler for each request."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from twell.workbench.serve.jobs import Job
 from twell.workbench.serve.requests import ApiError
 from twell.workbench.serve.scoring import score_prompt, twin_of
 
-TRANSFORMERS_LOG = logging.getLogger("ContinuousBatchingLogger")  # errors of a step are logged there
-PAGE = 256  # tokens of a page of the cache, as transformers has it
-TESTED = ((5, 17), (6, 0))  # versions of transformers, from and below: the processors of a manager are no public API
+TRANSFORMERS_LOG = logging.getLogger("ContinuousBatchingLogger")  # logs the errors of steps
+PAGE = 256  # tokens in a page of transformers' cache
+TESTED = ((5, 17), (6, 0))  # transformers from, and below: a manager's logits processors are no public API
 
 
 class _RowSampler(ContinuousBatchingLogitsProcessor):
-    """Each row of a batch by the sampler of its own request.
+    """Samples each row of a batch with the sampler of the row's request.
 
-    The first rows are those of requests that get a token, in their order. Behind them come rows without meaning, one
-    for each prompt that this step does not finish.
+    The first rows belong to the requests that get a token, in order. Meaningless rows follow, one for each prompt that
+    this step does not finish.
     """
 
-    supported_kwargs: dict[str, type] = {}  # noqa: RUF012 the base class has them so
+    supported_kwargs: dict[str, type] = {}  # noqa: RUF012 as in the base class
     ignored_kwargs = ()
 
     def __init__(self, jobs: dict[str, Job]) -> None:
@@ -55,7 +55,7 @@ class _RowSampler(ContinuousBatchingLogitsProcessor):
 
 
 class Batched(Engine):
-    """transformers' continuous batching. When a step fails, its manager ends and a new one begins."""
+    """transformers' continuous batching. When a step fails, its manager ends and a new one starts."""
 
     def __init__(
         self, model: Any, cache_tokens: int, batch_tokens: int | None = None, *, on_trial: bool = False
@@ -63,11 +63,11 @@ class Batched(Engine):
         super().__init__()
         self.model, self.cache_tokens = model, cache_tokens
         self.batch_tokens = batch_tokens or batch_tokens_for(model)
-        self.on_trial = on_trial  # then a failure is told as it is, and is final
+        self.on_trial = on_trial  # then a failure is final, and reported unchanged
         self._scored_by = twin_of(model)
         self._to_score: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._stopping = False
-        self.manager: Any = self._new_manager()  # None while one ends and the next begins
+        self.manager: Any = self._new_manager()  # None between the end of one and the start of the next
         self._threads = [
             threading.Thread(target=work, name=f"twell-{name}", daemon=True)
             for name, work in (("deliver", self._deliver), ("score", self._score))
@@ -95,7 +95,7 @@ class Batched(Engine):
         self.end_all("the server is stopping")
         self._to_score.put(None)
         with self._lock:
-            if self.manager is not None:  # else one is beginning, and ends at once
+            if self.manager is not None:  # else one is starting, and will stop at once
                 self.manager.stop(block=True, timeout=10, hard_stop=True)
         for thread in self._threads:
             thread.join(timeout=10)
@@ -107,7 +107,7 @@ class Batched(Engine):
             continuous_batching_config=ContinuousBatchingConfig(
                 num_blocks=-(-self.cache_tokens // PAGE),
                 max_batch_tokens=self.batch_tokens,
-                use_cuda_graph=False,  # a graph would replay the samplers of the requests it was captured with
+                use_cuda_graph=False,  # a replay would use the samplers of the captured requests
                 use_async_batching=False,
             ),
         )
@@ -119,19 +119,19 @@ class Batched(Engine):
         return manager
 
     def _begin(self, job: Job) -> None:
-        """Give a job to the manager. One that has failed takes none: the next one will."""
+        """Give a job to the manager. A failed manager does not accept it; the next one will."""
         if job.max_tokens == 0:
             self._end(job.name)
             return
         how: dict[str, Any] = {"request_id": job.name, "max_new_tokens": job.max_tokens, "streaming": True}
         with self._lock:
-            if job.accepted:  # a manager that just began has taken it
+            if job.accepted:  # by a manager that has just started
                 return
             job.accepted = self.manager is not None and self.manager.add_request(job.ids, **how) is not None
 
     def _deliver(self) -> None:
         while True:
-            for output in self.manager:  # until its thread ends
+            for output in self.manager:  # until the manager's thread ends
                 self._pass_on(output)
             while (output := self.manager.get_result(timeout=0)) is not None:
                 self._pass_on(output)
@@ -142,27 +142,27 @@ class Batched(Engine):
                 return
             self.failures += 1
             try:
-                self._begin_anew()
-            except Exception:  # of whatever kind: nobody must wait for what will not come
+                self._restart()
+            except Exception:  # of any kind: no client must wait forever
                 LOG.exception("the model could not start again")
                 self._die()
                 return
 
-    def _begin_anew(self) -> None:
-        """Fail what the old manager had, try one token with a new one, and give it what has come since."""
+    def _restart(self) -> None:
+        """Fail the old manager's jobs, test a new manager with one token, and give it the jobs that came since."""
         with self._lock:
             old, self.manager = self.manager, None
             for job in list(self.jobs.values()):
                 if job.accepted:
                     self._end(job.name, ApiError(500, FAILED))
         old.stop(block=True, timeout=10, hard_stop=True)
-        del old  # with its cache, before the next one takes as much
+        del old  # frees its cache before the next manager allocates as much
         gc.collect()
         new = self._new_manager()
         new.add_request([0], request_id="try", max_new_tokens=1)
         if not any(output.is_finished() and output.error is None for output in new):
             new.stop(block=True, timeout=10, hard_stop=True)
-            raise RuntimeError("one token was tried, and failed")
+            raise RuntimeError("computing one token failed")
         LOG.error("the model has started again")
         with self._lock:
             self.manager = new
@@ -175,7 +175,7 @@ class Batched(Engine):
     def _pass_on(self, output: Any) -> None:
         job = self.jobs.get(output.request_id)
         if job is None:
-            if not output.is_finished():  # it was cancelled before the manager knew it
+            if not output.is_finished():  # cancelled before the manager knew it
                 self.manager.cancel_request(output.request_id)
             return
         if len(output.generated_tokens) > job.delivered:
@@ -197,22 +197,22 @@ class Batched(Engine):
                 if not works(lambda job: score_prompt(self._scored_by, job), one_token):
                     self._die()
             elif job.max_tokens > 1:
-                job.scores_prompt = False  # from here on it is a job as others are
+                job.scores_prompt = False  # from here on a job like others
                 self._begin(job)
             else:
                 self._end(job.name)
 
 
 def batch_tokens_for(model: Any) -> int:
-    """Tokens of one step: longer prompts are split."""
+    """Tokens of one step; longer prompts are split."""
     return 2048 if model.device.type == "cuda" else 512
 
 
 def why_not_batched(model: Any, version: str = transformers.__version__) -> str | None:
-    """What speaks against batching a model before it is tried."""
+    """Why the model cannot be batched, as far as can be known without trying; else None."""
     major, minor = (int(part) for part in version.split(".")[:2])
     if not TESTED[0] <= (major, minor) < TESTED[1]:
         lowest, above = (".".join(map(str, bound)) for bound in TESTED)
         return f"batching needs transformers from {lowest} and below {above}, this is {version}"
-    dropped = model._get_logits_processor(greedy_config(model))  # private: the version is known here
+    dropped = model._get_logits_processor(greedy_config(model))  # private, so only for known versions
     return "generation_config.json asks for " + ", ".join(type(p).__name__ for p in dropped) if dropped else None

@@ -1,12 +1,10 @@
-"""Which engine a model gets, and how much memory: batched if that answers as ``model.generate`` does."""
+"""Choosing a model's engine, and the size of its cache."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,16 +16,16 @@ from twell.workbench.serve.batched import PAGE, TRANSFORMERS_LOG, Batched, batch
 from twell.workbench.serve.engine import Engine, OneAtATime, greedy_config
 from twell.workbench.serve.jobs import Job
 
-TRIED = 8  # tokens of each answer that is tried
+TRIED = 8  # tokens of each trial answer
 
 
 def cache_tokens_for(model: Any) -> int:
-    """Tokens of a shared cache: 16 contexts, or 65,536 tokens if that is less; at most a quarter of the free memory."""
+    """Tokens in the shared cache: 16 contexts, at most 65,536 tokens and a quarter of the free memory."""
     config = model.config.get_text_config()
     context = context_of(model) or 4096
     tokens = max(context, min(16 * context, 2**16))
     all_heads = getattr(config, "num_attention_heads", None)
-    if all_heads is None:  # no attention: it will not be batched
+    if all_heads is None:  # no attention: the model will not be batched
         return tokens
     heads = getattr(config, "num_key_value_heads", None) or all_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // all_heads
@@ -42,31 +40,24 @@ def cache_tokens_for(model: Any) -> int:
 
 
 def choose_engine(model: Any, cache_tokens: int) -> tuple[Engine, str | None]:
-    """Batched, if that answers as ``model.generate`` does; else one at a time, and why."""
-    with _not_planning(model):
-        return _choose_engine(model, cache_tokens)
-
-
-@contextlib.contextmanager
-def _not_planning(model: Any) -> Iterator[None]:
-    """What is tried here are random tokens: layers must not plan by them."""
+    """Batched if its answers are those of ``model.generate``; else one request at a time, and why."""
     planning = [ffn for _, ffn in sparse_ffns(model) if ffn._plans_itself]
-    for ffn in planning:
+    for ffn in planning:  # layers must not plan by the random tokens of the trial
         ffn._plans_itself = False
     try:
-        yield
+        return _try_batching(model, cache_tokens)
     finally:
         for ffn in planning:
             ffn._plans_itself = True
 
 
-def _choose_engine(model: Any, cache_tokens: int) -> tuple[Engine, str | None]:
-    with warnings.catch_warnings(action="ignore"):  # about a prompt that is not there yet
+def _try_batching(model: Any, cache_tokens: int) -> tuple[Engine, str | None]:
+    with warnings.catch_warnings(action="ignore"):  # about a missing prompt
         why = why_not_batched(model)
     if why is not None:
         return OneAtATime(model), why
     why, engine = "batched, it answers otherwise than model.generate", None
-    TRANSFORMERS_LOG.setLevel(logging.CRITICAL)  # what goes wrong here is said in a line
+    TRANSFORMERS_LOG.setLevel(logging.CRITICAL)  # a failure is reported as the reason
     probes = _probes(model, min(context_of(model) or cache_tokens, cache_tokens) - TRIED)
     config = greedy_config(model, max_new_tokens=TRIED, return_dict_in_generate=True, output_logits=True)
     prompts = [torch.tensor([ids], device=model.device) for ids in probes]
@@ -80,17 +71,17 @@ def _choose_engine(model: Any, cache_tokens: int) -> tuple[Engine, str | None]:
             engine.on_trial = False
             chosen, engine = engine, None
             return chosen, None
-    except Exception as error:  # whatever a model that was not made for it runs into
+    except Exception as error:  # a model not made for batching can raise anything
         why = str(error).partition("\n")[0]
     finally:
         TRANSFORMERS_LOG.setLevel(logging.ERROR)
-        if engine is not None:  # also on Ctrl-C: its thread would keep the process alive
+        if engine is not None:  # on Ctrl-C too: its thread would keep the process alive
             engine.stop()
     return OneAtATime(model), why
 
 
 def _probes(model: Any, longest: int) -> list[list[int]]:
-    """Prompts of random tokens, short ones, and more together than a step takes: some are split between two."""
+    """Prompts of random tokens: short ones, and together more than one step takes, so that some are split."""
     lengths = [n for n in (2, 7, 31) if n <= longest]
     step = batch_tokens_for(model)
     while longest > 0 and sum(lengths) <= step:
@@ -100,7 +91,7 @@ def _probes(model: Any, longest: int) -> list[list[int]]:
 
 
 def _answers(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """The tokens that an engine gives to prompts which come together."""
+    """The tokens that an engine gives to prompts started together."""
     results: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in prompts]
     for ids, result in zip(prompts, results, strict=True):
         engine.start(Job(ids, max_tokens, None, result.put))
@@ -114,7 +105,7 @@ def _answers(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[
 
 
 def _differs(got: list[int], wanted: list[int], logits: tuple[Tensor, ...], rounding: float) -> bool:
-    """Whether tokens differ by more than rounding: at the first that does, the logits must be about equal."""
+    """Whether tokens differ by more than rounding: at the first difference the logits must be about equal."""
     for step, (a, b) in enumerate(zip(got, wanted, strict=False)):
         if a != b:
             row = logits[step][0].float()

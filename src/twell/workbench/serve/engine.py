@@ -1,4 +1,4 @@
-"""Who computes the tokens: what all engines share, and ``model.generate`` for one request after the other."""
+"""Engines compute the tokens: their base class, and ``model.generate`` for one request after the other."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ DEAD = "the model has failed and cannot start again; the server's log says why"
 
 
 class Engine(abc.ABC):
-    """Computes jobs. Every job that was taken gets its end, also when the engine dies.
+    """Computes jobs. Every accepted job gets a result or an error, even if the engine dies.
 
-    A step that fails fails the jobs in it. Then one token is tried: if that fails as well, the engine is dead.
+    A failed step fails its jobs. The engine then computes one token as a test: if that fails too, the engine is dead.
     """
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
-        self.problem: str | None = None  # why no more are taken
+        self.problem: str | None = None  # why the engine accepts no more jobs
         self.failures = 0  # steps that failed
         self.died = False
         self.on_death: Callable[[], object] = lambda: None
-        self._lock = threading.RLock()  # a signal's handler may come while its own thread holds it
+        self._lock = threading.RLock()  # a signal handler can run while its own thread holds it
 
     @abc.abstractmethod
     def start(self, job: Job) -> None: ...
 
     @abc.abstractmethod
     def cancel(self, job: Job) -> None:
-        """Stop computing it, if it has not ended."""
+        """Stop computing the job, if it has not ended."""
 
     @abc.abstractmethod
     def stop(self) -> None: ...
@@ -57,14 +57,14 @@ class Engine(abc.ABC):
         self.stop()
 
     def check_room(self, n_jobs: int) -> None:
-        """Refuse jobs that would not be taken."""
+        """Raise an ApiError if this many more jobs would not be accepted."""
         if self.problem is not None:
             raise ApiError(503, self.problem)
         if len(self.jobs) + n_jobs > MAX_JOBS:
             raise ApiError(503, f"too many requests are waiting (at most {MAX_JOBS:,}): try again later")
 
     def refuse(self, problem: str) -> None:
-        """Take no more jobs. Those under way go on."""
+        """Accept no more jobs. Those under way go on."""
         with self._lock:
             self.problem = self.problem or problem
 
@@ -91,7 +91,7 @@ class Engine(abc.ABC):
 
 
 class OneAtATime(Engine):
-    """``model.generate``, request after request: for models that cannot be batched, and for exact repetition."""
+    """``model.generate``, one request after the other: for models that cannot be batched, and for exact repetition."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -148,26 +148,26 @@ class OneAtATime(Engine):
 
 
 def works(compute: Callable[[Job], object], job: Job) -> bool:
-    """Whether a job can be computed. What it holds when it fails, GPU memory too, is free when this returns."""
+    """Compute a job; False if it fails, after its memory, GPU memory included, was freed."""
     try:
         compute(job)
         return True
-    except Exception:  # of whatever kind: the next job must not suffer
+    except Exception:  # of any kind: the next job must not suffer
         LOG.exception("a request failed")
     gc.collect()
-    with contextlib.suppress(Exception):  # a GPU that is lost says so here, too
+    with contextlib.suppress(Exception):  # a lost GPU raises here, too
         torch.cuda.empty_cache()
     return False
 
 
 def use_device_of(model: Any) -> None:
-    """Make a model's GPU the one of this thread: kernels are launched there."""
+    """Make the model's GPU the current device of this thread, on which kernels are launched."""
     if model.device.type == "cuda":
         torch.cuda.set_device(model.device)
 
 
 class _TokensOf:
-    """What ``generate`` calls a streamer: first it puts the prompt, then token by token."""
+    """A streamer for ``generate``, which puts the prompt first and then token by token."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.is_prompt = job, True
@@ -182,7 +182,7 @@ class _TokensOf:
 
 
 def greedy_config(model: Any, **changes: Any) -> GenerationConfig:
-    """The model's own, without what samples or searches."""
+    """The model's own generation configuration, without sampling and beam search."""
     config = copy.deepcopy(model.generation_config)
     plain = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_length": None}
     config.update(**plain, temperature=None, top_p=None, top_k=None, **changes)

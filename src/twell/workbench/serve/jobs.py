@@ -1,4 +1,4 @@
-"""One request on its way through an engine: what to compute, how to draw tokens, where the results go."""
+"""One prompt in an engine: what to compute, how to draw tokens, where the results go."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 
 class Sampler:
-    """Draws the tokens of one request, from a generator of its own: a seed means the same in any batch.
+    """Draws the tokens of one request with its own random generator, so that a seed gives the same tokens in any batch.
 
-    It turns logits into scores whose largest is the draw (p / e with e exponential), so that requests which sample
-    and requests which do not share one argmax.
+    It turns logits into scores p / e, e exponentially distributed, whose argmax is the drawn token: one argmax serves
+    sampled and greedy requests.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Sampler:
 
 
 class Scored(NamedTuple):
-    """The log probability of a token, and the likeliest tokens at its place, likeliest first."""
+    """The log probability of a token, and those of the likeliest tokens at its place, likeliest first."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
 class Job:
-    """``deliver`` gets lists of tokens, then None, or an error. Called in other threads."""
+    """``deliver`` is called in other threads, with lists of tokens, and at the end with None or an error."""
 
     def __init__(
         self,
@@ -61,16 +61,16 @@ class Job:
     ) -> None:
         self.name = uuid.uuid4().hex
         self.ids, self.max_tokens, self.sampler, self.deliver = ids, max_tokens, sampler, deliver
-        self.n_top = n_top  # how many of the likeliest tokens are wanted at each place; None: no log probabilities
+        self.n_top = n_top  # likeliest tokens wanted at each place; None: no log probabilities
         self.scores_prompt = scores_prompt
-        self.prompt_scores: list[Scored | None] = []  # a place for each token of the prompt; the first has none
-        self.scores: list[Scored] = []  # of the tokens delivered, and maybe of the next
-        self.delivered = 0
-        self.accepted = False  # by the manager of a batch
+        self.prompt_scores: list[Scored | None] = []  # for each token of the prompt; the first has none
+        self.scores: list[Scored] = []  # of the tokens delivered, and perhaps of the next one
+        self.delivered = 0  # tokens
+        self.accepted = False  # by the batch manager
         self.cancelled = False
 
     def draw(self, logits_V: Tensor) -> Tensor:
-        """Scores whose largest is the next token; the token's log probability is kept where it is wanted."""
+        """Scores whose argmax is the next token. Keeps the token's log probability if it is wanted."""
         scores_V = logits_V if self.sampler is None else self.sampler(logits_V)
         if self.n_top is not None:
             self.scores += scored(logits_V[None], scores_V.argmax()[None], self.n_top)
@@ -78,7 +78,7 @@ class Job:
 
 
 def scored(logits_MV: Tensor, tokens_M: Tensor, n_top: int) -> list[Scored]:
-    """By the logits as the model gives them, whatever the temperature."""
+    """Log probabilities by the model's own logits, whatever the temperature."""
     logprobs_MV = logits_MV.float().log_softmax(-1)
     chosen = logprobs_MV.gather(1, tokens_M[:, None])[:, 0].tolist()
     top = logprobs_MV.topk(min(n_top, logprobs_MV.shape[1]), dim=-1)

@@ -1,4 +1,4 @@
-"""What /metrics tells, in Prometheus' text format."""
+"""The counters behind /metrics, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CONTENT_TYPE", "Metrics"]
 
 
 class Metrics:
-    """Of one server: it has a registry of its own, nothing is global."""
+    """The counters of one server, in a registry of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = registry = CollectorRegistry()

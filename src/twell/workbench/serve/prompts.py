@@ -1,4 +1,4 @@
-"""Token ids of prompts. What is too long is refused by its characters, before it costs time and memory."""
+"""Token ids of prompts. A prompt that is far too long is refused by its characters, before tokenizing costs time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from jinja2 import TemplateError
 
 from twell.workbench.serve.requests import ApiError, Message
 
-QUICK = 4096  # characters: shorter texts do not wait for longer ones
-SLICE = 2**16  # characters that are counted at once
+QUICK = 4096  # characters; shorter texts do not wait for longer ones
+SLICE = 2**16  # characters
 
 
 class Prompts:
-    """Turns texts and messages into token ids, in threads: a long text takes seconds, and others are streaming."""
+    """Tokenizes texts and messages in threads: a long text takes seconds, and other requests are streaming."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, max_length: int) -> None:
         self.template_of, self.vocabulary, self.max_length = tokenizer, vocabulary, max_length
         self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
-        # Tokenizers do not like two threads: each lane has one of its own, and a lock.
+        # Tokenizers are not thread-safe: each lane has its own, and a lock.
         self.lanes = [(copy.deepcopy(tokenizer), asyncio.Lock()) for _ in ("quick", "slow")]
 
     async def of_texts(self, texts: list[str]) -> list[list[int]]:
@@ -39,7 +39,7 @@ class Prompts:
         said = [message.model_dump(exclude_none=True) for message in messages]
         try:
             return self.template_of.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:  # so templates refuse roles or their order
+        except TemplateError as error:  # templates refuse roles or their order in this way
             raise ApiError(400, f"messages: the chat template refuses them: {error}", param="messages") from None
 
     def check(self, ids: list[int], field: str) -> None:
@@ -66,9 +66,9 @@ class Prompts:
             return await asyncio.to_thread(lambda: tokenizer(text, **how).input_ids)
 
     def _is_far_too_long(self, tokenizer: Any, text: str) -> bool:
-        """Whether a text has more than twice as many tokens as the context: counted slice by slice, up to there.
+        """Whether a text has more than twice as many tokens as the context, counted slice by slice.
 
-        A cut between two slices changes a token or two, by far not half of them.
+        Cutting a text into slices changes a token or two, nowhere near half of them.
         """
         n_tokens = 0
         for start in range(0, len(text) if len(text) > SLICE else 0, SLICE):

@@ -1,4 +1,4 @@
-"""What clients may ask for, in the shapes of OpenAI's endpoints. All else is refused: nothing is left out silently."""
+"""The fields of requests to OpenAI's endpoints. Fields that are not supported are refused, never silently ignored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_STOPS = 16
 MAX_PROMPTS = 256  # of one request
 MAX_TOP = 20  # likeliest tokens at each place
 
-# Fields that change no answer, and values of other fields that do not.
+# Fields that do not change the answer, and values of other fields that do not.
 _NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _NEUTRAL = {
     "n": 1,
@@ -32,7 +32,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both endpoints take. Fields that would change the answer and are not known here are refused."""
+    """The fields of both endpoints. Unknown fields that would change the answer are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: str | None = None
@@ -64,12 +64,12 @@ class GenerationRequest(BaseModel):
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equal, where True is not 1 and False is not 0."""
+    """Whether two values are equal, with True different from 1 and False from 0."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: list[str] | list[list[int]]  # one, a string or a list of token ids, is a list of one
+    prompt: list[str] | list[list[int]]  # a single prompt becomes a list of one
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 
@@ -84,7 +84,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
             prompt = [prompt]
         if not isinstance(prompt, list) or not (_all_texts(prompt) or _all_ids(prompt)):
-            raise ValueError("expected a string or a list of token ids, or a list of such")
+            raise ValueError("expected a string or a list of token ids, or a list of these")
         if not all(prompt) or not prompt:
             raise ValueError("the prompt is empty")
         if len(prompt) > MAX_PROMPTS:
@@ -148,7 +148,7 @@ _Asked = TypeVar("_Asked", bound=GenerationRequest)
 
 
 class ApiError(Exception):
-    """Becomes a response in the shape of OpenAI's errors."""
+    """Becomes a response in the format of OpenAI's errors."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

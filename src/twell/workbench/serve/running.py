@@ -1,4 +1,4 @@
-"""A server from its socket to its end: timeouts, draining, and an engine that dies."""
+"""Running a server from its socket to its end: timeouts, draining, and an engine that dies."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from twell.workbench.serve.app import ModelServer
+from twell.workbench.serve.server import ModelServer
 
-HEADER_SECONDS = 15.0  # in which a connection must send the head of a request
+HEADER_SECONDS = 15.0  # for a connection to send the head of a request
 STOPPING = "the server is stopping"
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, so that a port that is taken shows before a model is loaded."""
+    """A socket bound to the address, so that a port in use is found before the model is loaded."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -33,12 +33,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def is_local(sock: socket.socket) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether only this machine can reach the socket."""
     return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
 class TimedProtocol(H11Protocol):
-    """Closes connections that send no request: uvicorn itself waits for the first one for ever."""
+    """Closes connections that send no request: uvicorn itself waits forever for the first one."""
 
     _waiting: asyncio.TimerHandle | None = None
 
@@ -66,7 +66,7 @@ class TimedProtocol(H11Protocol):
 
 
 class Running(uvicorn.Server):
-    """Drains on SIGTERM; on Ctrl-C, or a second signal, ends answers at once; leaves when the engine dies."""
+    """Drains on SIGTERM; ends answers at once on Ctrl-C or a second signal; stops when the engine dies."""
 
     def __init__(self, server: ModelServer, drain_seconds: float = 30) -> None:
         how: dict[str, Any] = {"http": TimedProtocol, "ws": "none", "log_level": "warning", "access_log": False}
@@ -75,7 +75,7 @@ class Running(uvicorn.Server):
         self.engine.on_death = self._leave
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        # uvicorn's own would raise the signal once more at the end: SIGTERM would kill what is left to close
+        # uvicorn's own handler raises the signal again at the end: SIGTERM would kill the process before it has closed
         if sig == signal.SIGTERM and not self.should_exit:
             self.engine.refuse(STOPPING)
             self.config.timeout_graceful_shutdown = int(self.drain_seconds) + 3

@@ -1,0 +1,346 @@
+"""The web application: OpenAI's endpoints around one model and the engine that computes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Literal
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from twell.workbench.serve.answers import Answer, Piece, usage_of
+from twell.workbench.serve.choosing import vocabulary_of
+from twell.workbench.serve.engine import Engine
+from twell.workbench.serve.guard import Guard
+from twell.workbench.serve.jobs import Job, Sampler
+from twell.workbench.serve.metrics import CONTENT_TYPE, Metrics
+from twell.workbench.serve.prompts import Prompts
+from twell.workbench.serve.requests import ApiError, ChatRequest, CompletionRequest, parse
+
+MAX_BODY = 8 * 2**20  # bytes
+READ_SECONDS = 30.0  # for the whole body of a request
+DEFAULT_TOKENS = 16  # of a completion, as in OpenAI's legacy endpoint; a chat fills the context
+ALMOST_ZERO = 1e-4  # temperatures below are greedy: dividing logits by less overflows
+
+Part = Literal["first", "middle", "last", "whole"]  # of an answer
+Shape = Callable[[Answer, Piece, str | None, Part], dict[str, Any]]  # the str: finish_reason
+
+
+class ModelServer:
+    """One model behind OpenAI's endpoints; ``app`` is the ASGI application.
+
+    With an ``api_key`` clients must send the key. Without one, ``Host`` must be an address, localhost or one of
+    ``hosts``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        engine: Engine,
+        max_length: int,
+        *,
+        api_key: str | None = None,
+        hosts: tuple[str, ...] = (),
+    ) -> None:
+        self.model, self.tokenizer, self.name, self.engine, self.max_length = model, tokenizer, name, engine, max_length
+        eos = model.generation_config.eos_token_id
+        self.eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        self.created = int(time.time())
+        self.prompts = Prompts(tokenizer, vocabulary_of(model), max_length)
+        self.metrics = Metrics(engine)
+        routes = [
+            Route("/health", self.health),
+            Route("/metrics", self.metrics_text),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.models),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {
+            ApiError: _answer_error,
+            HTTPException: _answer_error,
+            ClientDisconnect: _answer_nobody,
+            Exception: _answer_failure,
+        }
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        self.app = Guard(app, api_key=api_key, hosts=hosts, metrics=self.metrics)
+
+    # -- endpoints -------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        problem = self.engine.problem
+        status = {"status": "ok" if problem is None else problem, "running": len(self.engine.jobs)}
+        return JSONResponse(status, 200 if problem is None else 503)
+
+    async def metrics_text(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def models(self, request: Request) -> Response:
+        this = {"id": self.name, "object": "model", "created": self.created, "owned_by": "twell"}
+        this["max_model_len"] = self.max_length
+        if "name" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [this]})
+        self._check_name(request.path_params["name"])
+        return JSONResponse(this)
+
+    async def completions(self, request: Request) -> Response:
+        asked = parse(CompletionRequest, await _read(request))
+        self._check_name(asked.model)
+        self.engine.check_room(len(asked.prompt))
+        texts = [prompt for prompt in asked.prompt if isinstance(prompt, str)]
+        given = [prompt for prompt in asked.prompt if isinstance(prompt, list)]
+        prompts = await self.prompts.of_texts(texts) if texts else given
+        for ids in prompts:
+            self._check(ids, asked.max_tokens, "prompt")
+        echoes: list[str | None] = [None] * len(prompts)
+        if asked.echo:
+            echoes = [*texts] or [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
+        answers = self._start(asked, prompts, asked.max_tokens, DEFAULT_TOKENS, echoes)
+        return await self._respond(request, asked, answers, "cmpl", _completion)
+
+    async def chat(self, request: Request) -> Response:
+        asked = parse(ChatRequest, await _read(request))
+        self._check_name(asked.model)
+        self.engine.check_room(1)
+        if self.tokenizer.chat_template is None:
+            raise ApiError(400, f"{self.name} has no chat template, it continues texts: use /v1/completions")
+        ids = await self.prompts.of_messages(asked.messages)
+        max_tokens = asked.max_completion_tokens or asked.max_tokens
+        self._check(ids, max_tokens, "messages")
+        answers = self._start(asked, [ids], max_tokens, None, [None])
+        return await self._respond(request, asked, answers, "chatcmpl", _chat)
+
+    # -- what the two share ----------------------------------------------------------------------------
+
+    def _check_name(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            message = f"there is no model {name!r} here, only {self.name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _check(self, ids: list[int], max_tokens: int | None, field: str) -> None:
+        self.prompts.check(ids, field)
+        room, wanted = self.max_length - len(ids), 1 if max_tokens is None else max_tokens
+        if room < wanted:
+            more = f" and max_tokens asks for {wanted:,} more" if max_tokens and room >= 1 else ""
+            raise self.prompts.too_long(field, f"{len(ids):,}{more}")
+
+    def _start(
+        self,
+        asked: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        max_tokens: int | None,
+        default: int | None,
+        echoes: list[str | None],
+    ) -> list[Answer]:
+        """Give a job for each prompt to the engine: all of them, or none."""
+        self.engine.check_room(len(prompts))
+        shared: dict[str, Any] = {"stops": asked.stop, "tokenizer": self.tokenizer, "eos": self.eos}
+        answers = []
+        for index, (ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
+            room, results = self.max_length - len(ids), asyncio.Queue[Any]()
+            n_tokens = min(room, default or room) if max_tokens is None else max_tokens
+            scores_prompt = echo is not None and asked.n_top is not None
+            sampler = self._sampler(asked)
+            job = Job(ids, n_tokens, sampler, _into(results), n_top=asked.n_top, scores_prompt=scores_prompt)
+            answers.append(Answer(job, results, index=index, echo=echo, metrics=self.metrics, **shared))
+        try:
+            for answer in answers:
+                self.engine.start(answer.job)
+                self.metrics.prompt_tokens.inc(len(answer.job.ids))
+        except ApiError:
+            self._end(answers)
+            raise
+        return answers
+
+    def _end(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            self.engine.cancel(answer.job)
+
+    def _sampler(self, asked: CompletionRequest | ChatRequest) -> Sampler | None:
+        """Defaults: those of the model's generation_config.json, else OpenAI's, which is temperature 1."""
+        own = self.model.generation_config
+        temperature = asked.temperature if asked.temperature is not None else own.temperature
+        top_p = asked.top_p if asked.top_p is not None else own.top_p
+        top_k = asked.top_k if asked.top_k is not None else own.top_k
+        temperature = 1.0 if temperature is None else temperature
+        if temperature < ALMOST_ZERO or top_k == 1:
+            return None
+        return Sampler(temperature, 1.0 if top_p is None else top_p, top_k or None, asked.seed, self.model.device)
+
+    async def _respond(
+        self,
+        request: Request,
+        asked: CompletionRequest | ChatRequest,
+        answers: list[Answer],
+        prefix: str,
+        shape: Shape,
+    ) -> Response:
+        head = {"id": f"{prefix}-{answers[0].job.name}", "created": int(time.time()), "model": self.name}
+        if asked.stream:
+            events = _events(answers, head, shape, asked.stream_options.include_usage)
+            return _EventStream(events, lambda: self._end(answers))
+        try:
+            wholes = await _unless_gone(request, _wholes(answers))
+        finally:
+            self._end(answers)
+        bodies = [shape(one, whole, one.finish_reason, "whole") for one, whole in zip(answers, wholes, strict=True)]
+        choices = [choice for body in bodies for choice in body["choices"]]
+        return JSONResponse({**head, **bodies[0], "choices": choices, "usage": usage_of(answers)})
+
+
+def _completion(answer: Answer, piece: Piece, reason: str | None, part: Part) -> dict[str, Any]:
+    logprobs = answer.completion_logprobs(piece)
+    choice = {"index": answer.index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
+    return {"object": "text_completion", "choices": [choice]}
+
+
+def _chat(answer: Answer, piece: Piece, reason: str | None, part: Part) -> dict[str, Any]:
+    said = {} if part in ("middle", "last") else {"role": "assistant"}
+    said |= {} if part == "last" else {"content": piece.text}
+    choice = {"index": answer.index, "logprobs": answer.chat_logprobs(piece), "finish_reason": reason}
+    if part == "whole":
+        return {"object": "chat.completion", "choices": [{**choice, "message": said}]}
+    return {"object": "chat.completion.chunk", "choices": [{**choice, "delta": said}]}
+
+
+def _into(results: asyncio.Queue[Any]) -> Callable[[Any], None]:
+    """Puts results into the queue from another thread."""
+    loop = asyncio.get_running_loop()
+
+    def deliver(result: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+            loop.call_soon_threadsafe(results.put_nowait, result)
+
+    return deliver
+
+
+# -- requests and responses ----------------------------------------------------------------------------
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events. When the connection ends, in whatever way, so do the jobs."""
+
+    def __init__(self, events: AsyncIterator[str], end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.end = end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.end()
+
+
+async def _wholes(answers: list[Answer]) -> list[Piece]:
+    """Each answer in one piece."""
+    wholes = []
+    for answer in answers:
+        pieces = [piece async for piece in answer.pieces()]
+        tokens = [token for piece in pieces for token in piece.tokens]
+        wholes.append(Piece("".join(piece.text for piece in pieces), tokens))
+    return wholes
+
+
+async def _events(answers: list[Answer], head: dict[str, Any], shape: Shape, with_usage: bool) -> AsyncIterator[str]:
+    """The pieces of all answers as server-sent events, in the order in which they come."""
+    made: asyncio.Queue[str | Exception | None] = asyncio.Queue()
+
+    def event(body: dict[str, Any]) -> str:
+        return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+    async def make_events(answer: Answer) -> None:
+        try:
+            part: Part = "first"
+            async for piece in answer.pieces():
+                made.put_nowait(event({**head, **shape(answer, piece, None, part)}))
+                part = "middle"
+            made.put_nowait(event({**head, **shape(answer, Piece("", []), answer.finish_reason, "last")}))
+            made.put_nowait(None)
+        except Exception as error:
+            made.put_nowait(error)
+
+    tasks = [asyncio.create_task(make_events(answer)) for answer in answers]
+    try:
+        running = len(tasks)
+        while running:
+            one = await made.get()
+            if isinstance(one, Exception):
+                raise one
+            if one is None:
+                running -= 1
+            else:
+                yield one
+        if with_usage:
+            last = shape(answers[0], Piece("", []), None, "last")
+            yield event({**head, **last, "choices": [], "usage": usage_of(answers)})
+    except ApiError as error:
+        yield event(error.body)
+    finally:
+        for task in tasks:
+            task.cancel()
+    yield "data: [DONE]\n\n"
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[Piece]]) -> list[Piece]:
+    """What ``work`` returns; it is cancelled as soon as the client disconnects."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+async def _read(request: Request) -> bytes:
+    # Browsers let any web page post other content types, also to a server on the reader's own machine.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "send the request as JSON, with the header Content-Type: application/json")
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size <= MAX_BODY:
+                    body += part
+                elif size > 4 * MAX_BODY:  # up to here it is read and dropped: clients listen only once all is sent
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the request did not come within {READ_SECONDS:g} seconds") from None
+    if size > MAX_BODY:
+        raise ApiError(413, f"the request is larger than {MAX_BODY:,} bytes")
+    return bytes(body)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # from the routing: an unknown path, or another method
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
+    assert isinstance(error, ApiError)
+    headers = {"Connection": "close"} if error.status in (408, 413) else None  # the rest of the body is not read
+    return JSONResponse(error.body, error.status, headers)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _answer_failure(request: Request, error: Exception) -> Response:
+    """The error itself goes to the log only: it can name paths."""
+    return JSONResponse(ApiError(500, "the server failed; its log says why").body, 500)
