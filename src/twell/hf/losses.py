@@ -43,7 +43,7 @@ def chunked_cross_entropy() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function of hidden states [M, D], weights [V, D] and labels [M]: the sum of the cross-entropies, in float32."""
     if hasattr(nn.functional, "linear_cross_entropy"):
         options = nn.LinearCrossEntropyOptions()
-        # Summed here: torch 2.13 adds up losses in the dtype of the weights, and in bf16 loses per cents of the sum.
+        # Summed here: torch 2.13 adds up losses in the dtype of the weights: in bf16 the sum is per cents off.
         return lambda hidden, weight, labels: (
             nn.functional.linear_cross_entropy(
                 hidden, weight, labels, reduction="none", ignore_index=IGNORED_LABEL, options=options

@@ -23,10 +23,8 @@ class TextStream:
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
         self._ids = list(prompt_ids)
-        self._context, self._done = (
-            0,
-            len(self._ids),
-        )  # [context, done): returned before, decoded again
+        # Tokens [context, done) were returned before and are decoded again.
+        self._context, self._done = 0, len(self._ids)
 
     def add(self, ids: Sequence[int], *, last: bool = False) -> str:
         self._ids += ids

@@ -74,7 +74,7 @@ class SparseForCausalLM(TransformersForCausalLM):
             self.model.set_submodule(name, share)
 
     def _refuse_changes(self, ffns: dict[str, SparseFFNBase]) -> None:
-        """Refuse LoRA and quantised weights for FFNs: vLLM puts them only into its own linears, in silence."""
+        """Refuse LoRA and quantised weights for FFNs: vLLM would skip the FFNs without saying so."""
         names = [f"model.{name}.{projection}" for name, ffn in ffns.items() for projection in ffn.projections]
         lora, quantisation = self.vllm_config.lora_config, self.quant_config
         for name in names:
