@@ -23,6 +23,8 @@ os.environ["TWELL_CHECK_LAUNCHES"] = "1"  # every kernel's arguments are what it
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from torch.utils._device import _device_constructors
+
 import interpreted
 from command_line import Result, Twell
 from twell import cpu
@@ -32,6 +34,9 @@ from twell.workbench import cli
 if os.environ.get("PYTEST_XDIST_WORKER"):  # two processes on two cores
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of commands and examples: two busy threads wait for each other, 50 s for 2
+
+# Cached before torch.empty is patched below: else a model under ``torch.device("meta")`` would take real memory.
+_device_constructors()
 
 collect_ignore = ["cross_compile.py"]  # a script of its own, for a process without the interpreter
 
@@ -53,6 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):  # keywords contain folder names, too
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_garbage_collections() -> None:
+    """Skip imported objects: accelerate collects garbage before every training, which took 0.3 to 1 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Runs of a second, and runs that are stopped hard, for tests of training."""
+"""Training runs of a second, and runs that are killed, for tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_text(path: Path) -> Path:
 
 
 def result(out: Path) -> dict[str, Any]:
-    """All that two runs must agree on: metrics without times, and the files of the model."""
+    """Everything in which two runs must agree: metrics without times, and the files of the model."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows if "train_runtime" not in row]
     summary = run_module.read_summary(out)
@@ -43,7 +43,7 @@ def result(out: Path) -> dict[str, Any]:
 
 
 class _Kill(TrainerCallback):
-    """Stops a run hard in the middle of a step, after its first checkpoint."""
+    """Kills a run in the middle of a step, after its first checkpoint."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 4:
@@ -52,7 +52,7 @@ class _Kill(TrainerCallback):
 
 @contextlib.contextmanager
 def mortal_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within it every run is killed in its fifth step."""
+    """Within this context every run is killed in its fifth step."""
     make_trainer = run_module.make_trainer
 
     def mortal(*args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ def test_models_come_out_sparse_until_it_is_turned_off(relu: Path) -> None:
 
 def test_counts_beside_a_model_make_plans(relu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = NeuronCounts(fired=[torch.full((64,), 2) for _ in range(2)], tokens=1000)
-    monkeypatch.setattr("twell.hf.convert.find_counts", lambda name: counts if name == str(relu) else None)
+    monkeypatch.setattr("twell.hf.sparsify.find_counts", lambda name: counts if name == str(relu) else None)
     twell.auto()
     model = AutoModelForCausalLM.from_pretrained(str(relu))
     assert all(ffn.plan is not None for _, ffn in sparse_ffns(model))

@@ -18,7 +18,7 @@ from command_line import Twell
 from test_public_surface import LISTED
 from twell import __version__
 from twell.__main__ import main
-from twell.hf.convert import sparsify_
+from twell.hf.sparsify import sparsify_
 from twell.train.data import SAMPLE, read_texts
 from twell.workbench.analysis import Analysis
 from twell.workbench.bench import timing

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -24,8 +24,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from typer.testing import CliRunner
 
+from conftest import commands
 from small_runs import mortal_runs
 from twell.train import convert as converting
 from twell.train import run as run_module
@@ -33,7 +33,6 @@ from twell.train.data import SAMPLE, read_texts
 from twell.train.run import read_metrics, run
 from twell.train.tokenizer import load_tokenizer, train_bpe
 from twell.workbench.bench import rows as results
-from twell.workbench.cli import app
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,
@@ -72,7 +71,7 @@ def tokenizer(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(model: Any, folder: Path, tokenizer: Path | None) -> str:
     model.save_pretrained(folder)
     if tokenizer is not None:
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+        shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
     return str(folder)
 
 
@@ -90,7 +89,7 @@ def qwen2(tmp_path: Path, tokenizer: Path) -> str:
 
 
 def twell(*args: object) -> Any:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+    return CliRunner().invoke(commands(), [str(arg) for arg in args])
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
@@ -125,8 +124,7 @@ def test_a_relu_model_becomes_the_sparse_type_and_computes_the_same(tmp_path: Pa
 
 def test_a_model_without_a_sparse_type_keeps_its_own(tmp_path: Path, tokenizer: Path) -> None:
     name = saved(MistralForCausalLM(MistralConfig(**SHAPE)), tmp_path / "mistral", tokenizer)
-    result = twell("convert", name, "--relufy", "--out", tmp_path / "out")
-    assert result.exit_code == 0 and "without L1" in result.stdout
+    assert "without L1" in twell("convert", name, "--relufy", "--out", tmp_path / "out").stdout
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_act == "relu"
 
 

@@ -9,17 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from twell.hf.convert import desparsify_, sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts, find_counts
+from twell.hf.sparsify import desparsify_, sparsify_
 
-SHAPE = {
-    "hidden_size": 16,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 50,
-}
+SHAPE = {"hidden_size": 16, "intermediate_size": 512, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 2, "vocab_size": 50}
 
 
 def some_counts(layers: int = 2, F: int = 512) -> NeuronCounts:
@@ -37,13 +31,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert again.tokens == 1000
     assert all(torch.equal(a, b) for a, b in zip(counts.fired, again.fired, strict=True))
     assert [p.name for p in tmp_path.iterdir()] == [COUNTS_FILE]
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    assert find_counts(None) is None
-    assert find_counts("") is None
-    assert find_counts(str(tmp_path)) is None
-    assert find_counts("owner/name") is None
+    assert [find_counts(name) for name in (None, "", str(tmp_path / "none"), "owner/name")] == [None] * 4
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
@@ -51,12 +39,10 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     path.write_bytes(b"no zip")
     with pytest.raises(ValueError, match="holds no neuron counts"):
         NeuronCounts.load(path)
-    np.savez(path, fired_0=np.array([3, 1]))
-    with pytest.raises(ValueError, match="holds no neuron counts"):
-        NeuronCounts.load(path)
-    np.savez(path, fired_0=np.array([3, 1]), tokens=2)
-    with pytest.raises(ValueError, match="between 0 and the 2 tokens"):
-        NeuronCounts.load(path)
+    for arrays, message in (({}, "holds no neuron counts"), ({"tokens": 2}, "between 0 and the 2 tokens")):
+        np.savez(path, fired_0=np.array([3, 1]), **arrays)
+        with pytest.raises(ValueError, match=message):
+            NeuronCounts.load(path)
     with pytest.raises(FileNotFoundError):
         NeuronCounts.load(tmp_path / "none.npz")
     with pytest.raises(ValueError, match="at least one token"):
@@ -80,15 +66,10 @@ def test_sparsify_plans_by_what_lies_beside_the_model(tmp_path: Path) -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
-def test_counts_of_another_model_are_refused() -> None:
+def test_counts_of_another_model_are_refused_and_without_counts_there_is_no_plan() -> None:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu"))
     for counts in (some_counts(layers=3), some_counts(F=256)):
         with pytest.raises(ValueError, match=r"the counts are of .* FFNs"):
             sparsify_(model, counts)
-
-
-def test_without_counts_there_is_no_plan() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu"))
-    report = sparsify_(model)
-    assert all(row.plan == "" for row in report.rows)
+    assert all(row.plan == "" for row in sparsify_(model).rows)
     assert all(layer.mlp.plan is None for layer in model.model.layers)

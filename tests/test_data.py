@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import lzma
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,28 +53,23 @@ def write(folder: Path, kind: str, texts: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [".txt", ".jsonl", ".u16", ".u16.xz"])
-def test_every_kind_of_file_gives_the_same_corpus(kind: str, tmp_path: Path) -> None:
-    corpus = corpus_of(write(tmp_path, kind, TEXTS))
-    assert sorted(documents_of(corpus.train) + documents_of(corpus.held_out)) == TEXTS
-    assert corpus.train.dtype == np.uint16
-    assert (corpus.documents, corpus.held_out_documents) == (8, 2)
-    (tmp_path / "b").mkdir()
-    same = corpus_of(write(tmp_path / "b", ".jsonl", TEXTS))
-    assert np.array_equal(same.train, corpus.train)
-    assert np.array_equal(same.held_out, corpus.held_out)
+def test_every_kind_of_file_gives_the_same_corpus(tmp_path: Path) -> None:
+    corpora = [corpus_of(write(tmp_path, kind, TEXTS)) for kind in (".txt", ".jsonl", ".u16", ".u16.xz")]
+    for corpus in corpora:
+        assert sorted(documents_of(corpus.train) + documents_of(corpus.held_out)) == TEXTS
+        assert corpus.train.dtype == np.uint16
+        assert (corpus.documents, corpus.held_out_documents) == (8, 2)
+        assert np.array_equal(corpus.train, corpora[0].train)
+        assert np.array_equal(corpus.held_out, corpora[0].held_out)
 
 
-def test_parquet_says_what_it_needs_or_reads(tmp_path: Path) -> None:
+def test_parquet_files_are_read_and_what_they_need_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "data.parquet"
     path.write_bytes(b"PAR1")
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
+    with monkeypatch.context() as m:
+        m.setitem(sys.modules, "pyarrow", None)  # importing it fails
         with pytest.raises(ValueError, match="needs pyarrow"):
             corpus_of(path)
-        return
     with pytest.raises(ValueError, match=r"data\.parquet is no whole \.parquet file"):
         corpus_of(path)
     pyarrow.parquet.write_table(pyarrow.table({"text": [*TEXTS, None, ""]}), path)
@@ -109,13 +107,10 @@ def test_shuffling_follows_the_seed_and_the_held_out_part_does_not(tmp_path: Pat
     assert np.array_equal(one.train, again.train)
     assert not np.array_equal(one.train, other.train)
     assert np.array_equal(one.held_out, other.held_out)
-
-
-def test_folders_are_searched_in_a_fixed_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
-    for name in ("b.txt", "a.jsonl", "sub/c.u16", "ignored.csv"):
+    for name in ("b.txt", "a.jsonl", "sub/c.u16", "ignored.csv"):  # folders are searched in a fixed order
         (tmp_path / name).touch()
-    assert [p.name for p in find_files([tmp_path])] == ["a.jsonl", "b.txt", "c.u16"]
+    assert [p.name for p in find_files([tmp_path])] == ["a.jsonl", "b.txt", "data.jsonl", "c.u16"]
 
 
 def test_files_to_validate_on_replace_the_held_out_share(tmp_path: Path) -> None:
@@ -177,14 +172,10 @@ def test_progress_counts_the_bytes_of_all_files(tmp_path: Path, monkeypatch: pyt
     assert sizes[0] + 3 * sizes[1] // 10 in done  # three lines of ten, of equal length
 
 
-def test_token_files_are_not_copied_before_the_shuffle(tmp_path: Path) -> None:
-    path = write(tmp_path, ".u16", TEXTS)
-    [documents] = data.read_documents([path], None, END, 256)
+def test_token_files_are_not_copied_and_a_last_document_is_ended(tmp_path: Path) -> None:
+    [documents] = data.read_documents([write(tmp_path, ".u16", TEXTS)], None, END, 256)
     assert len(documents) == 10
     assert all(document.base is not None and not document.flags.writeable for document in documents)  # of the map
-
-
-def test_a_last_document_that_was_not_ended_is_ended(tmp_path: Path) -> None:
     path = tmp_path / "x.u16"
     path.write_bytes(np.array([5, 6, END, 7, 8], dtype="<u2").tobytes())
     corpus = corpus_of(path, held_out=0.5)

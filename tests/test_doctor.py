@@ -26,8 +26,8 @@ from command_line import Twell
 from interpreted import shorten_lists
 from twell import cpu, nn, plan
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
-from twell.hf.convert import sparsify_
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
+from twell.hf.sparsify import sparsify_
 from twell.ops import backends
 from twell.workbench import doctor
 

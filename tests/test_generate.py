@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OP
 from command_line import Result, Twell
 from twell import cpu
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
-from twell.hf.convert import sparsify_
+from twell.hf.sparsify import sparsify_
 from twell.nn import SparseFFNBase, sparse_ffns
 from twell.nn.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts

@@ -81,28 +81,28 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # Registration
 # ---------------------------------------------------------------------------------------------------------
 
-LOAD = "m = AutoModelForCausalLM.from_pretrained({path!r}); print(type(m).__name__)"
+IMPORTS = """
+import twell; assert "transformers" not in sys.modules; from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM; import twell
+import transformers, twell; from twell.hf import models; from transformers import AutoModelForCausalLM
+"""
+# Each line in a process of its own, forked after the slow imports.
+IN_EVERY_ORDER = """
+import os, sys, accelerate, torch._dynamo
+for line in sys.argv[2].strip().splitlines():
+    if os.fork() == 0:
+        exec(line)
+        print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__, flush=True)
+        os._exit(0)
+    os.wait()
+"""
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import twell; from transformers import AutoModelForCausalLM",
-        "from transformers import AutoModelForCausalLM; import twell",
-        "import twell; from transformers import Trainer, AutoModelForCausalLM",
-        "import transformers, twell; from twell.hf import models; from transformers import AutoModelForCausalLM",
-    ],
-)
-def test_import_twell_makes_the_types_known(imports: str, tmp_path: Path) -> None:
+def test_import_twell_makes_the_types_known_in_any_order_and_imports_no_transformers(tmp_path: Path) -> None:
     sparse_model().save_pretrained(tmp_path)
-    code = f"{imports}; {LOAD.format(path=str(tmp_path))}"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.stdout == "LlamaSparseReluForCausalLM\n", result.stderr
-
-
-def test_import_twell_does_not_import_transformers() -> None:
-    code = "import sys, twell; print('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    command = [sys.executable, "-c", IN_EVERY_ORDER, str(tmp_path), IMPORTS]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout == 3 * "LlamaSparseReluForCausalLM\n", result.stderr
 
 
 def test_auto_config_makes_the_real_configuration() -> None:
@@ -181,18 +181,14 @@ def test_save_and_load_bit_for_bit(config_class: type, gated: bool, tmp_path: Pa
         torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True)
     )
     assert torch.equal(loaded(token_ids()).logits, model(token_ids()).logits)
-    for module in loaded.modules():
-        if isinstance(module, SparseFFNBase):
-            assert int(module.tokens_seen) == int(module.neuron_counts.abs().sum()) == 0
-
-
-@each_type
-def test_auto_model_gives_the_model_without_a_head(config_class: type, tmp_path: Path) -> None:
-    model = sparse_model(config_class).eval()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert type(loaded) is type(model.model)
-    assert torch.equal(loaded(token_ids()).last_hidden_state, model.model(token_ids()).last_hidden_state)
+    for _, ffn in sparse_ffns(loaded):
+        assert int(ffn.tokens_seen) == int(ffn.neuron_counts.abs().sum()) == 0
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is type(model.model)
+    assert torch.equal(base(token_ids()).last_hidden_state, model.model(token_ids()).last_hidden_state)
+    ids = token_ids(2, 5)
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
 
 
 @pytest.mark.parametrize("kind", ["sparse type", "commands"])
@@ -209,14 +205,6 @@ def test_a_checkpoint_that_lacks_weights_is_refused(kind: str, tmp_path: Path) -
         names = r"layers\.0\.mlp\.down_proj\.weight, .* and 4 more"
         with pytest.raises(ValueError, match=rf"lacks 9 of its model's weights: (model\.)?{names}"):
             load(tmp_path)
-
-
-@each_type
-def test_generate_with_cache_gives_the_tokens_without(config_class: type) -> None:
-    model = sparse_model(config_class).eval()
-    ids = token_ids(2, 5)
-    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -373,10 +361,13 @@ def kept_bytes(model: Any, ids: Tensor) -> int:
     return sum(kept.values())
 
 
-@each_type
-@pytest.mark.parametrize("how", ["eager", "compiled", "items"])
+@pytest.mark.parametrize(
+    ("config_class", "how"),
+    [(LlamaSparseReluConfig, "eager"), (LlamaSparseReluConfig, "compiled"), (Qwen2SparseReluConfig, "items")],
+)
 def test_saving_memory_changes_no_gradient(config_class: type, how: str) -> None:
-    model, ids = sparse_model(config_class, vocab_size=2000), token_ids()
+    layers = 1 if how == "compiled" else 3
+    model, ids = sparse_model(config_class, vocab_size=2000, num_hidden_layers=layers), token_ids()
     labels = ids.masked_fill(ids % 5 == 0, -100)
     options: dict[str, Any] = {"num_items_in_batch": torch.tensor(50)} if how == "items" else {}
     first = model(ids, labels=labels, **options)
@@ -397,6 +388,17 @@ def test_saving_memory_changes_no_gradient(config_class: type, how: str) -> None
     assert model.train()(ids, labels=labels).logits is not None
 
 
+def test_the_loss_in_chunks_is_not_rounded_to_bf16() -> None:
+    """torch 2.13 adds losses up in the dtype of the weights: of 1,600 tokens that is 2 % off."""
+    model, ids = sparse_model(vocab_size=2000), torch.randint(2000, (50, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(ids, labels=ids)
+        model.save_memory()
+        saved = model(ids, labels=ids)
+    assert saved.ce_loss.dtype == torch.float32
+    torch.testing.assert_close(saved.ce_loss, plain.ce_loss, rtol=5e-4, atol=0)
+
+
 class LigerLoss:
     """Called as Liger-Kernel's."""
 
@@ -407,17 +409,17 @@ class LigerLoss:
         return nn.functional.cross_entropy(hidden @ weight.T, labels, **self.options)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_older_torch_takes_the_loss_from_liger(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_torch_takes_the_loss_from_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(nn.functional, "linear_cross_entropy")
     liger = types.SimpleNamespace(LigerFusedLinearCrossEntropyLoss=LigerLoss)
     monkeypatch.setitem(sys.modules, "liger_kernel", types.SimpleNamespace(transformers=liger))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
-    model, ids = sparse_model(), token_ids()
+    model, ids = sparse_model(num_hidden_layers=1), token_ids()
     expected = model(ids, labels=ids).loss
     model.save_memory()
-    forward = torch.compile(model, backend="aot_eager") if compiled else model
-    torch.testing.assert_close(forward(ids, labels=ids).loss, expected)
+    torch._dynamo.reset()
+    for forward in (model, torch.compile(model, backend="aot_eager")):
+        torch.testing.assert_close(forward(ids, labels=ids).loss, expected)
 
 
 def test_saving_memory_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,30 +433,30 @@ def test_saving_memory_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> No
         model.save_memory()
 
 
-@pytest.mark.parametrize("of", ["causal LM", "base model", "a layer's function"])
-def test_reentrant_checkpointing_is_refused(of: str) -> None:
+def test_reentrant_checkpointing_is_refused() -> None:
     model, ids = sparse_model().train(), token_ids()
+    for each in (model, model.model):
+        with pytest.raises(ValueError, match="use_reentrant"):
+            each.gradient_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_enable()
+    for layer in model.model.layers:  # past both models, as wrappers do it
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=True)
     with pytest.raises(ValueError, match="use_reentrant"):
-        if of != "a layer's function":
-            (model if of == "causal LM" else model.model).gradient_checkpointing_enable({"use_reentrant": True})
-        model.gradient_checkpointing_enable()
-        for layer in model.model.layers:  # past both models, as wrappers do it
-            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=True)
         model(ids, labels=ids, use_cache=False)
 
 
-@pytest.mark.parametrize("how", ["label_smoothing_factor", "compute_loss_func"])
-def test_a_trainer_that_keeps_labels_back_is_refused(how: str, tmp_path: Path) -> None:
-    """The loss would have no L1. Without L1, or where nothing is trained, labels may stay away."""
+def test_a_trainer_that_keeps_labels_back_is_refused(tmp_path: Path) -> None:
+    """The loss would have no L1. Without L1, or where nothing is trained, labels may be missing."""
     model = sparse_model(l1=0.1)
-    smoothing = {"label_smoothing_factor": 0.1} if how == "label_smoothing_factor" else {}
-    loss = {} if smoothing else {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, use_cpu=True, save_strategy="no", report_to="none", **smoothing
-    )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows_of_unequal_length(), **loss)
-    with pytest.raises(ValueError, match=r"sparsity_l1_coeff is 0\.1.*label_smoothing_factor and compute_loss_func"):
-        trainer.train()
+    common: dict[str, Any] = {"max_steps": 1, "use_cpu": True, "save_strategy": "no", "report_to": "none"}
+    smoothing = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, **common)
+    loss = {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.sum()}
+    for arguments, how in ((smoothing, {}), (TrainingArguments(str(tmp_path), **common), loss)):
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows_of_unequal_length(), **how)
+        with pytest.raises(
+            ValueError, match=r"sparsity_l1_coeff is 0\.1.*label_smoothing_factor and compute_loss_func"
+        ):
+            trainer.train()
     ids = token_ids()
     assert model.train()(ids, output_sparsity=True).sparsity is not None
     with torch.no_grad():
@@ -483,7 +485,8 @@ def test_threads_have_losses_of_their_own() -> None:
 
 
 def test_compiles_without_a_break() -> None:
-    model, ids = sparse_model(), token_ids()
+    model, ids = sparse_model(num_hidden_layers=1), token_ids()
+    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     out = compiled(ids, labels=ids)
     torch.testing.assert_close(out.loss, model(ids, labels=ids).loss)
@@ -514,8 +517,8 @@ def dense_model(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", RELU_MODELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sparsify_keeps_the_function_and_desparsify_is_exact(name: str, dtype: torch.dtype) -> None:
+def test_sparsify_keeps_the_function_and_desparsify_is_exact(name: str) -> None:
+    dtype = torch.bfloat16 if name in ("mistral", "opt") else torch.float32
     model = dense_model(name).to(dtype)
     ids = token_ids()
     before, keys, classes = model(ids).logits, list(model.state_dict()), [type(m) for m in model.modules()]
@@ -554,10 +557,6 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def copied(model: Any) -> Any:
-    return copy.deepcopy(model)
-
-
 def pickled(model: Any) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
@@ -565,8 +564,7 @@ def pickled(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
-@pytest.mark.parametrize("make", [copied, pickled])
+@pytest.mark.parametrize(("name", "make"), [("llama", pickled), ("opt", copy.deepcopy), ("opt", pickled)])
 def test_a_copy_of_a_sparsified_model_is_its_own(name: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dense_model(name)
     twell.sparsify_(model)
@@ -631,16 +629,13 @@ def test_opt_has_what_other_sparse_models_have(monkeypatch: pytest.MonkeyPatch) 
     assert {ffn.neuron_counts.device.type for ffn in ffns.values()} == {"meta"}
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
-def test_sparsified_layers_compile_without_a_break(name: str) -> None:
+def test_sparsified_layers_compile_without_a_break() -> None:
     torch._dynamo.reset()
-    model: Any = dense_model(name)
-    layer = model.model.layers[0].mlp if name == "llama" else model.model.decoder.layers[0]
+    model: Any = dense_model("opt")
     twell.sparsify_(model)
-    block = model.model.layers[0].mlp if name == "llama" else nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2)
-    x = torch.randn(5, 32)
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), block(x))
+    layer, x = model.model.decoder.layers[0], torch.randn(5, 32)
+    block = nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2)
+    torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
 
 
 def test_what_is_not_relu_is_skipped_with_the_reason() -> None:
@@ -651,15 +646,6 @@ def test_what_is_not_relu_is_skipped_with_the_reason() -> None:
     assert {row.kind for row in report.rows} == {"left alone"}
     assert str(report).splitlines()[1] == "model.layers.0.mlp  LlamaMLP  skipped: silu: call relufy_ first"
     assert torch.equal(model(token_ids()).logits, before)
-
-
-def test_sparse_types_switch_between_dense_and_sparse() -> None:
-    model = sparse_model()
-    assert [row.why for row in twell.sparsify_(model).rows] == ["already sparse"] * 3
-    twell.desparsify_(model)
-    assert {layer.mlp.backend for layer in model.model.layers} == {"reference"}
-    assert len(twell.sparsify_(model).changed) == 3
-    assert {layer.mlp.backend for layer in model.model.layers} == {"auto"}
 
 
 @pytest.mark.parametrize("name", ["own", "llama", "opt"])
@@ -679,6 +665,7 @@ def test_a_chosen_backend_stays(name: str) -> None:
         twell.desparsify_(model)
         assert {ffn.backend for _, ffn in sparse_ffns(model)} <= {"reference"}
     if name == "own":
+        assert [row.became for row in twell.desparsify_(sparse_model()).rows] == ["GatedSparseMLP, run densely"] * 3
         model.model.layers[2].mlp.backend = "cpu"  # chosen meanwhile
         twell.desparsify_(model)
         twell.sparsify_(model)

@@ -195,15 +195,18 @@ def test_the_check_is_of_tokens_for_which_the_sparse_code_runs(monkeypatch: pyte
     assert x.abs().max() > 1000 and x[0, 0].abs().max() < 10
 
 
-@pytest.mark.parametrize("name", (*KNOWN, *REFUSED))
-def test_classes_in_the_tables_are_there(name: str) -> None:
-    assert class_name(class_called(name)) == name
+def test_classes_in_the_tables_are_there() -> None:
+    for name in (*KNOWN, *REFUSED):
+        found = class_called(name)
+        assert found is None or class_name(found) == name
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_classes_compute_the_formula(name: str) -> None:
     """By the source of the installed transformers; a later one that changes a class is to be seen here."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(class_called(name).forward))).body[0]
+    if (cls := class_called(name)) is None:
+        pytest.skip("not in this version of transformers")
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     projections, activation, is_inline = KNOWN[name]
     calls = [f"self.{part}(" for part in (*projections, activation)]
@@ -227,7 +230,7 @@ def test_known_classes_compute_the_formula(name: str) -> None:
 def class_called(name: str) -> Any:
     module_name, _, class_ = name.rpartition(".")
     if importlib.util.find_spec(module_name.rpartition(".")[0]) is None:
-        pytest.skip("not in this version of transformers")
+        return None
     return getattr(importlib.import_module(module_name), class_)
 
 

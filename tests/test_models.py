@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import twell
 from twell import cpu
-from twell.hf import covered
 from twell.hf.classify import find_ffns, projection_names
-from twell.hf.covered import Architecture, walk
 from twell.hf.known import ACTIVATION_FIELDS, KNOWN, REFUSED
 from twell.nn import sparse_ffns
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import covered_models
+from covered_models import Architecture, walk
+
 MIN_WORK = cpu.block.MIN_WORK  # as users have it: tests set it to 0
 D, F, M = 256, 1024, 80  # F = 4 D, as models without a field for it have
 SHAPE: dict[str, Any] = {
@@ -154,7 +158,7 @@ def test_the_page_of_models_is_up_to_date() -> None:
     if f"transformers=={transformers.__version__}\n" not in pinned:
         pytest.skip("the page is of another transformers")
     page = (ROOT / "docs" / "models.md").read_text()
-    assert covered.updated(page) == page, "run python -m twell.hf.covered docs/models.md"
+    assert covered_models.updated(page) == page, "run python tools/covered_models.py docs/models.md"
 
 
 # ---------------------------------------------------------------------------------------------------------

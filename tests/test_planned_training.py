@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 from interpreted import gather_in_torch, shorten_lists, speed_up_triton
 from twell import GatedSparseFFN
 from twell.gpu.training import split_training
-from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM, SparseCausalLMOutput, models
+from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM, SparseCausalLMOutput, losses, models
 from twell.plan import Plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -162,12 +162,12 @@ def test_gradients_accumulate(pair: tuple[Any, Any]) -> None:
 def test_masked_tokens_are_in_no_statistics(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     planned, reference = pair
     labels = IDS.clone()
-    labels[0, 2:], labels[1, 1] = models.IGNORED_LABEL, models.IGNORED_LABEL  # 1 and 2 tokens are left
+    labels[0, 2:], labels[1, 1] = losses.IGNORED_LABEL, losses.IGNORED_LABEL  # 1 and 2 tokens are left
     unmasked = copy.deepcopy(reference)
     outs = learn(planned, IDS, labels), learn(reference, IDS, labels)
     assert [int(s.tokens) for s in outs[0].sparsity] == [3, 3]
     assert_same(planned, reference, outs)
-    monkeypatch.setattr(models, "_counted_tokens", lambda *_: None)
+    monkeypatch.setattr(models, "counted_tokens", lambda *_: None)
     learn(unmasked, IDS, labels)
     assert difference(gradients(unmasked), gradients(reference)) > 0.01  # so a lost mask would be seen
 
@@ -175,7 +175,7 @@ def test_masked_tokens_are_in_no_statistics(pair: tuple[Any, Any], monkeypatch: 
 def test_all_labels_masked(pair: tuple[Any, Any]) -> None:
     """A micro-batch of padding adds nothing."""
     planned, _ = pair
-    out = learn(planned, IDS, torch.full_like(IDS, models.IGNORED_LABEL), num_items_in_batch=6)
+    out = learn(planned, IDS, torch.full_like(IDS, losses.IGNORED_LABEL), num_items_in_batch=6)
     assert out.l1_loss == 0 and all(s.tokens == 0 and not s.counts.any() for s in out.sparsity)
     assert not any(g.any() for g in gradients(planned).values())
 

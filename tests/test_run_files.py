@@ -19,9 +19,9 @@ from twell import cpu
 from twell.train import run as run_module
 from twell.train.data import read_texts
 from twell.train.files import LOCK_FILE, MANIFEST_FILE, flaw_of_checkpoint, hold, newest_sound
+from twell.train.recipe_file import RECIPE_FILE, Saved
 from twell.train.recipes import override, tiny
 from twell.train.run import SUMMARY_FILE, read_summary, run
-from twell.train.saved import RECIPE_FILE, Saved
 from twell.train.tokenizer import train_bpe
 
 OVERRIDES = [*MODEL, *BATCHES, "steps=6", "eval_every=3", "save_every=2", "restart_every=3"]

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
-from small_runs import mortal_runs
+from small_runs import mortal_runs, write_text
+from twell import cpu
 from twell.nn.parallel import Share
-from twell.train import trainer as trainer_module
-from twell.train.data import SAMPLE, read_texts
+from twell.train.attention import causal_without_a_mask
 from twell.train.files import MANIFEST_FILE, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
 from twell.train.run import read_summary, run
@@ -50,9 +50,16 @@ MINI = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("\n<|endoftext|>\n".join(t[:3000] for t in list(read_texts(SAMPLE))[:8]))
-    return path
+    return write_text(tmp_path_factory.mktemp("data") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def plain(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """An undisturbed run of MINI: its trainer and its folder."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(cpu.block, "MIN_WORK", 0)  # as in every test
+        out = tmp_path_factory.mktemp("runs") / "plain"
+        return train(MINI, text, out), out
 
 
 def train(recipe: Recipe, text: Path, out: Path, **options: Any):
@@ -70,21 +77,12 @@ def losses(out: Path) -> dict[int, float]:
 # -- recipes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("small", 0.109),
-        pytest.param("0.5b", 0.51, marks=pytest.mark.slow),
-        pytest.param("1b", 1.03, marks=pytest.mark.slow),
-        pytest.param("1.5b", 1.54, marks=pytest.mark.slow),
-        pytest.param("2b", 2.06, marks=pytest.mark.slow),
-    ],
-)
-def test_presets_have_the_sizes_they_say(name: str, billions: float) -> None:
-    recipe = preset(name)
-    with torch.device("meta"):
-        model = make_model(recipe, recipe.vocab_size, 0)
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.06)
+def test_presets_have_the_sizes_they_say() -> None:
+    for name, billions in (("small", 0.109), ("0.5b", 0.51), ("1b", 1.03), ("1.5b", 1.54), ("2b", 2.06)):
+        recipe = preset(name)
+        with torch.device("meta"):
+            model = make_model(recipe, recipe.vocab_size, 0)
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.06)
 
 
 def test_overrides_and_their_errors() -> None:
@@ -174,22 +172,18 @@ def test_a_run_learns_logs_and_leaves_a_model(text: Path, tmp_path: Path) -> Non
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]
 
 
-def test_micro_batches_do_not_change_a_run(text: Path, tmp_path: Path) -> None:
-    for micro_batch in (4, 2, 1):
-        train(dataclasses.replace(MINI, micro_batch=micro_batch), text, tmp_path / str(micro_batch))
-    whole = losses(tmp_path / "4")
-    for micro_batch in ("2", "1"):
-        assert losses(tmp_path / micro_batch) == pytest.approx(whole, rel=1e-4)
-        for a, b in zip(metrics(tmp_path / "4"), metrics(tmp_path / micro_batch), strict=True):
-            if "l1_loss" in a:
-                assert b["l1_loss"] == pytest.approx(a["l1_loss"], rel=1e-3)
-                assert b["active_mean"] == pytest.approx(a["active_mean"], rel=1e-2)
+def test_micro_batches_do_not_change_a_run(text: Path, plain: tuple[Any, Path], tmp_path: Path) -> None:
+    train(dataclasses.replace(MINI, micro_batch=1), text, tmp_path)
+    assert losses(tmp_path) == pytest.approx(losses(plain[1]), rel=1e-4)
+    for a, b in zip(metrics(plain[1]), metrics(tmp_path), strict=True):
+        if "l1_loss" in a:
+            assert b["l1_loss"] == pytest.approx(a["l1_loss"], rel=1e-3)
+            assert b["active_mean"] == pytest.approx(a["active_mean"], rel=1e-2)
 
 
-def test_saving_memory_does_not_change_a_run(text: Path, tmp_path: Path) -> None:
-    train(MINI, text, tmp_path / "plain")
+def test_saving_memory_does_not_change_a_run(text: Path, plain: tuple[Any, Path], tmp_path: Path) -> None:
     train(MINI, text, tmp_path / "saving", save_memory=True)
-    assert losses(tmp_path / "saving") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+    assert losses(tmp_path / "saving") == pytest.approx(losses(plain[1]), rel=1e-5)
     silu = dataclasses.replace(MINI, activation="silu")
     for recipe, options in ((silu, {}), (MINI, {"gradient_checkpointing": True})):
         with pytest.raises(ValueError, match="save_memory is for"):
@@ -212,10 +206,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monk
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_clocks_and_counts_stay_out_of_the_state_dict(text: Path, tmp_path: Path) -> None:
-    trainer = train(MINI, text, tmp_path)
+def test_clocks_and_counts_stay_out_of_the_state_dict(plain: tuple[Any, Path]) -> None:
+    trainer, folder = plain
     assert not [key for key in trainer.model.state_dict() if "clock" in key or "count" in key or "seen" in key]
-    saved = torch.load(tmp_path / "checkpoint-6" / SPARSITY_FILE)
+    saved = torch.load(folder / "checkpoint-6" / SPARSITY_FILE)
     assert [len(state["tokens_since_fired"]) for state in saved["clocks"]] == [64, 64]
     for ffn, (counts, tokens) in zip(trainer.ffns, saved["counts"], strict=True):  # of the last log's steps
         assert int(tokens) == 4 * 31 and torch.equal(counts, ffn.neuron_counts) and counts.any()
@@ -269,10 +263,10 @@ def test_faults_end_in_one_clear_error(text: Path, tmp_path: Path) -> None:
         train(MINI, tokens, tmp_path / "x", tokenizer=str(tmp_path / "tok"))
 
 
-def test_resuming_a_finished_run_trains_no_further(text: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_trains_no_further(plain: tuple[Any, Path], tmp_path: Path) -> None:
     """Killed after the last checkpoint and before the model was written."""
-    first = train(MINI, text, tmp_path)
-    expected = {name: p.clone() for name, p in first.model.named_parameters()}
+    expected = {name: p.clone() for name, p in plain[0].model.named_parameters()}
+    shutil.copytree(plain[1], tmp_path, dirs_exist_ok=True)
     summary = json.loads((tmp_path / "summary.json").read_text())
     shutil.rmtree(tmp_path / "model")
     (tmp_path / "summary.json").unlink()
@@ -307,7 +301,7 @@ def test_restarts_end_where_they_should(text: Path, tmp_path: Path) -> None:
 def test_a_refused_run_leaves_no_folder_in_the_way(text: Path, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="nonsense is not supported"):
         train(MINI, text, tmp_path / "run", report_to="nonsense")
-    train(MINI, text, tmp_path / "run")
+    train(dataclasses.replace(MINI, steps=1), text, tmp_path / "run")
 
 
 def test_tensor_parallel_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,10 +333,10 @@ def test_full_blocks_are_attended_to_without_a_mask() -> None:
     with torch.no_grad():
         expected = model(ids).logits
         assert all(mask is not None for mask, _ in masks(model, ids))
-        with trainer_module._causal_without_a_mask(model):
+        with causal_without_a_mask(model):
             assert masks(model, ids) == [(None, True)] * MINI.layers
             torch.testing.assert_close(model(ids).logits, expected)
         assert model.config._attn_implementation == "sdpa"
         model.config.layer_types = ["full_attention", "sliding_attention"]
-        with trainer_module._causal_without_a_mask(model):
+        with causal_without_a_mask(model):
             assert model.config._attn_implementation == "sdpa"

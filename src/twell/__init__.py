@@ -17,9 +17,9 @@ from twell.transformers_hook import register_with_transformers as _register_with
 def __getattr__(name: str) -> object:
     """Functions that need transformers are imported when first used."""
     if name in ("desparsify_", "sparsify_"):
-        from twell.hf import convert
+        from twell.hf import sparsify
 
-        return getattr(convert, name)
+        return getattr(sparsify, name)
     if name == "auto":
         from twell.hf.auto import auto
 

@@ -1,11 +1,12 @@
-"""Training that is killed at random moments, and runs whose files are damaged at random.
+"""Kill training runs at random moments, and damage their files at random.
 
-A killed run is resumed, killed again, and in the end left alone; a damaged one is resumed. Each must end with the bits
-of an undisturbed run (weights, metrics without times), or with one clear line that leaves all files as they were, but
-where it says that it could not write. What is tried follows from the seed; where a kill hits is up to the machine, too.
+A killed run is resumed, killed again, and in the end left to finish; a damaged run is resumed. Each must end with the
+bits of an undisturbed run (weights, and metrics without times), or with an error of one line. After an error all files
+must be unchanged, unless it says that it could not write. The seed decides what is tried; the moment of a kill also
+depends on the machine.
 
-    python tests/adversarial/kills.py --kills 40 --damages 200      # prints what was tried, and what came of it
-    python tests/adversarial/kills.py --kills 0 --only 17           # one damage again, with all that it prints
+    python tests/adversarial/kills.py --kills 40 --damages 200      # prints what was tried, and the outcomes
+    python tests/adversarial/kills.py --kills 0 --only 17           # repeats one damage with all its output
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Large enough for the sparse path on a CPU, and for files that take a moment to write.
+# Large enough for the sparse path on a CPU, and for files that take some time to write.
 RECIPE = ["hidden_size=64", "intermediate_size=1280", "layers=2", "heads=2", "context=32", "vocab_size=300"]
 RECIPE += ["sequences_per_step=8", "micro_batch=8", "lr_warmup=2", "log_every=1", "dead_after_tokens=500"]
 RECIPE += ["steps=20", "eval_every=4", "save_every=3", "restart_every=5"]
 
-# Moments to kill a process: a random time after something in its folder is new or changed.
+# Moments to kill a process: (pattern of files, seconds); at a random time after such a file is new or changed.
 MOMENTS = {
-    "at any time": (None, 1.0),  # of what an undisturbed run takes
+    "at any time": (None, 1.0),  # times the duration of an undisturbed run
     "at its first files": (".lock", 0.5),
     "as the run begins": ("tokenizer*", 0.05),
     "between steps": ("metrics.jsonl", 1.0),
@@ -74,7 +75,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], Any]] = {
 
 
 def damage(case: Path, chance: random.Random) -> list[tuple[str, str]]:
-    """Damage one file to three of a run or its text, most of them in checkpoints; which ones, and how."""
+    """Damage one to three files of a run or its text, mostly in checkpoints; returns which ones, and how."""
     done = []
     for _ in range(chance.choice((1, 1, 2, 3))):
         groups = collections.defaultdict(list)
@@ -88,7 +89,7 @@ def damage(case: Path, chance: random.Random) -> list[tuple[str, str]]:
     return done
 
 
-# -- what came of it --------------------------------------------------------------------------------------------
+# -- outcomes ---------------------------------------------------------------------------------------------------
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -130,7 +131,7 @@ def twell(*args: str | Path) -> tuple[int, str, str]:
 
 
 def one_damage(number: int, work: Path, wanted: dict[str, Any]) -> tuple[list[tuple[str, str]], str, str]:
-    """What was damaged, what came of it, and all that was said."""
+    """(damages, verdict, all output)."""
     chance, case = random.Random(number), work / "damaged"
     shutil.rmtree(case, ignore_errors=True)
     shutil.copytree(work / chance.choice(("whole", "stopped", "stopped")), case / "run")
@@ -145,17 +146,17 @@ def one_damage(number: int, work: Path, wanted: dict[str, Any]) -> tuple[list[tu
 
 
 def start(work: Path, out: Path) -> subprocess.Popen[str]:
-    """The command whoever sits there would give: resume, or where there is nothing yet the first one again."""
+    """The command that a user would give: resume, or the first command again if there is no run yet."""
     args = ["--resume"] if (out / "recipe.json").exists() else ["--data", str(work / "text.txt"), *RECIPE]
     command = [sys.executable, "-m", "twell", "train", "--out", str(out), *args]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def kill(process: subprocess.Popen[str], out: Path, pattern: str | None, seconds: float) -> bool:
-    """Kill it ``seconds`` after what matches the pattern has changed; whether it still ran."""
+    """Kill it ``seconds`` after a file that matches the pattern has changed; returns whether it still ran."""
 
     def seen() -> set[tuple[Path, int]]:
-        with contextlib.suppress(FileNotFoundError):  # it was moved just now
+        with contextlib.suppress(FileNotFoundError):  # a file was moved meanwhile
             return {(path, path.stat().st_mtime_ns) for path in out.glob(pattern or "*")}
         return set()
 
@@ -170,7 +171,7 @@ def kill(process: subprocess.Popen[str], out: Path, pattern: str | None, seconds
 
 
 def killed_run(number: int, most: int, work: Path, seconds: float) -> tuple[list[str], int, str]:
-    """Start a run, kill it up to ``most`` times, let it end: when it was killed, exit code and standard error."""
+    """Start a run, kill it up to ``most`` times, let it finish: (moments of the kills, exit code, standard error)."""
     chance, out, kills = random.Random(number), work / f"killed-{number}", []
     for _ in range(min(most, chance.randint(1, 4))):
         moment = chance.choice(list(MOMENTS))

@@ -45,14 +45,14 @@ def emit_all(args: argparse.Namespace, rows: Iterable[Row]) -> None:
 
 
 def start(args: argparse.Namespace) -> Any:
-    """Named by its model (dense: in vLLM's transformers backend; llama: vLLM's own class, SiLU) and compiled or not."""
+    """An engine, compiled or not; dense is vLLM's transformers backend, llama vLLM's own class with SiLU."""
     from vllm import LLM
 
     kind, mode = args.name.split("-")
     compilation: Row = {"custom_ops": ["none"]}
     if mode == "compiled" and args.capture == "short":
         compilation["cudagraph_capture_sizes"] = sorted(args.batches)
-    elif mode == "compiled":  # vLLM's list; its default end is less with few sequences
+    elif mode == "compiled":  # vLLM's list, which by default ends earlier with few sequences
         compilation["max_cudagraph_capture_size"] = 512
     longest, most = max(n for _, n in args.prompts), max(b * n for b, n in args.prompts)
     return LLM(
@@ -73,7 +73,7 @@ def start(args: argparse.Namespace) -> Any:
 
 
 class Engine:
-    """Started, with what is measured of it. Each measurement gives a row."""
+    """A started engine and its measurements, each of which gives a row."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         began = time.perf_counter()
@@ -81,7 +81,7 @@ class Engine:
         self.seconds_to_start = round(time.perf_counter() - began, 1)
 
     def run(self, batch: int, length: int, new: int) -> tuple[float, list[list[int]]]:
-        """Milliseconds, and the tokens."""
+        """(milliseconds, tokens)."""
         import model
         from vllm import SamplingParams
 
@@ -92,7 +92,7 @@ class Engine:
         return (time.perf_counter() - began) * 1e3, [list(o.outputs[0].token_ids) for o in out]
 
     def times(self, batch: int, length: int, new: int) -> list[float]:
-        for _ in range(2):  # kernels are compiled, launches recorded
+        for _ in range(2):  # compiles kernels and captures graphs
             self.run(batch, length, new)
         return [self.run(batch, length, new)[0] for _ in range(self.args.rounds)]
 
@@ -107,11 +107,11 @@ class Engine:
         return {"what": "start", "seconds": self.seconds_to_start, **self.llm.apply_model(inside)[0]}
 
     def prompt(self, batch: int, length: int) -> Row:
-        """A pass over prompts, up to the first token of each."""
+        """Prefill of prompts, up to the first token of each."""
         return {"what": "prompt", "size": f"{batch} x {length}", **spread(self.times(batch, length, 1))}
 
     def decode(self, batch: int) -> Row:
-        """A step of generation: that of many tokens less that of one."""
+        """A decode step: the time of many tokens less that of one."""
         import model
 
         first = statistics.median(self.times(batch, model.PROMPT, 1))
@@ -128,7 +128,7 @@ class Engine:
         return {"what": "generated", "as_in_the_turn_before": same}
 
     def timeline(self, batch: int, length: int) -> Row:
-        """What the GPU and the host do in a pass over prompts. The profiler makes the host slower."""
+        """The work of GPU and host in a prefill. The profiler slows the host down."""
         from torch.profiler import ProfilerActivity, profile
 
         self.times(batch, length, 1)
@@ -147,7 +147,7 @@ def spread(ms: list[float]) -> Row:
 
 
 def summary(events: list[Any]) -> Row:
-    """Of a profile's events; times in microseconds."""
+    """Summary of a profile's events; times in microseconds."""
     from torch.autograd import DeviceType
 
     gpu = [e for e in events if e.device_type == DeviceType.CUDA]
@@ -168,7 +168,7 @@ def summary(events: list[Any]) -> Row:
 
 
 def busy(events: list[Any]) -> float:
-    """The time in which at least one of them runs."""
+    """The time in which at least one event runs."""
     total, until = 0.0, float("-inf")
     for e in sorted(events, key=lambda e: e.time_range.start):
         total += max(0.0, e.time_range.end - max(e.time_range.start, until))
@@ -177,7 +177,7 @@ def busy(events: list[Any]) -> float:
 
 
 def largest(events: list[Any], us: Callable[[Any], float]) -> list[Any]:
-    """[microseconds, how many, name] of the 15 names that take the most time."""
+    """[microseconds, count, name] of the 15 names that take the most time."""
     time_of: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for e in events:
@@ -201,14 +201,14 @@ def engine(args: argparse.Namespace) -> None:
             row = {"what": "failed", "measure": str(measure)[:200], "error": traceback.format_exc()[-600:]}
         emit(args, {"name": args.name, "turn": args.turn, **row})
     sys.stdout.flush()
-    os._exit(0)  # the engine's threads could keep a normal exit waiting
+    os._exit(0)  # the engine's threads could block a normal exit
 
 
 # All steps
 
 
 def in_process(args: argparse.Namespace, step: str, limit: float, *more: str) -> bool:
-    """One step in a process of its own, which is ended after ``limit`` seconds. Whether it came to its end."""
+    """Run one step in its own process, killed after ``limit`` seconds; returns whether it finished."""
     began = time.monotonic()
     log = Path(args.out) / "log.txt"
     options = sys.argv[2:] if sys.argv[1:2] == ["all"] else sys.argv[1:]
@@ -231,7 +231,7 @@ def in_process(args: argparse.Namespace, step: str, limit: float, *more: str) ->
 
 
 def everything(args: argparse.Namespace) -> None:
-    """The engines in turn (sparse, dense, sparse, dense), so that a busy host shows; until the time is over."""
+    """Run the engines in turn (sparse, dense, sparse, dense) until the time is over, so that a busy host shows."""
     end = time.monotonic() + args.seconds
     steps: list[tuple[str, ...]] = [("prep",)]
     for turn in range(args.repeats):

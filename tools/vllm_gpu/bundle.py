@@ -26,7 +26,7 @@ MINIMAX_WARMUP = """def minimax_m3_msa_warmup(worker):
 
 
 def download(folder: Path) -> None:
-    """The wheels of wheels.txt and vLLM's, none of which brings another with it."""
+    """The wheels in wheels.txt and vLLM's, without their dependencies."""
     where = [word for name in PLATFORMS for word in ("--platform", name)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", "3.12", *where, "--dest", str(folder)]
@@ -40,7 +40,7 @@ def unpack(wheel: Path, folder: Path) -> None:
 
 
 def stand_in(folder: Path) -> None:
-    """What takes the place of compiled code, and makes the packages' names known."""
+    """Write the replacements of compiled code, and the metadata that makes the packages known."""
     vllm = folder / "vllm"
     (vllm / "_C_stable_libtorch.py").write_text((HERE / "stand_ins.py").read_text())
     (vllm / "model_executor/warmup/minimax_m3_msa_warmup.py").write_text(MINIMAX_WARMUP)
@@ -62,7 +62,7 @@ def describe(folder: Path, name: str, version: str) -> Path:
 
 
 def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without owner and times, so that the same wheels make the same bundle."""
+    """Remove owner and times, so that the same wheels give the same bundle."""
     member.uid = member.gid = member.mtime = 0
     member.uname = member.gname = ""
     member.mode = 0o755 if member.isdir() else 0o644

@@ -24,7 +24,7 @@ from twell.hf.configs import LlamaSparseReluConfig
 from twell.hf.counts import COUNTS_FILE, NeuronCounts
 from twell.workbench.bench import cases
 
-PROMPT, NEW = 32, 128  # tokens of a prompt before generation, and generated
+PROMPT, NEW = 32, 128  # tokens of a prompt, and generated tokens
 CHECKED = 8  # prompts whose tokens are compared
 Row = dict[str, Any]
 
@@ -36,7 +36,7 @@ def prompts(batch: int, length: int, vocab: int) -> list[list[int]]:
 
 
 class Fitter:
-    """Gives FFNs their weights, one after the other, when their first tokens come."""
+    """Gives each FFN its weights when its first tokens arrive."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         D, F = args.width, args.hidden
@@ -52,11 +52,11 @@ class Fitter:
         self.active: list[float] = []
 
     def without_m(self, w: Tensor) -> Tensor:
-        """w [D, ...], its outputs orthogonal to m."""
+        """w [D, ...] with outputs orthogonal to m."""
         return w.float() - torch.outer(self.m_D, self.m_D @ w.float())
 
     def scale(self, x_MD: Tensor, gate_FD: Tensor, threshold_F: Tensor) -> float:
-        """Of the thresholds, such that ``mean`` neurons fire for a token."""
+        """The factor of the thresholds with which ``mean`` neurons fire for a token."""
         z_MF, along_M1 = x_MD @ gate_FD.T, (x_MD @ self.m_D)[:, None]
         low, high = 0.0, 4.0
         for _ in range(30):
@@ -147,7 +147,7 @@ def load(args: argparse.Namespace) -> Any:
 
 @torch.inference_mode()
 def generate(args: argparse.Namespace) -> Row:
-    """Tokens by transformers' dense model, and how many neurons fire for them."""
+    """Generate tokens by transformers' dense model, and count the neurons that fire for them."""
     model = load(args)
     asked = torch.tensor(prompts(CHECKED, PROMPT, args.vocab), device=args.device)
     ids = model.generate(
@@ -184,7 +184,7 @@ def make(args: argparse.Namespace) -> Iterator[Row]:
 
 @torch.inference_mode()
 def verify(args: argparse.Namespace) -> Iterator[Row]:
-    """How far below the best logit of transformers' dense model is each token of each engine?"""
+    """How far each token of each engine is below the best logit of transformers' dense model."""
     folder, model = Path(args.folder), load(args)
     for file in sorted(folder.glob("tokens-*.json")):
         name, tokens = file.stem.removeprefix("tokens-"), json.loads(file.read_text())

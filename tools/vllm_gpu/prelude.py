@@ -19,19 +19,19 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUNDLE = Path(os.environ.get("VGPU_BUNDLE", ROOT / "scratch" / "bundle"))
 
-# vLLM imports these for what is not run here.
+# vLLM imports these, but this trial does not use them.
 ABSENT = {
     "anthropic", "av", "cv2", "llguidance", "lmformatenforcer", "mcp", "mistral_common",
     "model_hosting_container_standards", "numba", "openai_harmony", "outlines_core", "soundfile", "uvloop", "xgrammar",
 }  # fmt: skip
-# Warm-ups of other models' kernels, whose imports need more packages.
+# Warm-ups of other models' kernels, which import more packages.
 WARMUPS = (
     "_warmup_gemm_rs_ar", "_warmup_ll_bf16_router_gemm", "b12x_warmup", "cutedsl_warmup", "deep_gemm_warmup",
     "deepseek_v4_sparse_mla_attention_warmup", "flashinfer_sparse_mla_decode_autotune_warmup", "kimi_k3_triton_warmup",
     "mamba_triton_warmup", "qwen4_exp_qsa_triton_warmup", "qwen_triton_warmup", "qwen_vl_triton_warmup",
     "watermark_sample_warmup",
 )  # fmt: skip
-# One process, so that all of it has the stand-ins; no network, no usage statistics.
+# One process, so the stand-ins are everywhere; no network, no usage statistics.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -49,7 +49,7 @@ ENVIRONMENT = {
 
 
 class _Anything(type):
-    """Of classes that can be subclassed, called, used as decorators and in type hints, and do nothing."""
+    """Metaclass of classes that do nothing, but can be subclassed, called, and used as decorators and type hints."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -102,7 +102,7 @@ class _AbsentModule(types.ModuleType):
 
 
 def _only_asks() -> bool:
-    """Whether someone asks if a module is there, by importlib.util.find_spec, rather than imports it."""
+    """Whether the caller only asks for the module by importlib.util.find_spec, and does not import it."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -113,7 +113,7 @@ def _only_asks() -> bool:
 
 
 class _LastFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Asked where nothing else has the module."""
+    """The last finder: called if no other has the module."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.split(".")[0] not in ABSENT or _only_asks():
@@ -128,7 +128,7 @@ class _LastFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _to_front(names: list[str]) -> None:
-    """These packages of the bundle go before what is installed."""
+    """Put these packages of the bundle before installed ones."""
     folder = Path(tempfile.mkdtemp(prefix="vgpu-front"))
     for name in names:
         for path in BUNDLE.glob(f"{name}*"):
@@ -151,7 +151,7 @@ def setup() -> None:
 
 
 def patch() -> None:
-    """vLLM looks at model classes in this process, and warms up no kernels of other models."""
+    """Make vLLM inspect model classes in this process, and skip the warm-ups of other models' kernels."""
     from vllm.model_executor.models import registry
     from vllm.model_executor.warmup import kernel_warmup
 

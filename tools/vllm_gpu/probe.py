@@ -1,4 +1,4 @@
-"""What of vLLM works on this machine? Says of every step whether it does, and why not; 20 s, no engine.
+"""Show which parts of vLLM work on this machine, and why others do not; 20 s, without an engine.
 
 python tools/vllm_gpu/probe.py
 """
@@ -132,7 +132,7 @@ def main() -> None:
     steps += [("norms", norms), ("pinned memory", pinned_memory), ("weak references", weak_references)]
     failed = [name for name, step in steps if not works(name, step)]
     print("FAILED:" if failed else "ALL WORK", *failed, flush=True)
-    os._exit(bool(failed))  # threads of a half-imported engine could keep a normal exit waiting
+    os._exit(bool(failed))  # threads of a half-imported engine could block a normal exit
 
 
 if __name__ == "__main__":

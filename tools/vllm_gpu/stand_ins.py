@@ -1,4 +1,4 @@
-"""Stands in for vLLM's compiled CUDA operations; lies in the bundle as ``vllm/_C_stable_libtorch.py``.
+"""Replaces vLLM's compiled CUDA operations; the bundle has it as ``vllm/_C_stable_libtorch.py``.
 
 Two norms are there as Triton kernels of one launch each, and two views of memory. The others have only a schema, for
 modules that name them when imported: a call of one is an error.
@@ -83,7 +83,7 @@ def _fused_add_rms_norm(input, residual, weight, epsilon):
 
 
 def _same_memory(t, device):
-    """A tensor of the same memory that does not own it, as inductor's CUDA graph trees make them."""
+    """A tensor over the same memory that does not own it, like those of inductor's CUDA graph trees."""
     storage = t.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), device, storage.nbytes())
     layout = {"size": tuple(t.shape), "stride": t.stride(), "storage_offset": t.storage_offset(), "dtype": t.dtype}
@@ -91,7 +91,7 @@ def _same_memory(t, device):
 
 
 def _cuda_view(cpu_tensor):
-    """Pinned memory as the GPU sees it: at the same address. It keeps the CPU's tensor."""
+    """Pinned memory as a GPU tensor at the same address; keeps the CPU tensor alive."""
     device = torch.device("cuda", torch.cuda.current_device())
     if not cpu_tensor.numel():
         return torch.empty(cpu_tensor.shape, dtype=cpu_tensor.dtype, device=device)

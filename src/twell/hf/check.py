@@ -1,4 +1,4 @@
-"""Whether a dense block and its sparse twin compute the same: tried on random tokens, in both modes."""
+"""Check that a dense block and its sparse twin compute the same, on random tokens in both modes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from twell.hf.hooks import without_hooks
 from twell.nn import SparseFFNBase
 from twell.ops import DTYPES
 
-# Tokens of a trained model have channels far above 1: what a clamp does is seen only with such.
+# Tokens of a trained model have channels far above 1. Only such tokens show a clamp.
 _SCALES = (1.0, 30.0, 1000.0)
 _SCALES_FP16 = (1.0, 4.0, 16.0)  # with larger ones h leaves the range of fp16
 _TOKENS_A_SCALE = 4
@@ -23,9 +23,9 @@ _SEED = 0
 
 @torch.no_grad()
 def why_not_the_same(dense: nn.Module, sparse: SparseFFNBase, *, must_tell: bool) -> str | None:
-    """Why a block is not taken for the FFN that ``sparse`` is, or None. The layer does not plan by these tokens.
+    """Why ``dense`` does not compute what ``sparse`` does; None if it does. The layer makes no plan for these tokens.
 
-    ``must_tell``: tokens that tell nothing, since all results are 0 or not finite, are a reason too.
+    ``must_tell``: results that are all 0 or not finite, which prove nothing, are a reason, too.
     """
     x = _tokens(sparse)
     not_the_same = f"its forward is not that of a {'gated' if len(sparse.projections) == 3 else 'plain'} FFN"
@@ -64,7 +64,7 @@ def why_not_the_same(dense: nn.Module, sparse: SparseFFNBase, *, must_tell: bool
 
 
 def _is_alike(evaluated: Tensor, trained: Tensor) -> bool:
-    """Element by element: a rare dropout is lost in the norm of a token."""
+    """Compares elements: the norm of a token hides a rare dropout."""
     a, b = evaluated[0].double(), trained[0].double()
     compared = a.isfinite().all(1)
     limit = 0.05 * a.square().mean(1, keepdim=True).sqrt() + 0.01 * a.abs()
@@ -72,17 +72,17 @@ def _is_alike(evaluated: Tensor, trained: Tensor) -> bool:
 
 
 def _run(module: nn.Module, x: Tensor, mode: bool) -> Any:
-    """With the same random numbers each time: an adapter may have dropout, which is kept."""
+    """Each time with the same random numbers: adapters with dropout are allowed."""
     torch.manual_seed(_SEED)
     return module.train(mode)(x)
 
 
 def _tokens(sparse: SparseFFNBase) -> Tensor:
-    """[1, M, D], as many as make the CPU's sparse code run (of fewer a small layer computes densely)."""
+    """[1, M, D], with M large enough for the CPU's sparse code (small layers compute fewer tokens densely)."""
     linear: Any = getattr(sparse, sparse.projections[0])
     weight, D = linear.weight, linear.in_features
     dtype = weight.dtype if weight.dtype in DTYPES else torch.get_default_dtype()
-    # On the CPU, whatever the default device is: one may load a model under ``with torch.device(...)``.
+    # On the CPU, whatever the default device: a model may be loaded under ``with torch.device(...)``.
     scales = torch.tensor(_SCALES_FP16 if dtype == torch.float16 else _SCALES, device="cpu")
     n_tokens = min(max(cpu.fewest_tokens(D, linear.out_features), len(scales) * _TOKENS_A_SCALE), _MAX_TOKENS)
     generator = torch.Generator("cpu").manual_seed(_SEED)

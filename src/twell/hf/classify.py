@@ -1,11 +1,11 @@
-"""Find the FFNs of a model, and decide what ``sparsify_`` makes of each.
+"""Find the FFNs of a model and decide what ``sparsify_`` makes of each.
 
-``classify`` gives one of three verdicts, with the reason:
+``classify`` gives one of three verdicts, with a reason:
 
     sparse       it runs through ``twell``'s operation
     called       its projections do more than multiply by a weight (adapters, hooks, quantisation): ``twell``'s module
                  calls them one by one, as the dense block does, and runs sparsely once they are plain again
-    left alone   nothing is changed
+    left alone   nothing changes
 """
 
 from __future__ import annotations
@@ -27,32 +27,29 @@ _RELU2_CLASS = "transformers.activations.ReLUSquaredActivation"
 
 
 def find_ffns(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """(name, parent, attribute, FFN) of every module that has the projections of one, or is of a refused class."""
+    """(name, parent, attribute, FFN) of every module that has an FFN's projections or is of a refused class."""
     for name, module in model.named_modules():
-        if name and (_is_found(module) or class_name(type(module)) in REFUSED):
+        is_found = isinstance(module, SparseFFNBase) or is_known(module) or bool(_held_names(module))
+        if name and (is_found or class_name(type(module)) in REFUSED):
             parent_name, _, attribute = name.rpartition(".")
             yield name, model.get_submodule(parent_name), attribute, module
 
 
-def _is_found(module: nn.Module) -> bool:
-    return isinstance(module, SparseFFNBase) or is_known(module) or bool(_held_names(module))
-
-
 def _held_names(module: nn.Module) -> tuple[str, ...]:
-    """The first names in the table of known classes that are all modules here."""
+    """The first names in the table of known classes that are all submodules of ``module``."""
     held = module._modules
     return next((names for names in NAMES if all(isinstance(held.get(name), nn.Module) for name in names)), ())
 
 
 def projection_names(ffn: nn.Module) -> tuple[str, ...]:
-    """The names of its projections, the one that the activation follows first."""
+    """The names of its projections; the one before the activation comes first."""
     if isinstance(ffn, SparseFFNBase):
         return ffn.projections
     return KNOWN[class_name(type(ffn))].projections if is_known(ffn) else _held_names(ffn)
 
 
 def is_known(ffn: nn.Module) -> bool:
-    """Whether its class, not one it inherits from, is in the table."""
+    """Whether its class, not a base class, is in the table."""
     return class_name(type(ffn)) in KNOWN
 
 
@@ -61,7 +58,7 @@ def is_inline(ffn: nn.Module) -> bool:
 
 
 def as_plain(linear: nn.Module) -> nn.Module:
-    """An ``nn.Linear`` with the parameters of one that computes the same by a class of its own; others as they are."""
+    """For a linear of a known class: an ``nn.Linear`` with the same parameters. Others are returned as they are."""
     if class_name(type(linear)) not in LINEARS or has_hooks(linear) or "forward" in vars(linear):
         return linear
     own: Any = linear
@@ -71,7 +68,7 @@ def as_plain(linear: nn.Module) -> nn.Module:
 
 
 def sparse_ffn_of(ffn: nn.Module) -> SparseFFNBase | None:
-    """The sparse FFN that a block is, or has; None where it is dense."""
+    """The sparse FFN that a block is or holds; None if it is dense."""
     found = ffn if isinstance(ffn, SparseFFNBase) else vars(ffn).get(INLINE)
     return found if isinstance(found, SparseFFNBase) else None
 
@@ -82,7 +79,7 @@ def activation_name(ffn: nn.Module) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# sparse, called or left alone
+# the verdict
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +89,7 @@ class Verdict(NamedTuple):
 
 
 def classify(ffn: nn.Module, is_requested: bool = False) -> Verdict:
-    """What ``sparsify_`` makes of an FFN, dense or sparse already, as far as its parts tell; nothing is run.
+    """What ``sparsify_`` makes of a dense or sparse FFN, judged by its parts; nothing is run.
 
     ``is_requested``: the user vouches for its class."""
     if class_name(type(ffn)) in REFUSED:
@@ -117,7 +114,7 @@ def _why_unknown(ffn: nn.Module) -> str:
 
 
 def _why_not_linear(ffn: nn.Module) -> str | None:
-    """LoRA's and quantisers' linears need not be of the class, but tell their sizes as it does."""
+    """Linears of LoRA and quantisers may be of any class, but have the sizes of an nn.Linear."""
     for name in projection_names(ffn):
         linear = getattr(ffn, name, None)
         if not all(isinstance(getattr(linear, size, None), int) for size in ("in_features", "out_features")):
@@ -134,12 +131,12 @@ def _why_not_relu(ffn: nn.Module) -> str | None:
     function = getattr(ffn, attribute)
     kind = class_name(type(function))
     if isinstance(function, nn.Module) and type(function) is not nn.ReLU and kind != _RELU2_CLASS:
-        return f"{attribute} is {kind}, not torch.nn.ReLU"  # its name alone says little
+        return f"{attribute} is {kind}, not torch.nn.ReLU"  # a class of the same name may compute something else
     return f"{attribute} has a forward of its own" if "forward" in getattr(function, "__dict__", {}) else None
 
 
 def _why_more_parts(ffn: nn.Module) -> str | None:
-    """A part that a sparse FFN has no place for would be lost, and with it what it adds, now or once it is trained."""
+    """A sparse FFN has no place for more parts, and would lose what they add, now or once they are trained."""
     if is_inline(ffn):
         return None  # the block stays as it is
     activation = KNOWN[class_name(type(ffn))].activation if is_known(ffn) else (find_activation(ffn) or ("", ""))[0]
@@ -150,12 +147,12 @@ def _why_more_parts(ffn: nn.Module) -> str | None:
 
 
 def _why_own_forward(ffn: nn.Module) -> str | None:
-    """One may move tensors between devices, as accelerate's does, or compute anything."""
+    """A forward set on the instance may compute anything, or move tensors between devices, as accelerate's does."""
     return "it has a forward of its own" if "forward" in vars(ffn) else None
 
 
 def _why_activation_called(ffn: nn.Module) -> str | None:
-    """A block's activation is not kept, unless it stays as it is (``_InlineActivation``)."""
+    """A sparse FFN drops the block's activation, and with it its hooks; inline FFNs keep it."""
     found = find_activation(ffn)
     if found is None or is_inline(ffn):
         return None
@@ -170,7 +167,7 @@ def _why_not_inline(ffn: nn.Module) -> str | None:
         return f"{type(ffn).__name__} does not run on sharded weights"
     if getattr(ffn, "slow_but_exact", False) and getattr(ffn, "pretraining_tp", 1) > 1:  # Bloom
         return "slow_but_exact reads the weight of its down projection in parts"
-    for name in projection_names(ffn):  # they are to get a forward, which has to be the only one
+    for name in projection_names(ffn):  # they get a forward of ours, so they must not have another
         linear = getattr(ffn, name)
         if type(linear) is not nn.Linear or "forward" in vars(linear):
             return why_called(linear, name)
@@ -178,7 +175,7 @@ def _why_not_inline(ffn: nn.Module) -> str | None:
 
 
 def _why_reference(ffn: nn.Module) -> str | None:
-    """Unless ``desparsify_`` has chosen it."""
+    """The user, and not ``desparsify_``, has chosen the reference."""
     sparse = sparse_ffn_of(ffn)
     chosen = sparse is not None and sparse.backend == vars(sparse).get(BACKEND_BEFORE, "reference") == "reference"
     return "backend='reference' was chosen for it" if chosen else None
@@ -188,7 +185,7 @@ def _why_projections_called(ffn: nn.Module) -> str | None:
     sparse = sparse_ffn_of(ffn)
     share = None if sparse is None else sparse.share()
     if is_sharded(ffn) and (share is None or not share.is_whole):
-        return None  # FSDP2's weights are plain during a call; parallel.py stands in for tensor parallel forwards
+        return None  # FSDP2's weights are plain during a call; parallel.py replaces tensor parallel forwards
     if sparse is not None:
         return sparse.why_called()
     if _has_any_global_hook():
@@ -197,14 +194,17 @@ def _why_projections_called(ffn: nn.Module) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-# In this order: the first that gives a reason decides. Dense blocks are asked all of them.
-_DENSE_QUESTIONS: tuple[tuple[str, Callable[[nn.Module], str | None]], ...] = (
-    (LEFT_ALONE, _why_not_linear),
-    (LEFT_ALONE, _why_not_relu),
-    (LEFT_ALONE, _why_activation_called),
-    (LEFT_ALONE, _why_more_parts),
-    (LEFT_ALONE, _why_own_forward),
-    (LEFT_ALONE, _why_not_inline),
+# The first question that gives a reason decides. Dense blocks are asked all of them.
+_DENSE_QUESTIONS: tuple[tuple[str, Callable[[nn.Module], str | None]], ...] = tuple(
+    (LEFT_ALONE, question)
+    for question in (
+        _why_not_linear,
+        _why_not_relu,
+        _why_activation_called,
+        _why_more_parts,
+        _why_own_forward,
+        _why_not_inline,
+    )
 )
 _QUESTIONS: tuple[tuple[str, Callable[[nn.Module], str | None]], ...] = (
     (LEFT_ALONE, _why_reference),

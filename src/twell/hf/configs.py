@@ -1,6 +1,6 @@
-"""Configurations of sparse models: a base model's, plus what the sparse FFNs and their training need.
+"""Configurations of sparse models: a base model's fields, and ``sparsity_*`` fields for the FFNs and their training.
 
-The field names are those of the released SparseLM checkpoints. Fields this package does not know are kept.
+The names are those of the released SparseLM checkpoints. Fields that this package does not know are kept.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 
 from twell.fp8.compressed import OWN_FIELD, is_rowwise_fp8
 
-_NOT_PREDICTIONS = ["past_key_values", "ce_loss", "l1_loss", "sparsity"]  # what the Trainer must not gather
+_NOT_PREDICTIONS = ["past_key_values", "ce_loss", "l1_loss", "sparsity"]  # the Trainer must not gather these
 
 
 @dataclasses.dataclass(kw_only=True, repr=False, eq=False)
 class SparsityFields:
     """The ``sparsity_*`` fields.
 
-    Acted on here: ``sparsity_l1_coeff`` (weight of the L1 term), ``sparsity_gated_mlp`` (False: plain FFN),
-    ``sparsity_new_intermediate_size`` (width of the FFNs where it differs from ``intermediate_size``).
-    Acted on in training: the warm-up steps and ``sparsity_tokens_until_dead``. The rest is read and written back,
-    so that checkpoints keep them; ``sparsity_reinitialize`` in particular means fresh FFN weights at
-    construction in the code that wrote it, and is never acted on when loading.
+    The models use ``sparsity_l1_coeff`` (weight of the L1 term), ``sparsity_gated_mlp`` (False: plain FFN),
+    ``sparsity_new_intermediate_size`` (width of the FFNs if it differs from ``intermediate_size``) and
+    ``sparsity_do_track`` (count firing neurons). Training uses the warm-up steps and ``sparsity_tokens_until_dead``.
+    All other fields are only read and written back. Loading ignores ``sparsity_reinitialize`` on purpose: in the code
+    that wrote it, it means fresh FFN weights at construction.
     """
 
     sparsity_l1_coeff: float | int = 0.0
@@ -39,8 +39,8 @@ class SparsityFields:
     sparsity_reinitialize: bool | None = None
     sparsity_mlp_execution_logic: str | None = None
     sparsity_baseline_run: bool | None = None
-    # A file's ``quantization_config`` where it is one of ``Fp8Linear``s. Our models read it themselves; under its own
-    # name transformers would look for the library that wrote it.
+    # A file's ``quantization_config`` if it describes ``Fp8Linear``s, which our models read themselves. Under its
+    # original name transformers would ask for the library that wrote it.
     fp8_quantization: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""How often each neuron of a model fires: counted on a text, kept beside the model; plans follow from it."""
+"""How often each neuron of a model fires on a text. The counts lie beside the model and decide its plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNTS_FILE = "neuron_counts.npz"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class NeuronCounts:
-    """Per FFN, in the model's order: int64 [F], the tokens for which each neuron fired, of ``tokens``."""
+    """For each FFN, in the model's order: int64 [F], for how many of ``tokens`` tokens each neuron fired."""
 
     fired: list[Tensor]
     tokens: int
@@ -31,7 +31,7 @@ class NeuronCounts:
                 raise ValueError(f"layer {layer}: counts must lie between 0 and the {self.tokens:,} tokens counted")
 
     def save(self, path: Path) -> None:
-        """An .npz with ``tokens`` and ``fired_0``, ``fired_1``, ...; moved into place whole."""
+        """Write an .npz with ``tokens`` and ``fired_0``, ``fired_1``, ...; it appears whole or not at all."""
         part = path.with_name(f"{path.name}.part")
         with part.open("wb") as f:
             arrays: dict[str, Any] = {f"fired_{i}": counts.numpy() for i, counts in enumerate(self.fired)}
@@ -52,7 +52,7 @@ class NeuronCounts:
 
 
 def counts_path(name: str, revision: str | None = None) -> Path | None:
-    """Of the counts in a model's folder, or in its repository on the hub; None where there are none."""
+    """The path of the counts in a model's folder or its repository on the hub; None if there are none."""
     from transformers.utils import cached_file
 
     try:
@@ -63,6 +63,6 @@ def counts_path(name: str, revision: str | None = None) -> Path | None:
 
 
 def find_counts(name_or_path: str | None) -> NeuronCounts | None:
-    """The counts beside a model that was loaded from a folder, or None where there are none."""
+    """The counts in the folder that a model was loaded from; None if there are none."""
     path = Path(name_or_path or "") / COUNTS_FILE
     return NeuronCounts.load(path) if name_or_path and path.is_file() else None

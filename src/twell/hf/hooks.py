@@ -1,4 +1,4 @@
-"""Hooks of a module: found, shared with another module, or set aside for a while."""
+"""Find the hooks of a module, share them with another module, or disable them for a while."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # that act in a call
+_CALL_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # run in a call
 _OTHER_HOOKS = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -26,14 +26,14 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def share_hooks(module: nn.Module, new: nn.Module) -> None:
-    """What ``module`` has of hooks, and what it or ``new`` gets or loses later, both have."""
+    """Let both modules have the same hooks, now and after later changes to either."""
     for name in (*_CALL_HOOKS, *_OTHER_HOOKS):
         new.__dict__[name] = module.__dict__[name]
 
 
 @contextlib.contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Run ``module`` without its hooks, which are for real tokens."""
+    """Within this context ``module`` runs without its hooks, which are for real tokens."""
     hooks = [(m, name, m.__dict__[name]) for m in module.modules() for name in _CALL_HOOKS]
     for m, name, _ in hooks:
         m.__dict__[name] = OrderedDict()

@@ -1,5 +1,5 @@
-"""Sparse FFNs of blocks that stay as they are, since they do more than an FFN: OPT's decoder layer runs fc1 and fc2
-itself, Bloom's block adds the residual, GPT-J's has dropout."""
+"""Sparse FFNs inside blocks that do more than an FFN and so stay: OPT's decoder layer runs fc1 and fc2 itself, Bloom's
+block adds the residual, GPT-J's has dropout."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from twell import reference
 from twell.hf.hooks import has_hooks, share_hooks
-from twell.hf.known import KNOWN, Block, class_name
+from twell.hf.known import KNOWN, PartNames, class_name
 from twell.nn import INLINE, SparseFFN, why_called
 from twell.ops import Stats
 
 
 class InlineFFN(SparseFFN):
-    """The FFN of a layer that calls its parts, fc1, activation_fn and fc2 for one, in its own forward.
+    """The FFN of a layer whose own forward calls the parts, for example fc1, activation_fn and fc2.
 
-    The layer has it as an attribute, not as a submodule, so its state dict stays. fc1 then computes the whole FFN, and
-    the two after it pass its result on. Each of the three asks ``why_called`` first, and does as it did before where
-    there is a reason, so that an adapter or a hook on any of them acts as in the dense model.
+    The layer holds it as an attribute, not as a submodule, so the state dict stays the same. fc1's forward computes the
+    whole FFN; the activation and fc2 pass its result on. Each of the three first asks ``why_called``, and if there is a
+    reason it computes what it did before. So an adapter or a hook on any of them acts as in the dense model.
     """
 
     layer: Any
-    parts: Block  # what the layer calls them
-    steps: tuple[Any, Any, Any]  # what stands in for the forwards of fc1 and fc2, and for the activation
+    parts: PartNames
+    steps: tuple[Any, Any, Any]  # replace the forwards of fc1 and fc2, and the activation
 
     def belong_to(self, layer: Any) -> None:
-        object.__setattr__(self, "layer", layer)  # not a submodule: it is the layer that has the FFN
+        object.__setattr__(self, "layer", layer)  # not a submodule: the layer holds the FFN
         self.parts = KNOWN[class_name(type(layer))]
         before = getattr(layer, self.parts.activation)
         self.steps = _FirstStep(self), _LastStep(self), _InlineActivation(self, before)
@@ -42,7 +42,7 @@ class InlineFFN(SparseFFN):
         self.layer.__dict__[INLINE] = self
 
     def set_projection(self, name: str, linear: nn.Module) -> None:
-        """One that is not a plain linear keeps its own forward: it is called, by the layer."""
+        """A projection that is no plain linear keeps its forward, and the layer calls it."""
         super().set_projection(name, linear)
         i = self.projections.index(name)
         setattr(self.layer, self.parts.projections[i], linear)
@@ -50,7 +50,7 @@ class InlineFFN(SparseFFN):
             vars(linear)["forward"] = self.steps[i]
 
     def take_out(self) -> None:
-        """A step that something else holds, such as a wrapper of fc1's forward, does as it did before from now on."""
+        """Undo ``put_in``. A step that something still calls, such as a wrapper of fc1's forward, computes densely."""
         del self.layer.__dict__[INLINE]
         for linear, step in zip((self.up_proj, self.down_proj), self.steps, strict=False):
             if vars(linear).get("forward") is step:
@@ -60,14 +60,14 @@ class InlineFFN(SparseFFN):
 
     def _set_activation(self, function: Any) -> None:
         if not isinstance(function, nn.Module):
-            delattr(self.layer, self.parts.activation)  # else a module could not make room for a function
+            delattr(self.layer, self.parts.activation)  # or a function could not replace a module
         setattr(self.layer, self.parts.activation, function)
 
     def _plain_weights(self) -> None:
-        """There is more to look at: see ``why_called``."""
+        """None: only ``why_called`` can tell."""
 
     def share(self) -> None:
-        """Blocks that run their parts do not run on sharded weights."""
+        """None: such blocks do not run on sharded weights."""
 
     def why_called(self) -> str | None:
         modules = self.layer._modules
@@ -85,7 +85,7 @@ class InlineFFN(SparseFFN):
         return self.why_activation_called()
 
     def why_activation_called(self) -> str | None:
-        """Why the layer's activation may be more, or other, than the ReLU it was; None where it is not."""
+        """Why the layer's activation may compute more than the ReLU it was; None if it does not."""
         name, activation = self.parts.activation, self.steps[2]
         if self.layer._modules.get(name) is not activation:
             return f"{name} is another one"
@@ -93,7 +93,7 @@ class InlineFFN(SparseFFN):
 
 
 class _FirstStep:
-    """fc1's forward: the whole FFN. An object, so that deep copies refer to each other."""
+    """fc1's forward: the whole FFN. An object, so that a deep copy refers to the copied FFN."""
 
     def __init__(self, ffn: InlineFFN) -> None:
         self.ffn = ffn
@@ -106,7 +106,7 @@ class _FirstStep:
 
 
 class _LastStep:
-    """fc2's forward: passes y on."""
+    """fc2's forward: returns y."""
 
     def __init__(self, ffn: InlineFFN) -> None:
         self.ffn = ffn
@@ -119,7 +119,7 @@ class _LastStep:
 
 
 class _InlineActivation(nn.Module):
-    """The layer's activation: passes y on. What moves the layer, or sets its mode, reaches the FFN through it."""
+    """The layer's activation: returns y. ``train`` and ``to`` of the layer reach the FFN through it."""
 
     def __init__(self, ffn: InlineFFN, before: Any) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _InlineActivation(nn.Module):
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _InlineActivation:
-        self.__dict__["ffn"]._apply(fn, recurse=False)  # its counts; the layer has its weights
+        self.__dict__["ffn"]._apply(fn, recurse=False)  # its counts; the layer moves the weights
         return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:

@@ -1,6 +1,6 @@
-"""Models from files that others wrote: whatever is wrong with them is said in one line, and their code never runs.
+"""Load models from files that others wrote: every fault is an error of one line, and their code never runs.
 
-transformers initialises weights that a file lacks, skips a broken ``generation_config.json``, and asks on the terminal
+transformers initialises missing weights at random, skips a broken ``generation_config.json``, and asks on the terminal
 whether to run a model's code. Here each of these is an error.
 """
 
@@ -20,7 +20,7 @@ from twell.hf.classify import LEFT_ALONE, classify, find_ffns, projection_names
 
 SAMPLE_MODEL = Path(__file__).parent.parent / "sample"  # ships with the package: see its MODEL.md
 
-_SIZES = (  # of a configuration, where it has them
+_SIZES = (  # fields of a configuration, if it has them
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -31,13 +31,13 @@ _SIZES = (  # of a configuration, where it has them
 )
 _SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_NAMED = 5  # missing weights, of more
-_LONGEST = 300  # characters of what a library says
+_NAMED = 5  # missing weights to name
+_LONGEST = 300  # characters to quote of a library's message
 
 
 @contextlib.contextmanager
 def reading(name: str | Path) -> Iterator[None]:
-    """Errors of libraries about the files of ``name``, which are of any type, become a ValueError of one line."""
+    """Turn a library's error about the files of ``name``, of whatever type, into a ValueError of one line."""
     try:
         yield
     except (ImportError, MemoryError, torch.OutOfMemoryError):  # not about the files
@@ -49,7 +49,7 @@ def reading(name: str | Path) -> Iterator[None]:
                 f"{name} needs code of its own (auto_map in its files), and code of models is never run here: "
                 f"only architectures that transformers has can be loaded"
             ) from None
-        if not isinstance(error, ValueError | OSError):  # a KeyError says nothing but a key
+        if not isinstance(error, ValueError | OSError):  # a KeyError's message is only the key
             said = f"{type(error).__name__}: {said}"
         said = said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
         raise ValueError(said if str(name) in said else f"{name} cannot be loaded: {said}") from error
@@ -64,7 +64,7 @@ def model_path(name: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """That it is a folder of a model, or could be a hub's owner/name."""
+    """Refuse a name that is neither a folder of a model nor looks like owner/name on the hub."""
     name = model_path(name)
     folder = Path(name)
     if (folder / "config.json").is_file():
@@ -88,7 +88,7 @@ def load_config(name: str) -> Any:
 
 
 def load_causal_lm(name: str, dtype: torch.dtype | str = "auto") -> Any:
-    """A causal language model whose every weight comes from the files of a folder or of the hub."""
+    """A causal language model from a folder or the hub; the files must hold every weight."""
     name = model_path(name)
     check_name(name)
     config = load_config(name)
@@ -105,14 +105,14 @@ def load_causal_lm(name: str, dtype: torch.dtype | str = "auto") -> Any:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except ImportError as error:  # of a quantiser's package
+    except ImportError as error:  # a quantiser's package is missing
         raise RuntimeError(f"{name} needs another package: {' '.join(str(error).split())}") from None
     model, info = loaded
     if mismatched := sorted(info["mismatched_keys"]):
         key, found, expected = mismatched[0]
         raise ValueError(
             f"{name}: the weights do not fit config.json: {key} is {list(found)}, expected {list(expected)}"
-            f"{_and_more(mismatched)}"
+            + (f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else "")
         )
     refuse_missing(name, info)
     _check_generation(name, model.generation_config)
@@ -120,7 +120,7 @@ def load_causal_lm(name: str, dtype: torch.dtype | str = "auto") -> Any:
 
 
 def refuse_fp8(name: str, model: Any, device: torch.device) -> None:
-    """A RuntimeError where the model has FP8 layers, or would get them by ``sparsify_``, that ``device`` cannot run."""
+    """Refuse a model with FP8 layers, now or after ``sparsify_``, if ``device`` cannot run them."""
     reason = why_unavailable(device)
     if reason is None:
         return
@@ -136,7 +136,7 @@ def _becomes_fp8(ffn: Any) -> bool:
 
 
 def refuse_missing(name: Any, info: Mapping[str, Any]) -> None:
-    """A ValueError with the names of what is missing; ``info``: transformers' loading info."""
+    """Refuse a model with missing weights. ``info``: transformers' loading info."""
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
@@ -144,10 +144,6 @@ def refuse_missing(name: Any, info: Mapping[str, Any]) -> None:
             f"{name} lacks {len(missing)} of its model's weights: {', '.join(missing[:_NAMED])}{more}. They would be "
             f"random; the checkpoint is incomplete, or config.json is of another model"
         )
-
-
-def _and_more(found: list[Any]) -> str:
-    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
 
 
 def _check_generation(name: str, config: GenerationConfig | None) -> None:

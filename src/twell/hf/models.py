@@ -1,30 +1,26 @@
-"""Causal language models with sparse FFNs: Llama and Qwen2, weight for weight the base models of transformers.
+"""Causal language models with sparse FFNs: Llama and Qwen2, with the weights of transformers' base models.
 
-The loss is ``ce_loss + sparsity_l1_coeff * l1_loss``; both parts are returned beside it, with the statistics of
-every layer. ``l1_loss`` is the mean over layers of the mean over tokens of sum_j |h_j|, taken over the tokens whose
-prediction counts in the cross-entropy and normalised exactly as that is: by ``num_items_in_batch`` where the Trainer
-gives it, else by their number. So neither accumulation steps nor the number of processes change the gradient.
+The loss is ``ce_loss + sparsity_l1_coeff * l1_loss``. The output also holds both parts, and the statistics of every
+layer. ``l1_loss`` is the mean over layers of the mean over tokens of sum_j |h_j|. Its tokens are those whose prediction
+counts in the cross-entropy, and it is normalised in the same way: by ``num_items_in_batch`` if the Trainer passes it,
+else by the number of these tokens. So neither accumulation steps nor the number of processes change the gradient.
 
 How statistics leave the layers: the model's forward makes a ``_Sink`` and passes it down as a keyword argument. A
-decoder layer binds it for the thread in which it runs, and its FFN finds it there: another thread has its own. A
-checkpointed layer that runs again in the backward gets the same sink with its arguments, makes the same calls, and
-finds the sink closed: nothing is counted twice. (This needs non-reentrant checkpointing, where what leaves the first
-run is part of the graph; the reentrant kind is refused.)
+decoder layer binds it to its thread while it runs, and its FFN finds it there. A checkpointed layer runs again in the
+backward with the same sink, which is closed by then: nothing is counted twice. This needs non-reentrant checkpointing,
+where the results of the first run are part of the graph; reentrant checkpointing is refused.
 
-``save_memory`` has a training forward keep little: see there.
-
-L1 acts through the loss, so it needs labels. A forward with gradients in training mode without them is refused, unless
-``sparsity_l1_coeff`` is 0 or the caller takes the statistics: the loss it goes into would lack L1.
+L1 acts through the loss, so it needs labels. In training mode with gradients, a forward without labels is refused: its
+loss would lack L1. It is allowed if ``sparsity_l1_coeff`` is 0 or the caller takes the statistics.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -38,11 +34,11 @@ from twell.fp8 import Fp8Linear
 from twell.fp8.compressed import place_fp8_
 from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.hf.loading import refuse_missing
+from twell.hf.losses import chunked_cross_entropy, counted_tokens, l1_loss, loss_in_chunks
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase
 from twell.nn.parallel import is_sharded
 from twell.ops import Stats
 
-IGNORED_LABEL = -100
 _REENTRANT = (
     "gradient checkpointing with use_reentrant=True loses the L1 term of checkpointed layers; "
     "use gradient_checkpointing_kwargs={'use_reentrant': False}"
@@ -57,10 +53,10 @@ _NO_LABELS = (
 
 @dataclasses.dataclass
 class SparseCausalLMOutput(CausalLMOutputWithPast):
-    """A causal LM's output with the two parts of the loss, and per layer what the FFN did.
+    """A causal LM's output with the two parts of the loss and the statistics of every FFN.
 
-    ce_loss, l1_loss: scalars, ``loss = ce_loss + sparsity_l1_coeff * l1_loss``; given when labels are.
-    sparsity: one ``Stats`` per layer; given with labels, or on ``output_sparsity=True``.
+    ce_loss, l1_loss: scalars, ``loss = ce_loss + sparsity_l1_coeff * l1_loss``; only with labels.
+    sparsity: one ``Stats`` per layer; with labels, or on ``output_sparsity=True``.
     """
 
     ce_loss: Tensor | None = None
@@ -80,7 +76,7 @@ class _Sink:
     def add(self, stats: Stats) -> None:
         if not self.is_open:
             return
-        if self.wants_gradients and not torch.is_grad_enabled():  # so runs a layer under reentrant checkpointing
+        if self.wants_gradients and not torch.is_grad_enabled():  # reentrant checkpointing runs a layer so
             raise ValueError(_REENTRANT)
         self.stats.append(stats)
 
@@ -109,7 +105,7 @@ def _reporting_to(sink: _Sink | None) -> Iterator[None]:
 
 
 class _ReportingMixin:
-    """An FFN that hands its statistics to the sink of its decoder layer, and skips them where there is none."""
+    """An FFN that adds its statistics to its decoder layer's sink; without a sink it computes none."""
 
     _ffn: Any
 
@@ -132,7 +128,7 @@ class SparseMLP(_ReportingMixin, SparseFFN):
 
 
 def make_mlp(config: Any) -> SparseFFNBase:
-    """A decoder layer's FFN, as the configuration has it."""
+    """A decoder layer's FFN according to the configuration."""
     cls = GatedSparseMLP if config.sparsity_gated_mlp else SparseMLP
     width = config.sparsity_new_intermediate_size or config.intermediate_size
     track = bool(config.sparsity_do_track)
@@ -165,7 +161,7 @@ class _SparseDecoderLayerMixin(nn.Module):
 
 @contextlib.contextmanager
 def _without_layers(config: Any) -> Iterator[None]:
-    """The base class's own layers would be built only to be thrown away."""
+    """Keep the base class from building layers that would be thrown away."""
     n_layers, config.num_hidden_layers = config.num_hidden_layers, 0
     try:
         yield
@@ -174,11 +170,11 @@ def _without_layers(config: Any) -> Iterator[None]:
 
 
 class _PretrainedMixin:
-    """What both models override of PreTrainedModel."""
+    """Overrides of PreTrainedModel that both models share."""
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As PreTrainedModel's, but a checkpoint that lacks weights is refused instead of filled up at random."""
+        """As PreTrainedModel's, but refuses a checkpoint that lacks weights instead of making random ones."""
         model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         refuse_missing(name, info)
         for module in model.modules():
@@ -187,7 +183,7 @@ class _PretrainedMixin:
                     raise ValueError(
                         "FP8 weights cannot be shared out over processes: load the model without a tp_plan"
                     )
-                module.requires_grad_(False)  # transformers has every float require a gradient
+                module.requires_grad_(False)  # transformers makes every float parameter require a gradient
         return (model, info) if output_loading_info else model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):
@@ -196,12 +192,12 @@ class _PretrainedMixin:
         return super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kw)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Buffers made on the meta device hold nothing until set, and a loaded checkpoint does not bring counts."""
+        """Set buffers: those made on the meta device hold nothing, and checkpoints contain no counts."""
         super()._init_weights(module)
         if isinstance(module, SparseFFNBase):
             module.reset_counts()
             module._place_plan()
-        if hasattr(module, "l1_scale"):  # not yet, where the base class's constructor calls this
+        if hasattr(module, "l1_scale"):  # not yet when the base class's constructor calls this
             module.set_l1_scale(1.0)
 
 
@@ -236,24 +232,24 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
         if config.fp8_quantization is not None:
             place_fp8_(self, config.fp8_quantization)
         self.add_l1_scale()
-        self.__dict__.pop("_no_split_modules", None)  # has the base class's layer, which FSDP would look for in vain
+        self.__dict__.pop("_no_split_modules", None)  # names the base class's layer, which FSDP would not find
         self.post_init()
 
     def add_l1_scale(self) -> None:
-        # A tensor, since a compiled model is compiled again for every new value of a plain number.
+        # A tensor: every new value of a plain number would recompile a compiled model.
         lm_head: Any = self.lm_head
         scale = torch.ones((), dtype=torch.float32, device=lm_head.weight.device)
         self.register_buffer("l1_scale", scale, persistent=False)
 
     def save_memory(self, on: bool = True) -> None:
-        """Have a training forward with labels keep of a layer its input and its FFN's, compute attention and norms
-        again in the backward, and give the loss without logits, from some tokens at a time. The same gradients, about
-        a tenth slower.
+        """Save memory in training forwards with labels: same gradients, about a tenth slower.
 
-        The loss is torch's ``linear_cross_entropy`` (from 2.13 on), or Liger-Kernel's where that is installed.
+        Each layer keeps its input and its FFN's input, and computes attention and norms again in the backward. The loss
+        takes some tokens at a time, so there are never all logits, and the output has none. It is torch's
+        ``linear_cross_entropy`` (torch 2.13 or newer), or Liger-Kernel's if that is installed.
         """
         if on:
-            _find_chunked_loss()
+            chunked_cross_entropy()
             if type(self.lm_head) is not nn.Linear:
                 raise ValueError(f"save_memory: lm_head is {type(self.lm_head).__name__}, not a plain nn.Linear")
         self.saves_memory = on
@@ -262,7 +258,7 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
 
     @torch.no_grad()
     def set_l1_scale(self, value: float) -> None:
-        """What ``sparsity_l1_coeff`` is multiplied by from now on: 1, or less while a schedule warms L1 up."""
+        """Multiply ``sparsity_l1_coeff`` by ``value`` from now on: 1, or less while L1 warms up."""
         self.l1_scale.fill_(value)
 
     def forward(
@@ -278,9 +274,9 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
         output_sparsity: bool = False,
         **kwargs: Any,
     ) -> SparseCausalLMOutput:
-        """As the base model's, with both parts of the loss. ``output_sparsity``: statistics without labels, too.
+        """As the base model's forward, with both parts of the loss. ``output_sparsity``: statistics without labels.
 
-        It names all that the base model's names: pipeline stages pass on nothing else, the cache for one.
+        The signature repeats the base model's: pipeline stages pass on, for example the cache, only by these names.
         """
         inputs: dict[str, Any] = {
             "input_ids": input_ids,
@@ -296,15 +292,15 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
                 raise ValueError(_NO_LABELS.format(l1=self.config.sparsity_l1_coeff))
             return super().forward(**inputs, **kwargs)
         layers: Any = self.model.layers
-        if not all(hasattr(layer, "mlp") for layer in layers):  # which wrappers of layers pass on
+        if not all(hasattr(layer, "mlp") for layer in layers):  # wrappers of layers pass the attribute on
             raise ValueError("the loss and statistics need all layers in a process: pipeline parallel only predicts")
         kwargs.pop("return_dict", None)
-        mask = _counted_tokens(labels, kwargs.get("shift_labels"), attention_mask)
+        mask = counted_tokens(labels, kwargs.get("shift_labels"), attention_mask)
         sink = _Sink(mask)
         if self.saves_memory and labels is not None and self.training and torch.is_grad_enabled():
             del inputs["logits_to_keep"]
             hidden = self.model(**inputs | {"use_cache": False}, sparsity_sink=sink, **kwargs).last_hidden_state
-            out: Any = CausalLMOutputWithPast(loss=_loss_in_chunks(hidden, self.lm_head, labels, kwargs))
+            out: Any = CausalLMOutputWithPast(loss=loss_in_chunks(hidden, self.lm_head, labels, kwargs))
         else:
             out = super().forward(**inputs, labels=labels, sparsity_sink=sink, **kwargs)
         stats = sink.close()
@@ -314,68 +310,10 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
         result = SparseCausalLMOutput(**out, sparsity=stats)
         if labels is not None:
             result.ce_loss = out.loss
-            result.l1_loss = _l1_loss(stats, kwargs.get("num_items_in_batch"))
+            result.l1_loss = l1_loss(stats, kwargs.get("num_items_in_batch"))
             coefficient = self.config.sparsity_l1_coeff * self.l1_scale
             result.loss = out.loss + coefficient * result.l1_loss
         return result
-
-
-def _counted_tokens(labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-    """bool [B, S]: the tokens that count in L1 and statistics.
-
-    With labels the tokens whose prediction counts in the cross-entropy, else those that are not padding.
-    """
-    if labels is not None and shift_labels is None:
-        shift_labels = _shifted(labels)
-    if shift_labels is not None:
-        return shift_labels != IGNORED_LABEL
-    if attention_mask is not None and attention_mask.dim() == 2:
-        return attention_mask.bool()
-    return None
-
-
-def _shifted(labels: Tensor) -> Tensor:
-    """What each token is to predict."""
-    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
-
-
-def _find_chunked_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Sum of the cross-entropies of hidden states [M, D] under weights [V, D] for labels [M], without all logits."""
-    if hasattr(nn.functional, "linear_cross_entropy"):
-        options = nn.LinearCrossEntropyOptions(allow_retain_graph=True)
-        return functools.partial(
-            nn.functional.linear_cross_entropy, reduction="sum", ignore_index=IGNORED_LABEL, options=options
-        )
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-    except ImportError:
-        raise RuntimeError(
-            f"save_memory needs torch 2.13, or pip install liger-kernel; this is torch {torch.__version__}"
-        ) from None
-    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", accum_dtype=torch.float32)
-    # Dynamo of torch 2.11 cannot trace it: a compiled model leaves its graph for the loss.
-    return torch.compiler.disable(lambda hidden, weight, labels: loss(weight, hidden, labels))
-
-
-def _loss_in_chunks(hidden: Tensor, lm_head: nn.Linear, labels: Tensor, kwargs: dict[str, Any]) -> Any:
-    """As transformers' loss of causal language models; ``kwargs``: of the model's forward."""
-    shift_labels = kwargs.get("shift_labels")
-    wanted = (_shifted(labels) if shift_labels is None else shift_labels).reshape(-1).to(hidden.device)
-    weight, device_type = lm_head.weight, hidden.device.type
-    if torch.is_autocast_enabled(device_type):  # as it would do for the linear layer
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    with torch.autocast(device_type, enabled=False):
-        total = _find_chunked_loss()(hidden.reshape(-1, hidden.shape[-1]), weight, wanted)
-    n = kwargs.get("num_items_in_batch")
-    return total.float() / torch.as_tensor((wanted != IGNORED_LABEL).sum() if n is None else n, device=total.device)
-
-
-def _l1_loss(stats: tuple[Stats, ...], num_items_in_batch: Tensor | int | None) -> Tensor:
-    total = torch.stack([s.l1_sum for s in stats]).mean()
-    if num_items_in_batch is None:
-        return total / stats[0].tokens
-    return total / torch.as_tensor(num_items_in_batch, device=total.device)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``relufy_`` changes the function of a model: the gate's activation becomes ReLU, with L1 for further training."""
+"""``relufy_`` replaces the activation of a model's FFNs by ReLU, with L1 in the loss for further training."""
 
 from __future__ import annotations
 
@@ -11,43 +11,24 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
 from twell.hf.classify import activation_name, classify, find_ffns, sparse_ffn_of
-from twell.hf.configs import LlamaSparseReluConfig, Qwen2SparseReluConfig
-from twell.hf.convert import Report, Row, wrap
 from twell.hf.hooks import share_hooks
 from twell.hf.known import ACTIVATION_FIELDS, REFUSED, class_name
-from twell.hf.models import (
-    GatedSparseMLP,
-    LlamaSparseReluDecoderLayer,
-    LlamaSparseReluForCausalLM,
-    LlamaSparseReluModel,
-    Qwen2SparseReluDecoderLayer,
-    Qwen2SparseReluForCausalLM,
-    Qwen2SparseReluModel,
-)
+from twell.hf.models import GatedSparseMLP, LlamaSparseReluForCausalLM, Qwen2SparseReluForCausalLM
+from twell.hf.sparsify import Report, Row, wrap
 from twell.nn import find_activation
 
-_SPARSE_TYPES: dict[type, tuple[type, type, type, Any]] = {
-    LlamaForCausalLM: (
-        LlamaSparseReluForCausalLM,
-        LlamaSparseReluModel,
-        LlamaSparseReluDecoderLayer,
-        LlamaSparseReluConfig,
-    ),
-    Qwen2ForCausalLM: (
-        Qwen2SparseReluForCausalLM,
-        Qwen2SparseReluModel,
-        Qwen2SparseReluDecoderLayer,
-        Qwen2SparseReluConfig,
-    ),
+_SPARSE_TYPES: dict[type, Any] = {
+    LlamaForCausalLM: LlamaSparseReluForCausalLM,
+    Qwen2ForCausalLM: Qwen2SparseReluForCausalLM,
 }
 
 
 def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
-    """Make ReLU the activation of every FFN, in place: the model computes something else and needs training.
+    """Make ReLU the activation of every FFN, in place. The model then computes something else and needs training.
 
-    A Llama or Qwen2 causal LM becomes its ``*_sparse_relu`` type with ``sparsity_l1_coeff = l1``: save and load keep
-    both, and any Trainer sees the L1 term in the loss. Other models get ReLU, in their configuration too; their
-    forward knows no L1, and the report says so.
+    A Llama or Qwen2 causal LM becomes its ``*_sparse_relu`` type with ``sparsity_l1_coeff = l1``. Both are saved with
+    the model, and its loss has the L1 term in any Trainer. Other models get ReLU, also in their configuration, but no
+    L1, and the report says so.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"relufy_: expected a transformers model, got {type(model).__name__}")
@@ -57,7 +38,7 @@ def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
         return _become_sparse_type(model, l1)
     fields = [field for field in ACTIVATION_FIELDS if hasattr(model.config, field)]
     became = "relu, without L1 in the model's own loss"
-    if not fields:  # Bloom's GELU is written into its code
+    if not fields:  # as Bloom's, whose GELU is written into its code
         became += "; its configuration has no place for it, so call relufy_ after every from_pretrained"
     rows = []
     for name, _, _, ffn in list(find_ffns(model)):
@@ -79,7 +60,8 @@ def relufy_(model: PreTrainedModel, l1: float = 2e-5) -> Report:
 
 
 def _become_sparse_type(model: Any, l1: float) -> Report:
-    causal_lm, base, decoder_layer, config_class = _SPARSE_TYPES[type(model)]
+    causal_lm = _SPARSE_TYPES[type(model)]
+    base, config_class = causal_lm.model_class, causal_lm.config_class
     ffns = [wrap(layer.mlp, GatedSparseMLP, "relu") for layer in model.model.layers]
     shares = [ffn.share() for ffn in ffns]
     if (model.tp_size or 1) > 1 and not all(share is not None and share.is_whole for share in shares):
@@ -94,14 +76,14 @@ def _become_sparse_type(model: Any, l1: float) -> Report:
         was = activation_name(layer.mlp)
         share_hooks(layer.mlp, ffn)
         layer.mlp = ffn
-        layer.__class__ = decoder_layer
+        layer.__class__ = base.decoder_layer
         kind, why = classify(ffn)
         rows.append(Row(f"model.layers.{i}.mlp", was, f"relu, l1 {l1:g}", why, kind=kind))
     for module in model.modules():
         if isinstance(getattr(module, "config", None), type(model.config)):
             module.config = config
     model.model.__class__, model.__class__ = base, causal_lm
-    for module in (model, model.model):  # instances carry the base class's, which names a layer class that is gone
+    for module in (model, model.model):  # instances hold the base class's, which names the old layer class
         module._no_split_modules = list(type(module)._no_split_modules)
     model.add_l1_scale()
     return Report(tuple(rows))

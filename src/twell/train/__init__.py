@@ -1,1 +1,1 @@
-"""Training sparse language models: data so far."""
+"""Training sparse language models."""

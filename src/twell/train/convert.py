@@ -1,8 +1,8 @@
-"""``twell convert``: from a checkpoint with SiLU or GELU gates to a sparse one; ``twell train --from``: further on.
+"""``twell convert`` makes a sparse model of a SiLU or GELU checkpoint; ``twell train --from`` trains a model further.
 
-Changing the gate to ReLU costs a model part of what it knows; further training brings it back, and L1, which rises
-from zero while it does, makes active neurons rare. The model stays the checkpoint's in all else: grouped heads, tied
-embeddings, biases. So it is loaded, not made from the recipe; the recipe only describes its shape.
+Changing the gate to ReLU costs a model part of what it knows. Further training brings it back, while L1 makes active
+neurons rare. All else stays as in the checkpoint: grouped heads, tied embeddings, biases. So the model is loaded, not
+built from the recipe; the recipe only describes its shape.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from transformers import PreTrainedTokenizerBase
 
 from twell.fp8.compressed import OWN_FIELD, is_rowwise_fp8
 from twell.hf.configs import SparsityFields
-from twell.hf.convert import NONE_FOUND, Report, sparsify_
 from twell.hf.known import ACTIVATION_FIELDS
 from twell.hf.loading import check_name, load_causal_lm, load_config
 from twell.hf.relufy import relufy_
+from twell.hf.sparsify import NONE_FOUND, Report, sparsify_
 from twell.nn import SparseFFNBase
 from twell.train.data import Blocks, Corpus, Progress, silent
 from twell.train.files import writing
 from twell.train.lora import ATTENTION, add_lora
+from twell.train.recipe_file import RECIPE_FILE, check_same_run
 from twell.train.recipes import Recipe, override
 from twell.train.run import SUMMARY_FILE, Begin, describe, read_summary, run
-from twell.train.saved import RECIPE_FILE, check_same_run
 from twell.train.tokenizer import load_tokenizer
 
 HAVE_A_SPARSE_TYPE = ("llama", "qwen2")
-LONGEST_CONTEXT = 2048  # by default: long ones are for models that are to keep using them
-L1 = 4e-4  # of a model that is saved untrained
+LONGEST_CONTEXT = 2048  # the default for models with a longer one
+L1 = 4e-4  # for a model that is saved untrained
 _SHAPE = ("hidden_size", "intermediate_size", "layers", "heads", "rope_theta", "gated", "activation", "vocab_size")
 
 Bar = Callable[[str], contextlib.AbstractContextManager[Progress]]
@@ -50,16 +50,16 @@ def _no_bar(what: str) -> contextlib.AbstractContextManager[Progress]:
 
 
 def check(name: str, *, relufy: bool, l1: float = L1) -> Report:
-    """What ``relufy_``, or without it ``sparsify_``, does to each layer of a model; nothing is written."""
-    _config(name)  # whose error is clear
+    """What ``relufy_``, or ``sparsify_`` without ``relufy``, does to each layer of a model. Writes nothing."""
+    _config(name)  # for its clear error
     model = load_causal_lm(name)
     return relufy_(model, l1) if relufy else sparsify_(model)
 
 
 def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None, l1: float = L1) -> Report:
-    """Save a model with ReLU FFNs, and its tokenizer, in ``out``; Llama and Qwen2 as their sparse types.
+    """Save a model with ReLU FFNs and its tokenizer in ``out``; Llama and Qwen2 as their sparse types.
 
-    ``relufy`` says that the function may change; without it only a model that is ReLU already is taken.
+    ``relufy`` allows changing what the model computes; without it only a ReLU model is taken.
     """
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: choose another folder")
@@ -73,7 +73,7 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
     if not report.changed:
         why = report.skipped[0].why if report.skipped else NONE_FOUND
         raise ValueError(f"no feed-forward layer of {name} ({config.model_type}) can be converted: {why}")
-    if activation_of(model.config) == "unknown":
+    if configured_activation(model.config) == "unknown":
         raise ValueError(
             f"{name} cannot be saved with ReLU: the configuration of {config.model_type} has no field for it; "
             f"in Python call twell.relufy_ after every from_pretrained"
@@ -84,16 +84,8 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
     return report
 
 
-def _config(name: str) -> Any:
-    check_name(name)
-    config = load_config(name)
-    if getattr(config, OWN_FIELD, None) or is_rowwise_fp8(getattr(config, "quantization_config", None)):
-        raise ValueError(f"{name} has FP8 weights, which cannot be trained: convert the model that they were made from")
-    return config
-
-
-def activation_of(config: Any) -> str:
-    """relu, silu, gelu...: as the configuration has it."""
+def configured_activation(config: Any) -> str:
+    """The FFN's activation according to a model's configuration: relu, silu, gelu..."""
     if _is_sparse_type(config):
         return "relu"  # whatever hidden_act says
     return next((str(found) for field in ACTIVATION_FIELDS if (found := getattr(config, field, None))), "unknown")
@@ -103,15 +95,25 @@ def _is_sparse_type(config: Any) -> bool:
     return isinstance(config, SparsityFields)
 
 
+def _config(name: str) -> Any:
+    check_name(name)
+    config = load_config(name)
+    if getattr(config, OWN_FIELD, None) or is_rowwise_fp8(getattr(config, "quantization_config", None)):
+        raise ValueError(f"{name} has FP8 weights, which cannot be trained: convert the model that they were made from")
+    return config
+
+
 def _check_activation(name: str, config: Any, relufy: bool) -> None:
-    activation = activation_of(config)
+    activation = configured_activation(config)
     if relufy and activation == "relu":
         raise ValueError(f"{name} is ReLU already: leave out --relufy")
-    if not relufy and activation != "relu":
+    if relufy:
+        return
+    if activation != "relu":
         raise ValueError(
             f"the activation of {name} is {activation}: twell convert --relufy --train makes it ReLU and trains it"
         )
-    if not relufy and not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
+    if not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
         raise ValueError(
             f"{name} is a {config.model_type}, which has no sparse type (llama and qwen2 have): load it as it is, and "
             "twell.sparsify_ makes it sparse; --check shows how"
@@ -139,7 +141,7 @@ def _tokenizer(name: str, other: str | None, config: Any) -> PreTrainedTokenizer
 
 
 def continued_recipe(config: Any, changes: Sequence[str] = ()) -> Recipe:
-    """How to train a model further: its shape, defaults that go with the number of steps, and ``changes``.
+    """How to train a model further: the model's shape, defaults that follow from the number of steps, and ``changes``.
 
     >>> from transformers import LlamaConfig
     >>> recipe = continued_recipe(LlamaConfig(), ["steps=300"])
@@ -162,16 +164,15 @@ def continued_recipe(config: Any, changes: Sequence[str] = ()) -> Recipe:
         sequences_per_step=32,
         lr=3e-4,
     )
-    chosen = override(recipe, changes)  # what follows depends on its steps and tokens
-    steps, tokens = chosen.steps, chosen.steps * chosen.tokens_per_step
+    chosen = override(recipe, changes)  # the other defaults depend on its steps and tokens
     by_steps = dataclasses.replace(
         recipe,
-        lr_warmup=steps // 20,
+        lr_warmup=chosen.steps // 20,
         l1=chosen.l1,
-        l1_warmup_end=steps // 2 if chosen.l1 else 0,
-        dead_after_tokens=min(10_000_000, tokens // 10),
-        eval_every=max(1, steps // 5),
-        save_every=max(1, steps // 5),
+        l1_warmup_end=chosen.steps // 2 if chosen.l1 else 0,
+        dead_after_tokens=min(10_000_000, chosen.steps * chosen.tokens_per_step // 10),
+        eval_every=max(1, chosen.steps // 5),
+        save_every=max(1, chosen.steps // 5),
     )
     chosen = override(by_steps, changes)
     if chosen.context > config.max_position_embeddings:
@@ -194,9 +195,9 @@ def convert_and_train(
     bar: Bar = _no_bar,
     **how: Any,
 ) -> None:
-    """Make a SiLU or GELU model ReLU and train it further into the folder ``out``, a run as of ``twell train``.
+    """Make a SiLU or GELU model ReLU and train it further into the folder ``out``, which becomes a ``twell train`` run.
 
-    Called again with the same arguments it goes on where it was. ``how`` goes to ``run``.
+    The same call again continues the run. ``how`` goes to ``run``.
     """
     if not data:
         raise ValueError("--train needs text to train on: give --data")
@@ -224,10 +225,10 @@ def continue_training(
     bar: Bar = _no_bar,
     **how: Any,
 ) -> None:
-    """Train a ReLU model further into the folder ``out``: all its weights, or with ``lora`` adapters of that rank.
+    """Train a ReLU model further into the folder ``out``: all weights, or with ``lora`` adapters of that rank.
 
     Adapters hardly change which neurons fire, so with them there is no L1 unless ``changes`` ask for it. ``how`` goes
-    to ``run``, which also resumes it.
+    to ``run``, which also resumes the run.
     """
     given = {change.partition("=")[0] for change in changes}
     if lora is not None:
@@ -246,66 +247,63 @@ def continue_training(
 
 
 def _recipe_of(name: str, changes: Sequence[str], tokenizer: str | None, *, relufy: bool) -> Recipe:
-    """The recipe for a model, which must be one that trains with L1, and have a tokenizer."""
+    """The recipe for a model; refuses models that cannot train with L1 or have no tokenizer."""
     config = _config(name)
     _check_activation(name, config, relufy)
     if not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
         raise ValueError(f"{name} is a {config.model_type}: only llama and qwen2 train with L1 here")
     recipe = continued_recipe(config, changes)
-    _tokenizer(name, tokenizer, config)  # before any data is read with it
+    _tokenizer(name, tokenizer, config)  # before any data is read
     return recipe
 
 
 def beginning(name: str, say: Callable[[str], None], bar: Bar, lora: dict[str, Any] | None = None) -> Begin:
-    """Loads the model once the data is read; of several processes the first one talks."""
+    """A function that loads the model once the data is read. Only the first process prints."""
     if os.environ.get("RANK", "0") != "0":
         say, bar = (lambda line: None), _no_bar
-    return lambda recipe, corpus: _begun(name, recipe, corpus, lora, say, bar)
 
+    def begin(recipe: Recipe, corpus: Corpus) -> tuple[Any, dict[str, Any]]:
+        """The model to train, and its validation losses before and after a change of its activation."""
+        model = load_causal_lm(name, torch.float32)  # training keeps weights in fp32
+        if torch.cuda.is_available():
+            model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+        was = configured_activation(model.config)
+        facts: dict[str, Any] = {"model": name, "type": model.config.model_type, "activation": was}
+        if was != "relu":
+            with bar("validating the original") as progress:
+                facts["loss_before"], _ = validate(model, corpus.held_out, recipe, progress)
+            say(f"{name}, {was}: validation cross-entropy {facts['loss_before']:.4f}")
+        if not _is_sparse_type(model.config):
+            relufy_(model, recipe.l1 or 0.0)
+        model.config.sparsity_l1_coeff = recipe.l1 or 0.0
+        model.config.sparsity_start_warmup_step = recipe.l1_warmup_start
+        model.config.sparsity_end_warmup_step = recipe.l1_warmup_end
+        model.config.sparsity_tokens_until_dead = recipe.dead_after_tokens
+        with bar("validating") as progress:
+            facts["loss_after"], active = validate(model, corpus.held_out, recipe, progress)
+        facts.setdefault("loss_before", facts["loss_after"])
+        facts["active_after"] = mean = sum(active) / len(active)
+        what = name if was == "relu" else "with ReLU, not yet trained"
+        active_now = f"{mean:.1f} active neurons a token ({mean / recipe.intermediate_size:.1%})"
+        say(f"{what}: validation cross-entropy {facts['loss_after']:.4f}, {active_now}")
+        if lora is not None:
+            torch.manual_seed(recipe.seed)
+            add_lora(model, **lora)
+            facts["lora"] = lora
+        return model, facts
 
-def _begun(
-    name: str, recipe: Recipe, corpus: Corpus, lora: dict[str, Any] | None, say: Callable[[str], None], bar: Bar
-) -> tuple[Any, dict[str, Any]]:
-    """The model to train, and its validation losses before and after a change of its activation."""
-    model = load_causal_lm(name, torch.float32)  # as training keeps weights
-    if torch.cuda.is_available():
-        model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
-    was = activation_of(model.config)
-    facts: dict[str, Any] = {"model": name, "type": model.config.model_type, "activation": was}
-    if was != "relu":
-        with bar("validating the original") as progress:
-            facts["loss_before"], _ = validate(model, corpus.held_out, recipe, progress)
-        say(f"{name}, {was}: validation cross-entropy {facts['loss_before']:.4f}")
-    if not _is_sparse_type(model.config):
-        relufy_(model, recipe.l1 or 0.0)
-    model.config.sparsity_l1_coeff = recipe.l1 or 0.0
-    model.config.sparsity_start_warmup_step = recipe.l1_warmup_start
-    model.config.sparsity_end_warmup_step = recipe.l1_warmup_end
-    model.config.sparsity_tokens_until_dead = recipe.dead_after_tokens
-    with bar("validating") as progress:
-        facts["loss_after"], active = validate(model, corpus.held_out, recipe, progress)
-    facts.setdefault("loss_before", facts["loss_after"])
-    facts["active_after"] = sum(active) / len(active)
-    share = facts["active_after"] / recipe.intermediate_size
-    what = name if was == "relu" else "with ReLU, not yet trained"
-    active_now = f"{facts['active_after']:.1f} active neurons a token ({share:.1%})"
-    say(f"{what}: validation cross-entropy {facts['loss_after']:.4f}, {active_now}")
-    if lora is not None:
-        torch.manual_seed(recipe.seed)
-        add_lora(model, **lora)
-        facts["lora"] = lora
-    return model, facts
+    return begin
 
 
 @torch.no_grad()
 def validate(model: Any, tokens: Any, recipe: Recipe, progress: Progress = silent) -> tuple[float, list[float]]:
-    """Cross-entropy of the blocks the trainer validates on, in its precision; mean active neurons by layer, if any."""
+    """(cross-entropy, mean active neurons by layer or []), on the trainer's validation blocks in its precision."""
     blocks, device = Blocks(tokens, recipe.context), model.device
     nats, counted, fired = 0.0, 0, torch.zeros(recipe.layers, dtype=torch.float64)
     was_training, is_sparse = model.training, _is_sparse_type(model.config)
     for module in model.modules():
         if isinstance(module, SparseFFNBase):
-            module.set_plan(None)  # densely, as training starts: a layer would else plan by these tokens
+            module.set_plan(None)  # dense, as training starts; else the layer would plan by these tokens
     model.eval()
     for start in range(0, len(blocks), recipe.micro_batch):
         batch = [blocks[i]["input_ids"] for i in range(start, min(start + recipe.micro_batch, len(blocks)))]

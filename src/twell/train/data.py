@@ -1,9 +1,9 @@
-"""From files to blocks of tokens: documents read, tokenised, shuffled, packed, and split, the same every time.
+"""From files to blocks of tokens: read, tokenise, shuffle, pack and split documents, the same way every time.
 
-A corpus is one long row of tokens, every document followed by an end-of-text token. Documents are shuffled once
-(by seed), then packed without gaps and cut into blocks of the context length. Blocks do not overlap, so no
-token is seen twice before an epoch ends; a sampler with a seed and a position is all it takes to resume.
-Held-out documents are whole documents, chosen before the shuffle, so that they are the same for every seed.
+A corpus is one long sequence of tokens, each document followed by an end-of-text token. Documents are shuffled once, by
+seed, then packed without gaps and cut into blocks of the context length. Blocks do not overlap, so an epoch sees each
+token once, and a sampler's seed and position are enough to resume. Held-out documents are whole documents, chosen
+before the shuffle, so they are the same for every seed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ END_OF_TEXT = "<|endoftext|>"
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKEN_SUFFIXES = (".u16", ".u16.xz")
 
-BATCH_TEXTS, BATCH_CHARACTERS = 1000, 1 << 21  # texts encoded at once: enough for all cores, about a second's work
-SCAN_TOKENS = 1 << 24  # of a tokenised file, looked through at once
+BATCH_TEXTS, BATCH_CHARACTERS = 1000, 1 << 21  # encoded at once: enough for all cores, about a second's work
+SCAN_TOKENS = 1 << 24  # tokens of a tokenised file to check at once
 ONE_DOCUMENT = "one document cannot be split into a training and a held-out part; give more text"
 
 Encode = Callable[[list[str]], Sequence[Sequence[int]]]
-Progress = Callable[[int, int], None]  # (done, of how many)
+Progress = Callable[[int, int], None]  # (done, total)
 
 
 def silent(done: int, total: int) -> None:
-    """No progress."""
+    """Reports no progress."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Tokens of a training and a held-out part, each document followed by end-of-text."""
+    """The tokens of a training part and a held-out part, each document followed by end-of-text."""
 
     train: np.ndarray  # [n] uint16 or uint32
     held_out: np.ndarray
@@ -54,7 +54,7 @@ class Corpus:
 
 
 class Blocks(Dataset):
-    """Blocks [length] of consecutive tokens; the last tokens that fill no block are left out.
+    """Blocks [length] of consecutive tokens, without the last tokens that fill no block.
 
     >>> blocks = Blocks(np.arange(10, dtype=np.uint16), 4)
     >>> len(blocks), blocks[1]["input_ids"].tolist()
@@ -79,6 +79,22 @@ class Blocks(Dataset):
         return {"input_ids": ids, "labels": ids.clone()}
 
 
+class PaddedBlocks(Dataset):
+    """Blocks, then blocks without labels up to a multiple of ``n``: equal shares for all, nothing counted twice."""
+
+    def __init__(self, blocks: Blocks, n: int) -> None:
+        self.blocks, self.length = blocks, -(-len(blocks) // n) * n
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index < len(self.blocks):
+            return self.blocks[index]
+        block = self.blocks[0]
+        return block | {"labels": torch.full_like(block["labels"], -100)}  # which cross-entropy ignores
+
+
 def load_corpus(
     paths: Sequence[Path | str],
     *,
@@ -91,9 +107,9 @@ def load_corpus(
 ) -> Corpus:
     """Read files and folders into a corpus.
 
-    ``encode`` turns a list of texts into their token ids (without end-of-text); it may be None for tokenised files
-    alone. ``held_out`` is the share of documents kept for validation, at least one, or files to validate on instead.
-    ``progress`` is called with the bytes read so far and the bytes of all files, after every batch of documents.
+    ``encode`` turns a list of texts into token ids, without end-of-text; None if all files are tokenised.
+    ``held_out`` is the share of documents to validate on, at least one document, or the files to validate on instead.
+    ``progress`` gets the bytes read so far and the bytes of all files, after every batch of documents.
     """
     check_request(held_out, end_of_text, vocab_size)
     files = find_files(paths)
@@ -120,7 +136,7 @@ def load_corpus(
 
 
 def check_request(held_out: float | Sequence[Path | str], end_of_text: int, vocab_size: int) -> None:
-    """Refuse what no data could satisfy, before any is read."""
+    """Refuse impossible arguments before any data is read."""
     if isinstance(held_out, float) and not 0 < held_out < 1:
         raise ValueError(f"held_out must lie between 0 and 1, got {held_out}")
     if not 0 <= end_of_text < vocab_size:
@@ -128,12 +144,12 @@ def check_request(held_out: float | Sequence[Path | str], end_of_text: int, voca
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest integers that hold every token, as they lie in memory and in files: little-endian."""
+    """The smallest unsigned integers that hold every token, in memory and in files; little-endian."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def find_files(paths: Sequence[Path | str]) -> list[Path]:
-    """The readable files behind paths, folders searched, in a fixed order."""
+    """The data files that paths name or, as folders, contain; in a fixed order."""
     known = ", ".join(TEXT_SUFFIXES + TOKEN_SUFFIXES)
     found: list[Path] = []
     for path in map(Path, paths):
@@ -157,12 +173,12 @@ def find_files(paths: Sequence[Path | str]) -> list[Path]:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The documents of a text file: .txt cut at lines of end-of-text, .jsonl and .parquet by their "text"."""
+    """The documents of a text file: .txt is cut at lines of end-of-text, .jsonl and .parquet have a field "text"."""
     return (text for text, _ in _texts_and_positions(path))
 
 
 def read_utf8(path: Path) -> str:
-    """A whole text file."""
+    """The text of a file."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -170,7 +186,7 @@ def read_utf8(path: Path) -> str:
 
 
 def _texts_and_positions(path: Path) -> Iterator[tuple[str, int]]:
-    """Documents, each with how many bytes of the file were read for it and those before: exact for .jsonl alone."""
+    """(document, bytes of the file read so far) for each document; the bytes are exact only for .jsonl."""
     if path.suffix == ".txt":
         size, text = path.stat().st_size, read_utf8(path)
         done = 0
@@ -233,7 +249,7 @@ def _text_of(line: bytes, where: str) -> str:
         raise ValueError(f"{where} has no field 'text' with a string")
     try:
         record["text"].encode()
-    except UnicodeEncodeError:  # JSON can write \ud800 alone, which no text has
+    except UnicodeEncodeError:  # JSON can hold \ud800 alone, which is no character
         raise ValueError(f"{where} holds half a character (a lone surrogate)") from None
     return record["text"]
 
@@ -241,7 +257,7 @@ def _text_of(line: bytes, where: str) -> str:
 def read_documents(
     files: Sequence[Path], encode: Encode | None, end_of_text: int, vocab_size: int, progress: Progress = silent
 ) -> list[list[np.ndarray]]:
-    """Per file its documents as tokens, each ending in end-of-text; ``progress`` counts bytes over all files."""
+    """The documents of each file as tokens, each ending in end-of-text; ``progress`` counts the bytes of all files."""
     sizes = [path.stat().st_size for path in files]
     total, done = sum(sizes), 0
     per_file = []
@@ -267,7 +283,7 @@ def read_documents(
 def encode_batches(
     texts: Iterable[str], encode: Encode, end_of_text: int, vocab_size: int, where: object
 ) -> Iterator[list[np.ndarray]]:
-    """Texts as tokens, each ending in end-of-text, a batch at a time: tokenizers encode a batch on all cores."""
+    """Encode texts batch by batch, each text followed by end-of-text. Tokenizers use all cores for a batch."""
     dtype = token_dtype(vocab_size)
 
     def encoded(batch: list[str]) -> list[np.ndarray]:
@@ -309,7 +325,7 @@ def _text_documents(
 
 
 def _token_documents(path: Path, end_of_text: int, vocab_size: int, report: Callable[[int], None]) -> list[np.ndarray]:
-    """Views of the file's tokens: files may be large, so nothing is copied but a last document that was not ended."""
+    """Views of the file's tokens, which may be many. Only a last document without end-of-text is copied."""
     tokens = _open_tokens(path)
     ends = [np.zeros(1, dtype=np.int64)]
     size = path.stat().st_size
@@ -326,7 +342,7 @@ def _token_documents(path: Path, end_of_text: int, vocab_size: int, report: Call
 
 
 def _open_tokens(path: Path) -> np.ndarray:
-    """Mapped, not read, unless the file is compressed."""
+    """The tokens of a file: memory-mapped, unless the file is compressed."""
     data: bytes | np.ndarray
     if path.suffix == ".xz":
         try:
@@ -341,7 +357,7 @@ def _open_tokens(path: Path) -> np.ndarray:
 
 
 def map_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
-    """A file as an array that stays on disk; an empty file too, which cannot be mapped."""
+    """A file as a memory-mapped array; an empty file, which cannot be mapped, as an empty array."""
     if path.stat().st_size == 0:
         return np.zeros(0, dtype=dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # a plain array: slices of a memmap are slow
@@ -356,7 +372,7 @@ def _check_ids(ids: np.ndarray, vocab_size: int, where: object) -> None:
 
 
 def _held_out_indices(n_documents: int, share: float) -> np.ndarray:
-    """Documents spread evenly over the corpus: the same for every seed."""
+    """Indices of documents spread evenly over the corpus, the same for every seed."""
     n = min(n_documents - 1, max(1, round(n_documents * share)))
     return (np.arange(n) * n_documents) // n + n_documents // (2 * n)
 

@@ -1,8 +1,7 @@
-"""Files of a run that can be trusted: written whole or not at all, checked by size and checksum, one process at a time.
+"""A run's files: written whole or not at all, checked by size and checksum, and used by one process at a time.
 
-A checkpoint is a folder whose ``manifest.json``, written last, names every other file with its size and checksum.
-Without a manifest a checkpoint was not finished; where a file is not what the manifest says, it is damaged. Neither is
-ever resumed from.
+A checkpoint is a folder. Its ``manifest.json``, written last, lists every other file with size and checksum. Without a
+manifest a checkpoint is unfinished; if a file differs from the manifest, it is damaged. No run resumes from either.
 """
 
 from __future__ import annotations
@@ -18,21 +17,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-try:
-    import fcntl
-except ImportError:  # Windows: no locks
-    fcntl = None  # type: ignore[assignment]
+from filelock import FileLock, Timeout  # torch depends on it
 
 MANIFEST_FILE = "manifest.json"
 LOCK_FILE = ".lock"
-PART = ".part"  # behind the name of a file that is being written
+PART = ".part"  # suffix of a file that is being written
 NOT_FINISHED = "was not finished"
 _PREFIX = "checkpoint-"
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # of file systems that know none: some network ones
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # from file systems without locks: some network ones
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name, then move it into place: a reader finds the old text or the new one."""
+    """Write under another name, then rename: a reader finds the old text or the new text, nothing in between."""
     part = path.with_name(path.name + PART)
     part.write_text(text, encoding="utf-8")
     part.replace(path)
@@ -40,7 +36,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Errors of libraries that write into a folder, which are of any type, become a RuntimeError of one line."""
+    """Turn any error of a library that writes into ``folder`` into a RuntimeError of one line."""
     try:
         yield
     except Exception as error:
@@ -54,7 +50,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of every file below a folder, by its path there."""
+    """Size and checksum of every file below a folder, by relative path."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / MANIFEST_FILE)
     return {p.relative_to(folder).as_posix(): describe_file(p) for p in files}
 
@@ -64,26 +60,19 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def flaw_of_files(folder: Path, described: dict[str, dict[str, Any]]) -> str | None:
-    """What is wrong with the first file that is not as described; None where all are."""
-    for check in (_flaw_of_size, _flaw_of_checksum):  # sizes first: they cost nothing
-        for name, facts in described.items():
-            if flaw := check(folder / name, facts):
-                return f"{name} {flaw}"
+    """What is wrong with the first file that differs from its description; None if all files are as described."""
+    for name, facts in described.items():  # all sizes before any checksum: they cost nothing
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if (size := (folder / name).stat().st_size) != facts["bytes"]:
+            return f"{name} has {size:,} bytes instead of {facts['bytes']:,}"
+    for name, facts in described.items():
+        try:
+            if _checksum(folder / name) != facts["sha256"]:
+                return f"{name} has another checksum"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return None
-
-
-def _flaw_of_size(path: Path, facts: dict[str, Any]) -> str | None:
-    if not path.is_file():
-        return "is missing"
-    size = path.stat().st_size
-    return None if size == facts["bytes"] else f"has {size:,} bytes instead of {facts['bytes']:,}"
-
-
-def _flaw_of_checksum(path: Path, facts: dict[str, Any]) -> str | None:
-    try:
-        return None if _checksum(path) == facts["sha256"] else "has another checksum"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
 
 
 def _checksum(path: Path) -> str:
@@ -105,7 +94,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(out: Path) -> list[Path]:
-    """Every checkpoint of a run, sound or not, the newest first."""
+    """Every checkpoint of a run, sound or not, newest first."""
     found = [p for p in out.glob(f"{_PREFIX}*") if p.name.removeprefix(_PREFIX).isdecimal() and p.is_dir()]
     return sorted(found, key=step_of, reverse=True)
 
@@ -117,7 +106,7 @@ def finish_checkpoint(folder: Path) -> None:
 
 
 def flaw_of_checkpoint(folder: Path) -> str | None:
-    """Why a checkpoint must not be resumed from; None for a sound one."""
+    """Why no run may resume from this checkpoint; None if it is sound."""
     path = folder / MANIFEST_FILE
     if not path.exists():
         return NOT_FINISHED
@@ -134,18 +123,18 @@ def flaw_of_checkpoint(folder: Path) -> str | None:
 
 
 class Found(NamedTuple):
-    """The newest sound checkpoint, if any, and the flaws of those that are newer."""
+    """The newest sound checkpoint, if there is one, and the flaws of newer checkpoints."""
 
     checkpoint: Path | None
     flaws: dict[Path, str]
 
     def __str__(self) -> str:
-        """The flaws in a line."""
+        """The flaws in one line."""
         return ", ".join(f"{path.name} {flaw}" for path, flaw in self.flaws.items())
 
 
 def newest_sound(out: Path) -> Found:
-    """Look for the checkpoint to resume from, the newest first. Files are read from beginning to end."""
+    """Find the checkpoint to resume from, newest first. Reads every file of the checkpoints it looks at."""
     flaws: dict[Path, str] = {}
     for folder in checkpoints(out):
         flaw = flaw_of_checkpoint(folder)
@@ -156,7 +145,7 @@ def newest_sound(out: Path) -> Found:
 
 
 def remove_older(newest: Path, keep: int | None, spared: str | None = None) -> None:
-    """Of the checkpoints up to ``newest`` only the last ``keep`` stay, and the folder named ``spared``."""
+    """Delete checkpoints up to ``newest`` except the last ``keep`` and the one named ``spared``."""
     older = [p for p in checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
     for folder in older[max(1, keep) :] if keep is not None else []:
         if spared is None or folder.name != Path(spared).name:
@@ -170,41 +159,30 @@ def remove_older(newest: Path, keep: int | None, spared: str | None = None) -> N
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Keep a folder to this process. The system ends the lock with the process, however that ends.
+    """Lock a folder for this process. The operating system frees the lock when the process ends, however it ends.
 
-    A folder that was made here and stayed empty goes again.
+    Folders made here are removed again if they stay empty.
     """
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    file = _lock(folder / LOCK_FILE) if fcntl else None
+    path = folder / LOCK_FILE
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+        path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
+    except Timeout:
+        holder = path.read_text(encoding="utf-8", errors="replace") or "another process"
+        raise ValueError(f"{folder} is in use by {holder}: wait for its end, or choose another folder") from None
+    except NotImplementedError:  # filelock's word for a file system without locks
+        pass
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     try:
         yield
     finally:
-        if file is not None:
-            (folder / LOCK_FILE).unlink(missing_ok=True)  # before it is free: whoever waits for it looks again
-            os.close(file)
+        path.unlink(missing_ok=True)  # before release: a process that waits for this file locks a new one instead
+        lock.release()
         with contextlib.suppress(OSError):  # not empty
-            for path in made:
-                path.rmdir()
-
-
-def _lock(path: Path) -> int:
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(file, 200).decode(errors="replace") or "another process"
-            os.close(file)
-            raise ValueError(
-                f"{path.parent} is in use by {holder}: wait for its end, or choose another folder"
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            return file
-        if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
-            os.ftruncate(file, 0)
-            os.write(file, f"process {os.getpid()} on {platform.node()}".encode())
-            return file
-        os.close(file)  # its owner removed it just now
+            for made_folder in made:
+                made_folder.rmdir()

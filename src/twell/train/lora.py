@@ -1,7 +1,7 @@
-"""LoRA on a model that trains: peft's adapters, put into the model itself.
+"""LoRA: peft's adapters, put into the model that trains.
 
-The model keeps its class, so trainer and checkpoints are those of any run, with the base weights in them. A run ends
-with both: the adapter as peft writes and loads it, and the model with the adapter merged into its weights.
+The model keeps its class, so trainer and checkpoints are the same as in any run, and checkpoints hold the base weights.
+A run ends with the adapter, as peft loads it, and the model with the adapter merged into its weights.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
-# Without the feed-forward projections: a layer with an adapter on one of these calls it, and so runs densely.
+# Not the feed-forward projections: a layer with an adapter on one of these runs densely.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def add_lora(model: nn.Module, rank: int, modules: Sequence[str] = ATTENTION) -> None:
-    """Put adapters on the linear layers of these names; nothing else of the model trains from here on."""
+    """Put adapters on the linear layers of these names; from then on nothing else trains."""
     tuners = _peft().tuners.lora
     found = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if missing := [name for name in modules if name not in found]:
@@ -30,11 +30,11 @@ def add_lora(model: nn.Module, rank: int, modules: Sequence[str] = ATTENTION) ->
 
 
 def save_adapter(model: Any, name: str, out: Path) -> None:
-    """The adapter alone, for ``peft.PeftModel.from_pretrained(model, out)``; ``name``: of the model it began with."""
+    """Save the adapter for ``peft.PeftModel.from_pretrained(model, out)``. ``name``: the base model's."""
     peft = _peft()
     weights = peft.get_peft_model_state_dict(model, adapter_name="default")
     out.mkdir(exist_ok=True)
-    # As peft's own wrapper names them.
+    # With the prefix of peft's own wrapper.
     save_file({f"base_model.model.{key}": w.contiguous().cpu() for key, w in weights.items()}, out / _WEIGHTS)
     config = model.peft_config["default"]
     config.base_model_name_or_path, config.inference_mode = name, True
@@ -42,7 +42,7 @@ def save_adapter(model: Any, name: str, out: Path) -> None:
 
 
 def merge_lora(model: Any) -> None:
-    """Add the adapters to the weights below them, and take them out of the model."""
+    """Add the adapters to the weights and remove them from the model."""
     for name, module in list(model.named_modules()):
         if isinstance(module, _peft().tuners.tuners_utils.BaseTunerLayer):
             module.merge(safe_merge=True)

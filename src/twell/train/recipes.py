@@ -1,7 +1,7 @@
-"""Recipes: what to train and how, as plain Python; the paper's settings are the defaults.
+"""Recipes: what to train and how, in plain Python. The defaults are the paper's settings.
 
-A recipe is a frozen dataclass; a preset is a function that returns one. ``override`` changes single fields from
-``key=value`` strings, as the command line does.
+A recipe is a frozen dataclass, and a preset is a function that returns one. ``override`` changes fields by strings
+``key=value``, as the command line does.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ class Recipe:
     context: int = 2048
     rope_theta: float = 1e5
     gated: bool = True
-    activation: str = "relu"  # "silu" makes the ordinary dense Llama, to compare with
-    vocab_size: int = 49152  # of a tokenizer trained on the data; a given tokenizer brings its own
+    activation: str = "relu"  # "silu": the ordinary dense Llama, for comparison
+    vocab_size: int = 49152  # for a tokenizer trained on the data; a given tokenizer has its own
 
     # sparsity
-    target_active: float = 0.01  # neurons a token fires, as a share (below 1) or a number: l1 is steered to it
-    l1: float | None = None  # or a fixed coefficient, and target_active means nothing
-    l1_warmup_start: int = 0  # of a fixed one
+    target_active: float = 0.01  # active neurons a token, as a share (below 1) or a number; steers l1
+    l1: float | None = None  # a fixed coefficient instead; target_active then has no effect
+    l1_warmup_start: int = 0  # for a fixed l1
     l1_warmup_end: int = 0
     dead_after_tokens: int = 10_000_000
-    restart_every: int = 0  # steps between fresh starts for dead neurons; 0: never
-    restart_until: int = 0  # no fresh start after this step; 0: to the end
-    plan_every: int = 50  # steps between plans for the sparse kernels, on a GPU; 0: every layer trains densely
+    restart_every: int = 0  # steps between fresh weights for dead neurons; 0: never
+    restart_until: int = 0  # the last step with fresh weights; 0: no limit
+    plan_every: int = 50  # steps between plans for the sparse kernels, on a GPU; 0: all layers stay dense
 
     # optimisation
     steps: int = 30_000
     sequences_per_step: int = 512
-    micro_batch: int = 8  # the most sequences a process computes at once
+    micro_batch: int = 8  # most sequences that a process computes at once
     lr: float = 1e-3
     lr_warmup: int = 600
     weight_decay: float = 0.1
-    clip: float = 1.0  # the largest norm of a gradient; 0: no limit
+    clip: float = 1.0  # largest gradient norm; 0: no limit
     seed: int = 0
 
     # housekeeping, in steps
@@ -82,7 +82,7 @@ class Recipe:
 
     @property
     def target_neurons(self) -> float | None:
-        """The neurons a token is to fire, to which l1 is steered; None where l1 is fixed, and in a SiLU model."""
+        """The active neurons a token that l1 is steered to; None if l1 is fixed, and for a SiLU model."""
         if self.l1 is not None or self.activation == "silu":
             return None
         return self.target_active * (self.intermediate_size if self.target_active < 1 else 1)
@@ -97,13 +97,13 @@ _KINDS: dict[str, Any] = {
 }
 _SIZES = ("hidden_size", "intermediate_size", "layers", "heads", "vocab_size", "rope_theta")
 _COUNTS = ("steps", "sequences_per_step", "micro_batch", "log_every", "eval_every", "save_every")
-_LEAST = {**dict.fromkeys(_SIZES + _COUNTS, 1), "context": 2}  # of all other numbers: 0
+_LEAST = {**dict.fromkeys(_SIZES + _COUNTS, 1), "context": 2}  # other numbers: 0
 _ABOVE_ZERO = {"lr": "nothing would be learned", "target_active": "no neuron would ever fire"}
-_MOST = {"seed": 2**32 - 1, "vocab_size": 2**22}  # of all other integers: what 64 bits hold
+_MOST = {"seed": 2**32 - 1, "vocab_size": 2**22}  # other integers: 2**63 - 1
 
 
 def _check(name: str, value: Any, kind: str) -> None:
-    """The one place where single values are refused: of another type, not finite, or out of their range."""
+    """Refuse a value of the wrong type, not finite or out of range."""
     if not isinstance(value, _KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{name} must be of type {kind}, got {value!r}")
     if kind in ("bool", "str") or value is None:
@@ -120,7 +120,7 @@ def _check(name: str, value: Any, kind: str) -> None:
 
 
 def tiny() -> Recipe:
-    """Trains on two CPU cores in a few minutes."""
+    """Trains in a few minutes on two CPU cores."""
     return Recipe(
         hidden_size=128,
         intermediate_size=512,
@@ -140,7 +140,7 @@ def tiny() -> Recipe:
 
 
 def small() -> Recipe:
-    """About 100M parameters with GPT-2's vocabulary."""
+    """About 100M parameters, GPT-2's vocabulary."""
     return Recipe(
         hidden_size=768,
         intermediate_size=2048,
@@ -156,29 +156,13 @@ def small() -> Recipe:
     )
 
 
-def half_b() -> Recipe:
-    return Recipe(layers=8, steps=10_000)
-
-
-def one_b() -> Recipe:
-    return Recipe(layers=18, steps=20_000)
-
-
-def one_and_a_half_b() -> Recipe:
-    return Recipe(layers=28, steps=30_000)
-
-
-def two_b() -> Recipe:
-    return Recipe(layers=38, steps=40_000)
-
-
 PRESETS: dict[str, Callable[[], Recipe]] = {
     "tiny": tiny,
     "small": small,
-    "0.5b": half_b,
-    "1b": one_b,
-    "1.5b": one_and_a_half_b,
-    "2b": two_b,
+    "0.5b": lambda: Recipe(layers=8, steps=10_000),
+    "1b": lambda: Recipe(layers=18, steps=20_000),
+    "1.5b": lambda: Recipe(layers=28, steps=30_000),
+    "2b": lambda: Recipe(layers=38, steps=40_000),
 }
 
 

@@ -1,28 +1,22 @@
-"""``twell train``: a run is a folder with the tokenizer, metrics, checkpoints and, at its end, the model."""
+"""``twell train``: a run is a folder with tokenizer, metrics, checkpoints and, at its end, the model."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
-import math
 import os
-import platform
 import shlex
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
-from twell import __version__
 from twell.train.data import TEXT_SUFFIXES, Corpus, Progress, find_files, load_corpus, read_texts
 from twell.train.files import (
     LOCK_FILE,
@@ -38,21 +32,22 @@ from twell.train.files import (
     write_whole,
     writing,
 )
+from twell.train.hub_data import find_dataset, read_dataset, stream_corpus
 from twell.train.lora import add_lora, merge_lora, save_adapter
+from twell.train.recipe_file import RECIPE_FILE, TOKENIZER_FOLDER, Saved, tokens_of
 from twell.train.recipes import Recipe
-from twell.train.saved import RECIPE_FILE, TOKENIZER_FOLDER, Saved, tokens_of
-from twell.train.stream import find_dataset, read_dataset, stream_corpus
+from twell.train.summary import bytes_a_token, describe, last_evaluation, summarise
 from twell.train.tokenizer import load_tokenizer, train_bpe
 from twell.train.trainer import METRICS_FILE, SparseTrainer, make_model, make_trainer, resume
 
 MODEL_FOLDER = "model"
-ADAPTER_FOLDER = "adapter"  # of a run with LoRA
-DATA_FOLDER = "data"  # of a streamed dataset
-BPE_TEXTS = 20_000  # of a streamed dataset, to train a tokenizer on
+ADAPTER_FOLDER = "adapter"  # only with LoRA
+DATA_FOLDER = "data"  # the tokens of a streamed dataset
+BPE_TEXTS = 20_000  # documents of a streamed dataset that a tokenizer is trained on
 SUMMARY_FILE = "summary.json"
-_BEGUN = RECIPE_FILE + PART  # becomes the recipe: until then a run has not begun
+_BEGUN = RECIPE_FILE + PART  # renamed to the recipe once the run has begun
 
-# A model to start from, made once the data is read, and what the summary should say of it.
+# Makes the model to start from, once the data is read, and the facts about it for the summary.
 Begin = Callable[[Recipe, Corpus], tuple[PreTrainedModel, dict[str, Any]]]
 
 
@@ -72,99 +67,83 @@ def run(
 ) -> SparseTrainer:
     """Train ``recipe`` on ``data`` into the folder ``out``, which no other process may use meanwhile.
 
-    ``validation`` are files to validate on; without them one document in a hundred is held out. ``begin`` gives a model
-    to start from, whose shape the recipe must describe; without it weights are fresh. With ``go_on`` the run there
-    continues from its newest sound checkpoint, with its own recipe, model and data: a ``recipe`` may then only ask for
-    more steps, and ``data`` only say where the same text is now. ``say`` gets a line at a time; with ``live`` the
-    terminal shows the training as one screen instead. ``save_memory``: see the models' method of that name.
-    ``arguments`` go to ``TrainingArguments``.
+    ``validation``: files to validate on; without them one document in a hundred is held out.
+    ``begin``: makes a model to start from, whose shape the recipe must describe; without it weights are fresh.
+    ``go_on``: continue the run in ``out`` from its newest sound checkpoint, with its own recipe, model and data. Then
+        ``recipe`` may only ask for more steps, and ``data`` may only say where the same text is now.
+    ``say``: gets the output line by line. ``live``: show the training as one screen instead.
+    ``save_memory``: see the method of that name of the sparse models. ``arguments``: for ``TrainingArguments``.
     """
     if go_on and not (out / RECIPE_FILE).exists():
         raise ValueError(f"{out} holds no run to resume: it has no {RECIPE_FILE}")
-    with hold(out) if _is_first() else contextlib.nullcontext():
-        return _run(recipe, data, out, validation, tokenizer, begin, go_on, say, live, save_memory, arguments)
-
-
-def _is_first() -> bool:
-    """Of the processes a launcher started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _run(
-    recipe: Recipe | None,
-    data: Sequence[Path | str],
-    out: Path,
-    validation: Sequence[Path | str],
-    tokenizer: str | None,
-    begin: Begin | None,
-    go_on: bool,
-    say: Callable[[str], None],
-    live: bool,
-    save_memory: bool,
-    arguments: dict[str, Any],
-) -> SparseTrainer:
-    is_first = _is_first()
+    is_first = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher started
     if not is_first:
         say = _say_nothing
-    saved = Saved.read(out) if go_on else None
-    if saved is not None:
-        _check_places(out)
-        recipe = saved.extended(recipe)
-        data, validation = data or saved.data, validation or saved.validation
-        found, tok = _found(out, recipe.steps, say), _saved_tokenizer(saved, out, tokenizer)
-    elif recipe is None:
-        raise ValueError("a new run needs a recipe")
-    else:
-        if is_first and not _is_free(out):
-            raise ValueError(f"{out} is not empty: resume the run there, or choose another folder")
-        found, tok = Found(None, {}), _tokenizer(tokenizer, data, recipe, say)
-    tokens_needed = saved.tokens_needed if saved else recipe.steps * recipe.tokens_per_step
-    corpus = read_corpus(recipe, data, validation, tok, out / DATA_FOLDER, is_first, say, tokens_needed)
-    say(repr(corpus))
-    if saved is not None:
-        saved.check_tokens(corpus)
-    model, conversion = _model(recipe, corpus, tok, saved if found.checkpoint else None, begin)
-    if saved is not None and saved.conversion and not conversion:
-        raise ValueError(f"{out} has no checkpoint yet, so the model it began with is needed: give begin again")
-    if save_memory:
-        _save_memory(model, arguments)
-    if saved is not None and recipe.steps > saved.recipe.steps and find_dataset(data):
-        say(f"a longer run reads no further: it sees its {len(corpus.train):,} tokens again")
-    size, trained = f"{model.num_parameters():,} parameters", model.num_parameters(only_trainable=True)
-    size += "" if trained == model.num_parameters() else f", {trained:,} of them train"
-    say(f"{size}; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
-    trainer = make_trainer(recipe, model, corpus, out, **arguments)
-    trainer.unsound = list(found.flaws)
-    if is_first:  # everything has been checked: from here on the folder is a run's
-        if saved is None:
-            (out / _BEGUN).touch()
-            with writing(out / TOKENIZER_FOLDER):
-                tok.save_pretrained(out / TOKENIZER_FOLDER)
-        now = Saved(
-            recipe=recipe,
-            data=[str(p) for p in data],
-            validation=[str(p) for p in validation],
-            tokens_needed=tokens_needed,
-            tokens=saved.tokens if saved else tokens_of(corpus),
-            tokenizer=saved.tokenizer if saved else describe_files(out / TOKENIZER_FOLDER),
-            conversion=conversion,
-        )
-        if saved is None or saved.recipe != recipe or found.checkpoint is None:
-            for name in (SUMMARY_FILE, *([] if found.checkpoint else [METRICS_FILE])):
-                (out / name).unlink(missing_ok=True)  # it is not finished, or starts again
-        if now != saved:
-            now.write(out)
-    start = time.perf_counter()
-    if live:
-        from twell.train.live import LiveView  # which needs rich
-    with LiveView(recipe) if live else _Talk(recipe, say) as view:
-        trainer.add_callback(view)
-        if found.checkpoint is None:
-            trainer.train()
+    with hold(out) if is_first else contextlib.nullcontext():
+        saved = Saved.read(out) if go_on else None
+        if saved is not None:
+            _check_places(out)
+            recipe = saved.extended(recipe)
+            data, validation = data or saved.data, validation or saved.validation
+            found, tok = _found(out, recipe.steps, say), _saved_tokenizer(saved, out, tokenizer)
+        elif recipe is None:
+            raise ValueError("a new run needs a recipe")
         else:
-            resume(trainer, found.checkpoint)
-    _finish(trainer, corpus, tok, out, time.perf_counter() - start, conversion, say)
-    return trainer
+            if is_first and not _is_free(out):
+                raise ValueError(f"{out} is not empty: resume the run there, or choose another folder")
+            found, tok = Found(None, {}), _tokenizer(tokenizer, data, recipe, say)
+        tokens_needed = saved.tokens_needed if saved else recipe.steps * recipe.tokens_per_step
+        corpus = read_corpus(recipe, data, validation, tok, out / DATA_FOLDER, is_first, say, tokens_needed)
+        say(repr(corpus))
+        if saved is not None:
+            saved.check_tokens(corpus)
+        model, conversion = _model(recipe, corpus, tok, saved if found.checkpoint else None, begin)
+        if saved is not None and saved.conversion and not conversion:
+            raise ValueError(f"{out} has no checkpoint yet, so the model it began with is needed: give begin again")
+        if save_memory:
+            _save_memory(model, arguments)
+        if saved is not None and recipe.steps > saved.recipe.steps and find_dataset(data):
+            say(f"a longer run reads no further: it sees its {len(corpus.train):,} tokens again")
+        size, trained = f"{model.num_parameters():,} parameters", model.num_parameters(only_trainable=True)
+        size += "" if trained == model.num_parameters() else f", {trained:,} of them train"
+        say(f"{size}; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
+        trainer = make_trainer(recipe, model, corpus, out, **arguments)
+        trainer.unsound = list(found.flaws)
+        if is_first:  # everything has been checked: from now on the folder is a run's
+            if saved is None:
+                (out / _BEGUN).touch()
+                with writing(out / TOKENIZER_FOLDER):
+                    tok.save_pretrained(out / TOKENIZER_FOLDER)
+            now = Saved(
+                recipe=recipe,
+                data=[str(p) for p in data],
+                validation=[str(p) for p in validation],
+                tokens_needed=tokens_needed,
+                tokens=saved.tokens if saved else tokens_of(corpus),
+                tokenizer=saved.tokenizer if saved else describe_files(out / TOKENIZER_FOLDER),
+                conversion=conversion,
+            )
+            _write_recipe(now, saved, out, has_checkpoint=found.checkpoint is not None)
+        start = time.perf_counter()
+        if live:
+            from twell.train.live import LiveView  # which needs rich
+        with LiveView(recipe) if live else _Talk(recipe, say) as view:
+            trainer.add_callback(view)
+            if found.checkpoint is None:
+                trainer.train()
+            else:
+                resume(trainer, found.checkpoint)
+        _finish(trainer, corpus, tok, out, time.perf_counter() - start, conversion, is_first, say)
+        return trainer
+
+
+def _write_recipe(now: Saved, saved: Saved | None, out: Path, *, has_checkpoint: bool) -> None:
+    """After removing files that are no longer true: a summary if the run goes on, metrics if it starts at step 0."""
+    if saved is None or saved.recipe != now.recipe or not has_checkpoint:
+        for name in (SUMMARY_FILE, *([] if has_checkpoint else [METRICS_FILE])):
+            (out / name).unlink(missing_ok=True)
+    if now != saved:
+        now.write(out)
 
 
 def _save_memory(model: Any, arguments: dict[str, Any]) -> None:
@@ -176,13 +155,13 @@ def _save_memory(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def _is_free(out: Path) -> bool:
-    """Whether a run may begin there: it holds nothing, or what one left that was killed before it had a recipe."""
+    """Whether a run may begin in ``out``: it is empty, or a run was killed there before it had a recipe."""
     names = {path.name for path in out.iterdir()} - {DATA_FOLDER, LOCK_FILE}
     return not names or (_BEGUN in names and names <= {_BEGUN, TOKENIZER_FOLDER})
 
 
 def _check_places(out: Path) -> None:
-    """What a run will write, a folder of that name would stop: after the training, were it not looked for before."""
+    """Refuse files and folders in the way of those that the run will write, before the training and not after it."""
     for name in (METRICS_FILE, SUMMARY_FILE):
         if (out / name).is_dir():
             raise ValueError(f"{out / name} is a folder, and the run writes a file of that name: remove it")
@@ -191,7 +170,7 @@ def _check_places(out: Path) -> None:
 
 
 def _found(out: Path, steps: int, say: Callable[[str], None]) -> Found:
-    """The checkpoint to go on from; none at all in a run that was cut short before its first."""
+    """The checkpoint to resume from; none in a run that was killed before its first."""
     found = newest_sound(out)
     skipped = f"{found}: " if found.flaws else ""
     if found.checkpoint is not None:
@@ -205,7 +184,7 @@ def _found(out: Path, steps: int, say: Callable[[str], None]) -> Found:
 
 
 def _saved_tokenizer(saved: Saved, out: Path, other: str | None) -> Any:
-    """The run's own; another may be named, if it is the same."""
+    """The run's own tokenizer. Another name is fine if it gives the same one."""
     saved.check_tokenizer(out)
     tok = load_tokenizer(out / TOKENIZER_FOLDER)
     if other is not None and load_tokenizer(other).get_vocab() != tok.get_vocab():
@@ -216,8 +195,8 @@ def _saved_tokenizer(saved: Saved, out: Path, other: str | None) -> Any:
 def _model(
     recipe: Recipe, corpus: Corpus, tok: Any, saved: Saved | None, begin: Begin | None
 ) -> tuple[PreTrainedModel, dict[str, Any] | None]:
-    """The model to train, and of a converted one its configuration and what is known of it."""
-    if saved is not None and saved.conversion is not None:  # weights come from the checkpoint
+    """The model to train; if it was not made from the recipe, also its configuration and the facts about it."""
+    if saved is not None and saved.conversion is not None:  # the checkpoint has the weights
         config = AutoConfig.for_model(**saved.conversion["config"])
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if lora := saved.conversion["facts"].get("lora"):
@@ -236,26 +215,27 @@ def _finish(
     out: Path,
     seconds: float,
     conversion: dict[str, Any] | None,
+    is_first: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Save the model, validate it where that was not done yet, and last of all write the summary."""
-    if _is_first():
-        (out / SUMMARY_FILE).unlink(missing_ok=True)  # of a finished run, whose model is written again here
+    """Save the model, validate it unless that is done, and write the summary last."""
+    if is_first:
+        (out / SUMMARY_FILE).unlink(missing_ok=True)  # a finished run's, while its model is written again
     if conversion is not None and conversion["facts"].get("lora"):
         with writing(out / ADAPTER_FOLDER):
-            if _is_first():
+            if is_first:
                 save_adapter(trainer.model, conversion["facts"]["model"], out / ADAPTER_FOLDER)
         merge_lora(trainer.model)
     with writing(out / MODEL_FOLDER):
         trainer.save_model(str(out / MODEL_FOLDER))
-        if _is_first():  # the run's own files: a tokenizer loaded from them would be saved with a note of that
+        if is_first:  # copied, not saved again: that would add the path it was loaded from
             shutil.copytree(
                 out / TOKENIZER_FOLDER, out / MODEL_FOLDER, copy_function=shutil.copyfile, dirs_exist_ok=True
             )
-    if _last_evaluation(trainer).get("step") != trainer.state.global_step:
+    if last_evaluation(trainer).get("step") != trainer.state.global_step:
         trainer.evaluate()
-    if _is_first():
-        summary = summarise(trainer, out, seconds, _bytes_a_token(corpus.held_out, tok))
+    if is_first:
+        summary = summarise(trainer, read_metrics(out), seconds, bytes_a_token(corpus.held_out, tok))
         if conversion is not None:
             summary["conversion"] = {**conversion["facts"], "loss_recovered": summary["validation_loss"]}
         write_whole(out / SUMMARY_FILE, json.dumps(summary, indent=1))  # a run with a summary is finished
@@ -264,7 +244,7 @@ def _finish(
 
 
 def how_to_go_on(out: Path, options: Sequence[str] = ()) -> str:
-    """The line for whoever has just interrupted a run."""
+    """What to tell someone who has interrupted a run."""
     if not (out / RECIPE_FILE).exists():
         return "twell: nothing was written yet; the same command starts again"
     finished = [path.name for path in checkpoints(out) if (path / MANIFEST_FILE).exists()]
@@ -273,7 +253,7 @@ def how_to_go_on(out: Path, options: Sequence[str] = ()) -> str:
 
 
 def quiet_libraries() -> None:
-    """Commands speak for themselves: no bars, hints and retries of the libraries below."""
+    """Commands do their own talking: silence progress bars, hints and warnings of transformers and the hub."""
     from huggingface_hub.utils import logging as hub_logging
 
     hub_logging.set_verbosity_error()
@@ -285,89 +265,8 @@ def _say_nothing(line: str) -> None:
     pass
 
 
-def _last_evaluation(trainer: SparseTrainer) -> dict[str, Any]:
-    return next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), {})
-
-
-def summarise(trainer: SparseTrainer, out: Path, seconds: float, bytes_a_token: float) -> dict[str, Any]:
-    """What a finished run reached, measured on the validation text, and where it ran."""
-    recipe, stats = trainer.recipe, trainer.eval_stats
-    model: Any = trainer.model
-    validation_loss = _last_evaluation(trainer)["eval_loss"]
-    on_gpu = torch.cuda.is_available()
-    metrics = read_metrics(out)
-    speeds = [row["tokens_per_second"] for row in metrics if "tokens_per_second" in row]
-    summary: dict[str, Any] = {
-        "validation_loss": validation_loss,
-        "bits_per_byte": validation_loss / math.log(2) / bytes_a_token,
-        "tokens": recipe.steps * recipe.tokens_per_step,
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
-        "seconds": seconds,
-        **time_and_energy(metrics, recipe.tokens_per_step),
-        "peak_gpu_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
-    }
-    if stats:
-        active = [int(s.counts.sum()) / int(s.tokens) for s in stats]
-        summary |= {
-            "active": active,
-            "active_mean": sum(active) / len(active),
-            "active_share": sum(active) / len(active) / recipe.intermediate_size,
-            "dead_share": trainer.dead_share(),
-            "silent_share": float(torch.cat([s.counts == 0 for s in stats]).float().mean()),  # on the validation text
-        }
-    if recipe.target_neurons is not None:
-        summary["target"] = {"neurons": recipe.target_neurons, "l1": trainer.l1, **_held(recipe, metrics)}
-    return summary | {
-        "parameters": model.num_parameters(),
-        "processes": trainer.args.world_size,
-        "compiled": bool(trainer.args.torch_compile),
-        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
-        "versions": {"twell": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
-        "recipe": dataclasses.asdict(recipe),
-    }
-
-
-def time_and_energy(metrics: list[dict[str, float]], tokens_per_step: int) -> dict[str, float]:
-    """Seconds and joules of training alone, by the log's tokens a second and watts.
-
-    >>> time_and_energy([{"step": 5, "tokens_per_second": 10.0, "watts": 3.0}], tokens_per_step=20)
-    {'training_seconds': 10.0, 'joules': 30.0}
-    """
-    seconds, joules, before = 0.0, 0.0, 0.0
-    for row in metrics:
-        if "tokens_per_second" in row:
-            passed = (row["step"] - before) * tokens_per_step / row["tokens_per_second"]
-            seconds, joules, before = seconds + passed, joules + passed * row.get("watts", 0.0), row["step"]
-    return {"training_seconds": seconds, **({"joules": joules} if joules else {})}
-
-
-def _held(recipe: Recipe, metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Least and most active neurons in training once the first third of the steps is over: means of a twentieth."""
-    logged = [row for row in metrics if "active_mean" in row and 3 * row["step"] >= recipe.steps]
-    n = max(1, recipe.steps // (20 * recipe.log_every))
-    means = [statistics.fmean(row["active_mean"] for row in logged[i : i + n]) for i in range(len(logged) - n + 1)]
-    return {"least": min(means), "most": max(means)} if means else {}
-
-
-def describe(summary: dict[str, Any]) -> str:
-    """A summary in a line."""
-    text = f"validation cross-entropy {summary['validation_loss']:.4f} ({summary['bits_per_byte']:.4f} bits per byte)"
-    if "active_mean" in summary:
-        text += (
-            f"; {summary['active_mean']:.1f} active neurons a token ({summary['active_share']:.1%}), "
-            f"{summary['dead_share']:.1%} dead"
-        )
-        if "least" in (target := summary.get("target", {})):
-            text += f"; trained to {target['neurons']:.1f}, held within {target['least']:.1f} and {target['most']:.1f}"
-    if conversion := summary.get("conversion"):
-        text += f"; it was {conversion['loss_before']:.4f} before"
-        if conversion["loss_after"] != conversion["loss_before"]:
-            text += f" conversion, {conversion['loss_after']:.4f} right after"
-    return text
-
-
 def read_summary(out: Path) -> dict[str, Any]:
-    """What a finished run reached."""
+    """The summary of a finished run."""
     path = out / SUMMARY_FILE
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -382,12 +281,6 @@ def read_metrics(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
 
 
-def _bytes_a_token(tokens: np.ndarray, tok: Any) -> float:
-    """Bytes of text a token stands for, end-of-text tokens counted as tokens of no bytes."""
-    text = tok.decode(tokens[tokens != tok.eos_token_id].tolist(), clean_up_tokenization_spaces=False)
-    return max(1, len(text.encode())) / len(tokens)
-
-
 def read_corpus(
     recipe: Recipe,
     data: Sequence[Path | str],
@@ -398,7 +291,7 @@ def read_corpus(
     say: Callable[[str], None],
     tokens_needed: int | None = None,
 ) -> Corpus:
-    """The tokens of a run; of a streamed dataset as many as the recipe needs, or as told."""
+    """The tokens of a run. A streamed dataset is read up to ``tokens_needed``, by default what the recipe needs."""
 
     def encode(texts: list[str]) -> list[list[int]]:
         return tok(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)[
@@ -429,7 +322,7 @@ def read_corpus(
 
 @contextlib.contextmanager
 def _reading_bar(shown: bool) -> Iterator[Progress]:
-    """A bar on standard error while data is read; nothing where that is no terminal."""
+    """A progress bar on standard error while data is read, if that is a terminal."""
     from rich import progress as rp
     from rich.console import Console
 
@@ -461,7 +354,7 @@ def _tokenizer(name: str | None, data: Sequence[Path | str], recipe: Recipe, say
 
 
 class _Talk(TrainerCallback):
-    """One line a log entry."""
+    """Says one line for each log entry."""
 
     def __init__(self, recipe: Recipe, say: Callable[[str], None]) -> None:
         self.recipe, self.say = recipe, say

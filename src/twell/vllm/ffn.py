@@ -1,6 +1,6 @@
-"""The FFN that stands in vLLM's model: one process's share of the neurons, as compiled code and CUDA graphs call it.
+"""The FFN in vLLM's model: one process's share of the neurons, called by compiled code and CUDA graphs.
 
-vLLM itself is not needed here, so that the kernels can be tested under its conditions where it cannot be installed.
+This module does not import vLLM, so tests can run the kernels under vLLM's conditions where it cannot be installed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from twell.ops import functional as ops
 
 
 class VllmFFN(SparseFFNBase):
-    """An FFN of one process's neurons."""
+    """An FFN with one process's share of the neurons."""
 
     n_shares: int
-    own: slice  # of the layer's neurons
-    summed: Callable[[Tensor], Tensor]  # over all processes
-    _kept_compiled: tuple[Tensor, ...] = ()  # what is frozen; of another type vLLM could not save compiled code
+    own: slice  # this process's neurons of the layer
+    summed: Callable[[Tensor], Tensor]  # sums y over all processes
+    _kept_compiled: tuple[Tensor, ...] = ()  # frozen tensors; vLLM cannot save compiled code with other types
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:
-        """y of all shares."""
+        """y, summed over all shares."""
         if torch.compiler.is_compiling():
-            # The operation chooses by the plan when it runs. A choice in Python would be made once: by the largest
-            # batch, with which vLLM compiles, for all.
+            # The operation chooses by the plan when it runs. A choice in Python would be made only once, for the
+            # largest batch, with which vLLM compiles.
             w, kept = self._weights(), () if self.frozen is None else self._kept_compiled
             y = ops.run(x, w, self.activation, self.backend, self._plan_compiled, kept, None, False)
         else:
@@ -36,12 +36,12 @@ class VllmFFN(SparseFFNBase):
         return self.summed(y) if self.n_shares > 1 else y
 
     def plan_own(self, fired: Tensor, tokens: int) -> None:
-        """By counts [F] of the whole layer. The plan stays, whatever the text: no layer in vLLM looks at tokens."""
+        """Plan by counts [F] of the whole layer. The plan is final: in vLLM no layer looks at tokens."""
         self.set_plan(dataclasses.replace(self._plan_for(fired[self.own], tokens), tail=None))
 
     def _place_plan(self, device: torch.device | None = None) -> None:
-        """vLLM takes every symbolic size in compiled code for the number of tokens: the plan's become constants, since
-        other tensors than the plan's own are not marked as symbolic."""
+        """vLLM takes every symbolic size in compiled code for the number of tokens. So compiled code gets detached
+        tensors, which are not marked as symbolic as the plan's own are, and the plan's sizes become constants."""
         super()._place_plan(device)
         self._plan_compiled = tuple(None if t is None else t.detach() for t in self._plan_eager)
 
@@ -57,7 +57,7 @@ class VllmFFN(SparseFFNBase):
         self._kept_compiled = () if self.frozen is None else tuple(self.frozen.tensors(self._weights(), self.plan))
 
     def compiled_for(self) -> list[Any]:
-        """Sizes and types that compiled code takes for granted."""
+        """The sizes and types that are constants in compiled code."""
         given = (*self._plan_compiled, *self._kept_compiled)
         return [(tuple(t.shape), str(t.dtype)) for t in given if t is not None]
 
@@ -78,7 +78,7 @@ def vllm_ffn_of(
     dtype: torch.dtype,
     summed: Callable[[Tensor], Tensor],
 ) -> VllmFFN:
-    """The FFN of a process's neurons, with room for its weights, which are not set yet."""
+    """The FFN of one process's neurons. Its weights are allocated and not yet set."""
     first: Any = getattr(ffn, ffn.projections[0])
     D, F = first.in_features, first.out_features
     if F % n_shares:

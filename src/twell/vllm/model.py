@@ -1,11 +1,11 @@
-"""The sparse models inside vLLM: its transformers backend for everything but the FFNs, which stay ``twell``'s.
+"""The sparse models in vLLM: vLLM's transformers backend for everything except the FFNs, which stay ``twell``'s.
 
-vLLM replaces every linear layer of a transformers model by its own. Here the FFNs are out of sight while it does, and
-come back as FFNs of this process's share of the neurons: gate and up by rows, down by columns, y summed by one
-all-reduce. Weights arrive through vLLM's own ``load_weights``, the first time and later.
+vLLM replaces every linear layer of a transformers model by its own. The FFNs are removed while it does, and return as
+FFNs with this process's share of the neurons: rows of gate and up, columns of down, and one all-reduce for y. Weights
+arrive through vLLM's own ``load_weights``, the first time and later.
 
-vLLM compiles a model once and drops the compiler's guards, so no layer looks at tokens and makes a plan of its own.
-Plans come from the counts beside the model, before vLLM measures how much memory is left.
+vLLM compiles a model once and drops the compiler's guards, so layers cannot look at tokens and make plans. Plans come
+from the counts beside the model, before vLLM measures how much memory is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from twell.hf.counts import COUNTS_FILE, NeuronCounts, counts_path
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns
 from twell.vllm.ffn import VllmFFN, vllm_ffn_of
 
-logger = init_logger("vllm.twell")  # vLLM shows what is below its own name
+logger = init_logger("vllm.twell")  # vLLM shows loggers below its own name
 
 _NO_COUNTS = (
     "%s has no %s beside it: its feed-forward layers run densely. vLLM lets no layer look at tokens, so plans need "
@@ -50,7 +50,7 @@ _SLEEP = "sleep mode would lose the plans of sparse feed-forward layers: leave e
 
 
 class SparseForCausalLM(TransformersForCausalLM):
-    """Every sparse model type: the configuration says which."""
+    """Any sparse model type; the configuration says which."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if getattr(vllm_config.model_config.hf_config, "fp8_quantization", None) is not None:
@@ -60,7 +60,7 @@ class SparseForCausalLM(TransformersForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def recursive_replace(self) -> None:
-        """vLLM's layers in the place of transformers', but for the FFNs."""
+        """Replace transformers' layers by vLLM's, except the FFNs."""
         ffns = dict(sparse_ffns(self.model))
         self._refuse_changes(ffns)
         for name in ffns:
@@ -74,7 +74,7 @@ class SparseForCausalLM(TransformersForCausalLM):
             self.model.set_submodule(name, share)
 
     def _refuse_changes(self, ffns: dict[str, SparseFFNBase]) -> None:
-        """vLLM looks for its own linear layers to put LoRA and quantised weights into, and would pass by in silence."""
+        """Refuse LoRA and quantised weights for FFNs: vLLM would skip the FFNs without saying so."""
         names = [f"model.{name}.{projection}" for name, ffn in ffns.items() for projection in ffn.projections]
         lora, quantisation = self.vllm_config.lora_config, self.quant_config
         for name in names:
@@ -87,40 +87,40 @@ class SparseForCausalLM(TransformersForCausalLM):
                     raise ValueError(_QUANTISED % (quantisation.get_name(), name))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Also later, with new weights, or a part of them: what is frozen follows them, in place."""
+        """Also updates frozen state in place when vLLM later loads new weights, or some of them."""
         loaded: set[str] = super().load_weights(weights)
         for _, ffn in sparse_ffns(self.model):
-            if not any(parameter.is_meta for parameter in ffn.parameters()):  # as while vLLM waits for the rest
+            if not any(parameter.is_meta for parameter in ffn.parameters()):  # they are while vLLM waits for the rest
                 ffn.refresh()
         return loaded
 
     def process_weights_after_loading(self) -> None:
-        """vLLM calls it once the weights are there, and measures memory afterwards."""
+        """vLLM calls this after loading, and measures memory afterwards."""
         plan_(self.model, _find_counts(self.model_config), self.device_config.device)
         self.model.eval()
         logger.info("%s", freeze_(self.model))
         ffns: list[Any] = [ffn for _, ffn in sparse_ffns(self.model)]
         for ffn in ffns:
             if ffn.frozen is not None and not self.model_config.enforce_eager:
-                ffn.frozen.is_captured = True  # compiled code and CUDA graphs read it: other sizes are an error
+                ffn.frozen.is_captured = True  # read by compiled code and CUDA graphs: its sizes must not change
         if isinstance(self.vllm_config.additional_config, dict):  # part of the key of vLLM's cache of compiled code
             given = repr([ffn.compiled_for() for ffn in ffns])
             self.vllm_config.additional_config["twell"] = hashlib.sha256(given.encode()).hexdigest()
 
 
 def _set_loaders(share: VllmFFN, rank: int) -> None:
-    """Loaders that know which rows and columns of a file's tensor are a share's own."""
+    """Give parameters loaders that pick this share's rows or columns from a file's tensor."""
     *inputs, down = (getattr(share, name) for name in share.projections)
     for linear in inputs:
         for parameter in linear.parameters():
             parameter.weight_loader = _loader(0, share.own)
     down.weight.weight_loader = _loader(1, share.own)
-    if down.bias is not None and rank > 0:  # it is added once
+    if down.bias is not None and rank > 0:  # y gets it once
         down.bias.weight_loader = _load_zeros
 
 
 def _loader(dim: int, own: slice) -> Callable[[Tensor, Tensor], None]:
-    """As vLLM calls it: for a parameter, with the whole tensor of a file."""
+    """A loader that vLLM calls with a parameter and the whole tensor of a file."""
 
     def load(param: Tensor, loaded_weight: Tensor) -> None:
         default_weight_loader(param, loaded_weight.narrow(dim, own.start, own.stop - own.start))
@@ -133,18 +133,18 @@ def _load_zeros(param: Tensor, loaded_weight: Tensor) -> None:
 
 
 def _find_counts(model_config: Any) -> NeuronCounts | None:
-    """The counts in the model's folder, or in its repository; None where there are none."""
+    """The counts in the model's folder or repository; None if there are none."""
     path = counts_path(model_config.model, model_config.revision)
     return None if path is None else NeuronCounts.load(path)
 
 
 def plan_(model: Any, counts: NeuronCounts | None, device: torch.device) -> None:
-    """Give every FFN the plan for its share of the neurons; without counts that is to run densely."""
+    """Give every FFN a plan for its share of the neurons; without counts it runs densely."""
     ffns: dict[str, Any] = dict(sparse_ffns(model))
     if counts is None:
         for ffn in ffns.values():
             ffn.set_plan(None)
-        if device.type == "cuda":  # others need no plan
+        if device.type == "cuda":  # a CPU needs no plan
             logger.warning_once(_NO_COUNTS, model.config.name_or_path, COUNTS_FILE)
         return
     counted, n_layers = [len(fired) for fired in counts.fired], model.config.num_hidden_layers

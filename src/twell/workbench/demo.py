@@ -125,7 +125,7 @@ def time_model(console: Console, size: Size) -> list[dict[str, Any]]:
     """A row of ``twell bench model`` (prefill) and one of ``twell bench decode``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from twell.hf.convert import sparsify_
+    from twell.hf.sparsify import sparsify_
     from twell.workbench.bench import decode
     from twell.workbench.bench import model as prefill
 

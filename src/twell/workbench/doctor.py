@@ -213,9 +213,9 @@ def plans(model: str) -> list[LayerForecast]:
 
     from twell.fp8.compressed import is_rowwise_fp8, place_fp8_
     from twell.hf.classify import SPARSE
-    from twell.hf.convert import sparsify_empty_
     from twell.hf.counts import find_counts
     from twell.hf.loading import check_name, load_config, model_path, reading
+    from twell.hf.sparsify import sparsify_empty_
 
     model = model_path(model)
     if not Path(model).is_dir():

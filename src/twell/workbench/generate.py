@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from twell.fp8 import Fp8Linear
-from twell.hf.convert import desparsify_, sparsify_
+from twell.hf.sparsify import desparsify_, sparsify_
 from twell.hf.text import TextStream, context_of, decoder
 from twell.nn import FIRST_LOOK, LOOK_AT_LEAST, LOOK_TOKENS, sparse_ffns
 from twell.progress import Progress, silent

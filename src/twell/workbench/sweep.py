@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from twell.train.recipe_file import RECIPE_FILE, TOKENIZER_FOLDER, check_same_run
 from twell.train.recipes import Recipe, override
 from twell.train.run import DATA_FOLDER, MODEL_FOLDER, SUMMARY_FILE, read_corpus, read_summary, run
-from twell.train.saved import RECIPE_FILE, TOKENIZER_FOLDER, check_same_run
 from twell.train.tokenizer import load_tokenizer
 from twell.workbench.bench import model as speed
 from twell.workbench.bench import plot, sweep_results

@@ -331,8 +331,8 @@ class _Recorder:
 def _find_layers(model: nn.Module) -> list[_Recorder]:
     """Every FFN that is sparse or that ``sparsify_`` would replace, in the model's order."""
     from twell.hf.classify import find_ffns, projection_names
-    from twell.hf.convert import NONE_FOUND
     from twell.hf.inline import InlineFFN
+    from twell.hf.sparsify import NONE_FOUND
 
     sparse = dict(sparse_ffns(model))
     for name, ffn in sparse.items():
@@ -356,7 +356,7 @@ def _find_layers(model: nn.Module) -> list[_Recorder]:
 
 def _why_left_out(block: nn.Module) -> str | None:
     """Why ``sparsify_`` would skip a dense block, or None. Found by replacing the block and undoing that."""
-    from twell.hf.convert import desparsify_, sparsify_
+    from twell.hf.sparsify import desparsify_, sparsify_
 
     stand_in = nn.ModuleList([block])  # stands in for the model
     row = sparsify_(stand_in).rows[0]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from twell import energy
-from twell.hf.convert import sparsify_
+from twell.hf.sparsify import sparsify_
 from twell.nn import FreezeReport, SparseFFNBase, freeze_, sparse_ffns
 from twell.nn.quantize import quantize_
 from twell.ops import backends

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from twell import energy
 from twell.hf.configs import SparsityFields
-from twell.hf.convert import desparsify_, sparsify_
+from twell.hf.sparsify import desparsify_, sparsify_
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns, thaw_
 from twell.plan import Plan
 from twell.reference import Weights

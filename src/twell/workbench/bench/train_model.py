@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from twell import energy
-from twell.hf.convert import sparsify_
+from twell.hf.sparsify import sparsify_
 from twell.nn import SparseFFNBase
 from twell.ops import backends
 from twell.plan import Plan

@@ -25,8 +25,8 @@ def calibrate(
     """
     if not model.is_dir():
         raise ValueError(f"{model} is not a folder: the counts are kept beside the model")
-    from twell.hf.convert import sparsify_
     from twell.hf.counts import COUNTS_FILE, NeuronCounts
+    from twell.hf.sparsify import sparsify_
     from twell.workbench.trace import record_text
 
     language_model, tokenizer = load_model(str(model))

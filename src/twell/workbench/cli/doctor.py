@@ -53,7 +53,7 @@ def _print_plans(layers: list[Any]) -> None:
     from rich.table import Table
 
     if not layers:
-        from twell.hf.convert import NONE_FOUND
+        from twell.hf.sparsify import NONE_FOUND
 
         print(NONE_FOUND)
         return

@@ -72,7 +72,7 @@ def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -
 def _in_ways(subject: EvalSubject, ways: str, device: Any) -> Iterator[EvalSubject]:
     """compare: densely, then sparsely. fp8: densely, then with FP8 weights densely, then with them sparsely."""
     from twell.fp8 import Fp8Linear, why_unavailable
-    from twell.hf.convert import desparsify_, sparsify_
+    from twell.hf.sparsify import desparsify_, sparsify_
     from twell.nn import sparse_ffns
     from twell.nn.quantize import quantize_
     from twell.workbench.evaluate.fp8_plans import counting, plan_all_

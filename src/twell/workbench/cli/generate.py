@@ -53,7 +53,7 @@ def generate_text(
 
     Dense against sparse: [bold]twell generate my-run/model --prompt "The ship" --compare[/bold]
     """
-    from twell.hf.convert import sparsify_
+    from twell.hf.sparsify import sparsify_
     from twell.hf.text import context_of
     from twell.nn import freeze_
     from twell.train.data import read_utf8

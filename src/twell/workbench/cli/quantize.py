@@ -25,9 +25,9 @@ def quantize(
 
     Attention, embeddings and head stay as they are. Quantizing needs no GPU; running the new model does.
     """
-    from twell.hf.convert import NONE_FOUND, sparsify_
     from twell.hf.counts import COUNTS_FILE
     from twell.hf.loading import load_causal_lm
+    from twell.hf.sparsify import NONE_FOUND, sparsify_
     from twell.nn import sparse_ffns
     from twell.nn.quantize import quantize_
     from twell.train.files import writing

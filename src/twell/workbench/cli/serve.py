@@ -123,7 +123,7 @@ def _takes_vllm(engine: str, model: str, own: list[str]) -> bool:
 
 def _make_sparse(model: Any, dense: bool) -> str:
     """Make the model sparse and freeze it, or make it dense. Returns a description of its layers."""
-    from twell.hf.convert import desparsify_, sparsify_
+    from twell.hf.sparsify import desparsify_, sparsify_
     from twell.nn import freeze_, sparse_ffns
 
     if dense:

@@ -69,8 +69,8 @@ def train(
     """
     from twell.train import recipes
     from twell.train.data import SAMPLE
+    from twell.train.recipe_file import Saved
     from twell.train.run import how_to_go_on, quiet_libraries, read_summary, run
-    from twell.train.saved import Saved
     from twell.train.trainer import FSDP2
 
     quiet_libraries()

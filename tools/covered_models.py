@@ -1,6 +1,6 @@
-"""Which of transformers' causal language models can run sparsely, found by walking their default configurations.
+"""Find out which of transformers' causal language models can run sparsely, from their default configurations.
 
-``python -m twell.hf.covered docs/models.md`` makes the tables of that page anew, with the installed transformers.
+python tools/covered_models.py docs/models.md      # rewrites the tables of that page for the installed transformers
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from twell.hf.configs import SparsityFields
 from twell.hf.known import ACTIVATION_FIELDS, KNOWN, REFUSED
 
-# Types of which some versions of transformers make no default configuration.
+# Model types for which some versions of transformers cannot make a default configuration.
 NO_DEFAULT = {
     "gemma4_assistant": "transformers refuses its default configuration; its FFN is that of gemma4",
     "musicgen": "transformers refuses its default configuration; GELU",
@@ -35,9 +35,9 @@ class Architecture(NamedTuple):
 
     model_type: str
     activation: str
-    is_relu: bool  # or alike: ReLU², a ReLU written into the code, zeros by another rule
-    blocks: tuple[str, ...]  # known classes
-    why_not: str  # empty where it was neither refused nor covered, too
+    is_relu: bool  # also ReLU², a ReLU written into the code, or zeros by another rule
+    blocks: tuple[str, ...]  # its classes in hf/known.py
+    why_not: str  # why it is refused; empty if it is covered, or neither covered nor refused
 
     @property
     def is_covered(self) -> bool:
@@ -45,7 +45,7 @@ class Architecture(NamedTuple):
 
 
 def walk() -> list[Architecture]:
-    """Every causal language model of the installed transformers, by name."""
+    """Every causal language model of the installed transformers, sorted by name."""
     return [_look_at(model_type) for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if _is_theirs(model_type)]
 
 
@@ -56,7 +56,7 @@ def _is_theirs(model_type: str) -> bool:
 def _look_at(model_type: str) -> Architecture:
     try:
         config = CONFIG_MAPPING[model_type]().get_text_config(decoder=True)
-    except Exception:  # of any type; one that is not known to fail may be a ReLU model
+    except Exception:  # unless the type is known to fail, it may be a ReLU model
         return Architecture(model_type, "unknown", model_type not in NO_DEFAULT, (), NO_DEFAULT.get(model_type, ""))
     module = type(config).__module__
     package = module.rpartition(".")[0]
@@ -74,7 +74,7 @@ def _look_at(model_type: str) -> Architecture:
 
 
 def _code(module: str) -> str:
-    """The source of the models beside a configuration."""
+    """The source of the modeling files beside a configuration."""
     folder = Path(str(sys.modules[module].__file__)).parent
     return "\n".join(path.read_text() for path in sorted(folder.glob("modeling_*.py")))
 
@@ -85,7 +85,7 @@ def _code(module: str) -> str:
 
 
 def updated(document: str) -> str:
-    """The text of a document with its tables made anew."""
+    """The text of a document with its tables rewritten."""
     found = walk()
     relu = [each for each in found if each.is_relu]
     others = [each for each in found if not each.is_relu]
@@ -94,7 +94,7 @@ def updated(document: str) -> str:
         "other-models": _table([each for each in others if each.is_covered or each.why_not]),
         "rest": ", ".join(each.model_type for each in others if not each.is_covered and not each.why_not),
     }
-    source = f"\n\ntransformers {transformers.__version__}; `python -m twell.hf.covered docs/models.md`\n"
+    source = f"\n\ntransformers {transformers.__version__}; `python tools/covered_models.py docs/models.md`\n"
     return _TABLE.sub(lambda match: match[1] + tables[match[2]] + source + match[3], document)
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: names, what is read of them, the tokens kept on disk, errors. The library is a fake."""
+"""Hugging Face datasets: names, what a run reads of them, the tokens kept on disk, errors. The library is a fake."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from twell.train import data, stream
+from twell.train import data, hub_data
 from twell.train.data import Blocks, Corpus
-from twell.train.stream import DatasetName, find_dataset, read_dataset, stream_corpus
+from twell.train.hub_data import DatasetName, find_dataset, read_dataset, stream_corpus
+from twell.train.tokenizer import load_tokenizer, train_bpe
 
 END = 0
 NAME = DatasetName("owner/name", "config")
@@ -34,8 +35,8 @@ def documents_of(tokens: np.ndarray) -> list[str]:
 class FakeHub:
     """Stands in for the module ``datasets``."""
 
-    def __init__(self, rows: Callable[[], Iterable[dict[str, Any]]]) -> None:
-        self.rows = rows
+    def __init__(self) -> None:
+        self.rows: Callable[[], Iterable[dict[str, Any]]] = lambda: ({"text": text, "url": "x"} for text in TEXTS)
         self.loads: list[tuple[str, dict[str, Any]]] = []
         self.read = 0
         self.closed = 0
@@ -55,10 +56,9 @@ class FakeHub:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    fake = FakeHub(lambda: ({"text": text, "url": "x"} for text in TEXTS))
-    module = types.ModuleType("datasets")
-    module.load_dataset = fake.load_dataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "datasets", module)
+    fake = FakeHub()
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=fake.load_dataset))
+    monkeypatch.setattr(hub_data.gc, "collect", lambda: 0)  # which takes a quarter of a second here
     return fake
 
 
@@ -67,78 +67,44 @@ def corpus_of(cache: Path, **options: Any) -> Corpus:
     return stream_corpus(settings.pop("dataset", NAME), cache=cache, **settings)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# names
-# ---------------------------------------------------------------------------------------------------------
+# -- names ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "dataset"),
-    [
-        ("owner/name", DatasetName("owner/name", None, "train")),
-        ("owner/na.me-2:config", DatasetName("owner/na.me-2", "config", "train")),
-        ("owner/name:config:validation", DatasetName("owner/name", "config", "validation")),
-        ("HuggingFaceFW/fineweb", DatasetName("HuggingFaceFW/fineweb", "sample-10BT")),
-        ("HuggingFaceFW/fineweb-edu", DatasetName("HuggingFaceFW/fineweb-edu", "sample-10BT")),
-        ("HuggingFaceFW/fineweb:CC-MAIN-2024-10", DatasetName("HuggingFaceFW/fineweb", "CC-MAIN-2024-10")),
-        (Path("owner/name:config"), DatasetName("owner/name", "config")),
-        *[
-            (name, None)
-            for name in (
-                "name",
-                "./owner/name",
-                "../name",
-                "/owner/name",
-                "/owner",
-                "~/name",
-                "a/b/c",
-                "owner/",
-                "owner/x.txt",
-                "owner/x.jsonl",
-                "owner/x.u16.xz",
-                "owner/name:",
-                "owner/name:a:b:c",
-                "owner/two words",
-                "",
-            )
-        ],
-    ],
-)
-def test_names(name: str | Path, dataset: DatasetName | None) -> None:
-    assert find_dataset([name]) == dataset
-
-
-def test_what_exists_on_disk_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, dataset in {
+        "owner/name": DatasetName("owner/name", None, "train"),
+        "owner/na.me-2:config": DatasetName("owner/na.me-2", "config", "train"),
+        "owner/name:config:validation": DatasetName("owner/name", "config", "validation"),
+        "HuggingFaceFW/fineweb": DatasetName("HuggingFaceFW/fineweb", "sample-10BT"),
+        "HuggingFaceFW/fineweb-edu": DatasetName("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+        "HuggingFaceFW/fineweb:CC-MAIN-2024-10": DatasetName("HuggingFaceFW/fineweb", "CC-MAIN-2024-10"),
+        Path("owner/name:config"): DatasetName("owner/name", "config"),
+    }.items():
+        assert find_dataset([name]) == dataset
+    others = ("name", "./owner/name", "../name", "/owner/name", "/owner", "~/name", "a/b/c", "owner/", "owner/x.txt")
+    others += ("owner/x.jsonl", "owner/x.u16.xz", "owner/name:", "owner/name:a:b:c", "owner/two words", "")
+    assert [name for name in others if find_dataset([name])] == [] and find_dataset([]) is None
     monkeypatch.chdir(tmp_path)
-    assert find_dataset(["owner/name"])
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert find_dataset(["owner/name"]) is None
-    assert find_dataset(["owner/name", "also.txt"]) is None
-    assert find_dataset([]) is None
+    assert find_dataset(["owner/name"]) is find_dataset(["owner/name", "also.txt"]) is None  # it exists on disk
     with pytest.raises(ValueError, match=r"owner/other looks like a Hugging Face dataset .* give it alone"):
         find_dataset(["owner/name", "owner/other"])
 
 
-# ---------------------------------------------------------------------------------------------------------
-# what is read and kept
-# ---------------------------------------------------------------------------------------------------------
+# -- what is read and kept --------------------------------------------------------------------------------
 
 
 def test_a_dataset_becomes_a_corpus_on_disk(hub: FakeHub, tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
     lines: list[str] = []
     cache = tmp_path / "run" / "data"
-    dataset = find_dataset(["owner/name:config"])
-    corpus = corpus_of(cache, dataset=dataset, progress=lambda *call: calls.append(call), say=lines.append)
+    corpus = corpus_of(cache, progress=lambda *call: calls.append(call), say=lines.append)
     assert hub.loads == [("owner/name", {"name": "config", "split": "train", "streaming": True})]
-    train, kept = documents_of(corpus.train), documents_of(corpus.held_out)
-    assert kept == [TEXTS[0]]
-    assert train == TEXTS[1:78]  # 77 documents of 13 tokens: the first to reach 1000
+    assert documents_of(corpus.held_out) == [TEXTS[0]]
+    assert documents_of(corpus.train) == TEXTS[1:78]  # 77 documents of 13 tokens: the first to reach 1000
     assert (corpus.documents, corpus.held_out_documents) == (77, 1)
-    assert corpus.train.dtype == np.uint16
-    assert isinstance(corpus.train.base, np.memmap)
-    assert calls[-1] == (1000, 1000)
-    assert lines == []
+    assert corpus.train.dtype == np.uint16 and isinstance(corpus.train.base, np.memmap)
+    assert calls[-1] == (1000, 1000) and lines == []
     assert Blocks(corpus.train, 10)[99]["input_ids"].tolist() == corpus.train[990:1000].tolist()
 
     names = sorted(path.name for path in cache.iterdir())
@@ -147,30 +113,12 @@ def test_a_dataset_becomes_a_corpus_on_disk(hub: FakeHub, tmp_path: Path) -> Non
     assert stem.startswith("owner-name-config-train-")
     facts = json.loads((cache / f"{stem}.json").read_text())
     assert {name: file["bytes"] for name, file in facts.pop("files").items()} == {names[0]: 26, names[2]: 2002}
-    assert facts == {
-        "dataset": "owner/name",
-        "config": "config",
-        "split": "train",
-        "tokens_needed": 1000,
-        "tokens": 1001,
-        "documents": 77,
-        "held_out_tokens": 13,
-        "held_out_documents": 1,
-    }
+    held_out = {"held_out_tokens": 13, "held_out_documents": 1}
+    counts = {"tokens_needed": 1000, "tokens": 1001, "documents": 77, **held_out}
+    assert facts == {"dataset": "owner/name", "config": "config", "split": "train", **counts}
 
 
-def test_only_what_is_needed_is_read_and_the_stream_is_closed(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data, "BATCH_TEXTS", 13)
-    calls: list[tuple[int, int]] = []
-    corpus_of(tmp_path, progress=lambda *call: calls.append(call))
-    assert hub.read == 78  # six batches
-    assert hub.closed == 1
-    assert calls == [(156, 1000), (325, 1000), (494, 1000), (663, 1000), (832, 1000), (1000, 1000)]
-
-
-def test_batches_of_any_size_give_the_same_corpus(
+def test_only_what_is_needed_is_read_and_batches_change_nothing(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"tokens_needed": 3000, "held_out": 0.07, "held_out_least": 300}
@@ -178,11 +126,18 @@ def test_batches_of_any_size_give_the_same_corpus(
     for texts in (1, 7, 100):
         monkeypatch.setattr(data, "BATCH_TEXTS", texts)
         corpus = corpus_of(tmp_path / str(texts), **options)
-        assert np.array_equal(corpus.train, expected.train)
-        assert np.array_equal(corpus.held_out, expected.held_out)
+        assert np.array_equal(corpus.train, expected.train) and np.array_equal(corpus.held_out, expected.held_out)
+    monkeypatch.setattr(data, "BATCH_TEXTS", 13)
+    calls: list[tuple[int, int]] = []
+    hub.read = hub.closed = 0
+    corpus_of(tmp_path, progress=lambda *call: calls.append(call))
+    assert (hub.read, hub.closed) == (78, 1)  # six batches
+    assert calls == [(156, 1000), (325, 1000), (494, 1000), (663, 1000), (832, 1000), (1000, 1000)]
 
 
-def test_held_out_documents_do_not_depend_on_the_length_of_the_run(hub: FakeHub, tmp_path: Path) -> None:
+def test_held_out_documents_do_not_depend_on_the_length_of_the_run(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     short, long = (corpus_of(tmp_path, tokens_needed=n, held_out=0.1) for n in (500, 3000))
     for corpus in (short, long):
         train, kept = documents_of(corpus.train), documents_of(corpus.held_out)
@@ -191,16 +146,13 @@ def test_held_out_documents_do_not_depend_on_the_length_of_the_run(hub: FakeHub,
     assert documents_of(long.held_out)[: short.held_out_documents] == documents_of(short.held_out)
     assert not set(documents_of(short.train)) & set(documents_of(long.held_out))
     assert documents_of(long.held_out)[:3] == [TEXTS[0], TEXTS[10], TEXTS[20]]
-
-
-def test_held_out_tokens_have_a_least_and_a_most(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus = corpus_of(tmp_path, tokens_needed=100, held_out_least=60)
-    assert (len(corpus.train), len(corpus.held_out)) == (104, 65)
-    assert documents_of(corpus.held_out) == [TEXTS[0], *TEXTS[9:13]]
-    monkeypatch.setattr(stream, "HELD_OUT_MOST", 30)
-    corpus = corpus_of(tmp_path, tokens_needed=3000, held_out=0.5)
-    assert len(corpus.held_out) == 39  # the document that reaches it is the last
-    assert len(corpus.train) >= 3000
+    few = corpus_of(tmp_path, tokens_needed=100, held_out_least=60)
+    assert (len(few.train), len(few.held_out)) == (104, 65)
+    assert documents_of(few.held_out) == [TEXTS[0], *TEXTS[9:13]]
+    monkeypatch.setattr(hub_data, "HELD_OUT_MOST", 30)
+    many = corpus_of(tmp_path, tokens_needed=3000, held_out=0.5)
+    assert len(many.held_out) == 39  # the document that reaches the limit is the last
+    assert len(many.train) >= 3000
 
 
 def test_files_to_validate_on_leave_all_of_the_dataset_to_train_on(hub: FakeHub, tmp_path: Path) -> None:
@@ -215,14 +167,11 @@ def test_files_to_validate_on_leave_all_of_the_dataset_to_train_on(hub: FakeHub,
     assert len(hub.loads) == 1
 
 
-def test_large_vocabularies_take_32_bits(hub: FakeHub, tmp_path: Path) -> None:
+def test_large_vocabularies_take_32_bits_and_empty_texts_are_left_out(hub: FakeHub, tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, encode=lambda texts: [[70_000, 1] for _ in texts], vocab_size=70_001)
     assert corpus.train.dtype == np.uint32
     assert corpus.train[:3].tolist() == [70_000, 1, END]
     assert len(list(tmp_path.glob("*.u32"))) == 2
-
-
-def test_empty_texts_are_left_out(hub: FakeHub, tmp_path: Path) -> None:
     hub.rows = lambda: ({"text": text} for text in [None, "a", "", "b", None, "c"])
     corpus = corpus_of(tmp_path)
     assert (documents_of(corpus.held_out), documents_of(corpus.train)) == (["a"], ["b", "c"])
@@ -238,18 +187,13 @@ def test_a_stream_that_ends_early_is_used_and_said(hub: FakeHub, tmp_path: Path)
     assert len(hub.loads) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------
-# the cache
-# ---------------------------------------------------------------------------------------------------------
+# -- the cache --------------------------------------------------------------------------------------------
 
 
 def test_the_cache_is_used_again_and_only_for_the_same(hub: FakeHub, tmp_path: Path) -> None:
-    first = corpus_of(tmp_path)
-    again = corpus_of(tmp_path)
-    assert len(hub.loads) == 1
-    assert repr(again) == repr(first)
-    assert np.array_equal(again.train, first.train)
-    assert np.array_equal(again.held_out, first.held_out)
+    first, again = corpus_of(tmp_path), corpus_of(tmp_path)
+    assert len(hub.loads) == 1 and repr(again) == repr(first)
+    assert np.array_equal(again.train, first.train) and np.array_equal(again.held_out, first.held_out)
     others: list[dict[str, Any]] = [
         {"dataset": DatasetName("owner/name", "other")},
         {"dataset": DatasetName("owner/name", "config", "test")},
@@ -289,22 +233,18 @@ def test_an_interrupted_download_starts_again(hub: FakeHub, tmp_path: Path) -> N
 def test_what_is_not_whole_is_read_again(hub: FakeHub, tmp_path: Path) -> None:
     expected = corpus_of(tmp_path).train.tolist()
     held_out, facts, train = sorted(tmp_path.iterdir())
-    for path in (held_out, facts, train):
-        path.unlink()
-        assert corpus_of(tmp_path).train.tolist() == expected
-    assert len(hub.loads) == 4
-    for path in (held_out, train):
-        path.write_bytes(path.read_bytes()[:-2])
-        assert corpus_of(tmp_path).train.tolist() == expected
-    assert len(hub.loads) == 6
-    for content in ("", "{}", "[]", '{"tokens": 1'):
-        facts.write_text(content)
-        assert corpus_of(tmp_path).train.tolist() == expected
-    assert len(hub.loads) == 10
     said: list[str] = []
-    train.write_bytes(train.read_bytes()[:-1] + b"\x7f")
-    assert corpus_of(tmp_path, say=said.append).train.tolist() == expected
-    assert f"is damaged ({train.name} has another checksum) and is read again" in said[0]
+    damages: list[Callable[[], Any]] = [
+        *(path.unlink for path in (held_out, facts, train)),
+        *(lambda path=path: path.write_bytes(path.read_bytes()[:-2]) for path in (held_out, train)),
+        *(lambda content=content: facts.write_text(content) for content in ("", "{}", "[]", '{"tokens": 1')),
+        lambda: train.write_bytes(train.read_bytes()[:-1] + b"\x7f"),
+    ]
+    for n, damage in enumerate(damages, 2):
+        damage()
+        assert corpus_of(tmp_path, say=said.append).train.tolist() == expected
+        assert len(hub.loads) == n
+    assert f"is damaged ({train.name} has another checksum) and is read again" in said[-1]
 
 
 def test_other_processes_wait_for_the_first(hub: FakeHub, tmp_path: Path) -> None:
@@ -312,17 +252,13 @@ def test_other_processes_wait_for_the_first(hub: FakeHub, tmp_path: Path) -> Non
     thread = threading.Thread(target=lambda: waiting.append(corpus_of(tmp_path, wait=True)), daemon=True)
     thread.start()
     thread.join(0.1)
-    assert thread.is_alive()
-    assert hub.loads == []
+    assert thread.is_alive() and hub.loads == []
     corpus = corpus_of(tmp_path)
     thread.join(5)
-    assert np.array_equal(waiting[0].train, corpus.train)
-    assert len(hub.loads) == 1
+    assert np.array_equal(waiting[0].train, corpus.train) and len(hub.loads) == 1
 
 
 def test_a_saved_tokenizer_finds_the_cache_of_the_one_it_was_saved_from(hub: FakeHub, tmp_path: Path) -> None:
-    from twell.train.tokenizer import load_tokenizer, train_bpe
-
     def load(tok: Any) -> Corpus:
         return corpus_of(
             tmp_path / "data",
@@ -342,9 +278,7 @@ def test_a_saved_tokenizer_finds_the_cache_of_the_one_it_was_saved_from(hub: Fak
     assert len(hub.loads) == before + 1
 
 
-# ---------------------------------------------------------------------------------------------------------
-# errors
-# ---------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------
 
 
 def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,39 +287,21 @@ def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         corpus_of(tmp_path)
 
 
-@pytest.mark.parametrize("when", ["at once", "later"])
-def test_errors_of_the_library_become_one_line(when: str, hub: FakeHub, tmp_path: Path) -> None:
-    def fails() -> Iterator[dict[str, Any]]:
-        yield from [{"text": "a"}] * (0 if when == "at once" else 5)
+def test_errors_of_the_library_become_one_line(hub: FakeHub, tmp_path: Path) -> None:
+    def fails(before: int) -> Iterator[dict[str, Any]]:
+        yield from [{"text": "a"}] * before
         raise ConnectionError("Couldn't reach the Hub\nand many more lines")
 
-    hub.rows = fails
-    with pytest.raises(RuntimeError, match=r"dataset owner/name:config:train .*could not be read") as caught:
-        corpus_of(tmp_path)
-    assert str(caught.value).endswith("ConnectionError: Couldn't reach the Hub")
-    assert isinstance(caught.value.__cause__, ConnectionError)
-    assert list(tmp_path.iterdir()) == []
+    for before in (0, 5):
+        hub.rows = lambda before=before: fails(before)
+        with pytest.raises(RuntimeError, match=r"dataset owner/name:config:train .*could not be read") as caught:
+            corpus_of(tmp_path)
+        assert str(caught.value).endswith("ConnectionError: Couldn't reach the Hub")
+        assert isinstance(caught.value.__cause__, ConnectionError)
+        assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], "owner/name:config:train holds no documents"),
-        ([{"text": ""}], "holds no documents"),
-        ([{"text": "only one"}], "one document cannot be split"),
-        ([{"body": "a", "id": 1}], "has no field 'text', only body, id"),
-        ([{"text": ["a"]}], "the field 'text' holds list, not text"),
-        ([{"text": "a"}, {"text": "€"}], "has token 8,364, but the model's vocabulary ends at 255"),
-    ],
-)
-def test_bad_datasets_are_named(rows: list[dict[str, Any]], message: str, hub: FakeHub, tmp_path: Path) -> None:
-    hub.rows = lambda: iter(rows)
-    with pytest.raises(ValueError, match=message):
-        corpus_of(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_bad_requests_are_refused_before_anything_is_read(hub: FakeHub, tmp_path: Path) -> None:
+def test_bad_datasets_and_requests_are_refused(hub: FakeHub, tmp_path: Path) -> None:
     for options, message in [
         ({"held_out": 1.5}, "held_out must lie between"),
         ({"end_of_text": 300}, "is no token of a vocabulary"),
@@ -394,3 +310,16 @@ def test_bad_requests_are_refused_before_anything_is_read(hub: FakeHub, tmp_path
         with pytest.raises(ValueError, match=message):
             corpus_of(tmp_path, **options)
     assert hub.loads == []
+    bad: list[tuple[list[dict[str, Any]], str]] = [
+        ([], "owner/name:config:train holds no documents"),
+        ([{"text": ""}], "holds no documents"),
+        ([{"text": "only one"}], "one document cannot be split"),
+        ([{"body": "a", "id": 1}], "has no field 'text', only body, id"),
+        ([{"text": ["a"]}], "the field 'text' holds list, not text"),
+        ([{"text": "a"}, {"text": "€"}], "has token 8,364, but the model's vocabulary ends at 255"),
+    ]
+    for rows, message in bad:
+        hub.rows = lambda rows=rows: iter(rows)
+        with pytest.raises(ValueError, match=message):
+            corpus_of(tmp_path)
+        assert list(tmp_path.iterdir()) == []

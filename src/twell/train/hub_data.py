@@ -1,8 +1,8 @@
-"""A Hugging Face dataset as a corpus: streamed, tokenised as it comes, and kept on disk as tokens.
+"""A Hugging Face dataset as a corpus: streamed, tokenised on the way, and kept on disk as tokens.
 
-Only as many documents are read as a run needs; memory holds a batch of them. The tokens lie in two files, of the
-training and of the held-out part, and are mapped from there. Documents keep the order of the dataset: the sampler
-shuffles blocks anyway.
+A run reads only as many documents as it needs, and memory holds one batch of them. Two files keep the tokens of the
+training and the held-out part, and are memory-mapped. Documents stay in the dataset's order; the sampler shuffles
+blocks anyway.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from twell.train.data import (
     silent,
     token_dtype,
 )
-from twell.train.files import describe_file, flaw_of_files
+from twell.train.files import PART, describe_file, flaw_of_files
 
-# Their own default is everything, ordered by crawl; this is a random sample of all crawls. For more than its 10
-# billion tokens name another: HuggingFaceFW/fineweb:sample-100BT.
+# The datasets' own default is everything, ordered by crawl. This is a random sample of all crawls, 10 billion tokens;
+# for more, name another: HuggingFaceFW/fineweb:sample-100BT.
 DEFAULT_CONFIGS = {"HuggingFaceFW/fineweb": "sample-10BT", "HuggingFaceFW/fineweb-edu": "sample-10BT"}
 TEXT_FIELD = "text"
-HELD_OUT_MOST = 1_000_000  # tokens: more would make validation slow, and no more certain
+HELD_OUT_MOST = 1_000_000  # tokens; more would make validation slower and hardly more precise
 
 _NAME = re.compile(r"(?P<id>\w[\w.-]*/[\w.-]+)(:(?P<config>[^:/]+))?(:(?P<split>[^:/]+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class DatasetName:
-    """A dataset of the Hugging Face hub, its configuration and split.
+    """A dataset on the Hugging Face hub, with configuration and split.
 
     >>> print(DatasetName("HuggingFaceFW/fineweb", "sample-10BT"))
     HuggingFaceFW/fineweb:sample-10BT:train
@@ -65,9 +65,9 @@ class DatasetName:
 
 
 def find_dataset(data: Sequence[Path | str]) -> DatasetName | None:
-    """The dataset that ``data`` names as owner/name[:config[:split]]; None where it names files.
+    """The dataset that ``data`` names as owner/name[:config[:split]]; None if ``data`` names files.
 
-    What exists on disk, or ends as a data file does, is no dataset.
+    A name that exists on disk, or ends like a data file, is no dataset.
     """
     found = [dataset for name in data if (dataset := _parse(name))]
     if found and len(data) > 1:
@@ -86,7 +86,7 @@ def _parse(name: Path | str) -> DatasetName | None:
 
 
 def read_dataset(dataset: DatasetName) -> Generator[str]:
-    """The texts of a dataset, streamed; empty ones are left out."""
+    """Stream the texts of a dataset, except empty ones."""
     with contextlib.closing(_rows(dataset)) as rows:
         for row in rows:
             if TEXT_FIELD not in row:
@@ -99,7 +99,7 @@ def read_dataset(dataset: DatasetName) -> Generator[str]:
 
 
 def _rows(dataset: DatasetName) -> Generator[dict[str, Any]]:
-    """Errors of the library, of many kinds, become one line."""
+    """Stream the rows of a dataset. The library's many kinds of errors become one line."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
@@ -116,8 +116,8 @@ def _rows(dataset: DatasetName) -> Generator[dict[str, Any]]:
             f"{type(error).__name__}: {reason}"
         ) from error
     finally:
-        # A stream of parquet files left half-read can abort the interpreter at its exit (datasets issue 7467), even
-        # when closed, unless it is collected too: aborts in 16 of 36 exits against none in 46.
+        # A stream of parquet files that is left half-read can abort the interpreter at exit, even when closed (datasets
+        # issue 7467). Without a garbage collection 16 of 36 exits aborted, with it none of 46.
         gc.collect()
 
 
@@ -135,13 +135,14 @@ def stream_corpus(
     progress: Progress = silent,
     say: Callable[[str], None] = lambda line: None,
 ) -> Corpus:
-    """The first documents of a dataset: ``tokens_needed`` tokens to train on, and a held-out part beside them.
+    """The first documents of a dataset: ``tokens_needed`` tokens to train on, and a held-out part.
 
-    ``held_out`` is the share of documents kept for validation, or files to validate on instead. The share is taken at
-    even distances from the first document on until there are 1M tokens of it, so that it does not depend on the
-    length of the run; where it holds less than ``held_out_least`` tokens (a run needs a block), the documents after
-    the training part are added. Tokens are kept in the folder ``cache`` and taken from there the next time. ``wait``
-    is for all but the first of several processes: the first one reads. ``progress`` counts training tokens.
+    ``held_out``: the share of documents to validate on, or the files to validate on instead. These documents are taken
+        at even distances from the first one on, up to 1M tokens, so they do not depend on the length of the run.
+    ``held_out_least``: the least tokens of the held-out part; documents after the training part fill it up.
+    ``cache``: the folder that keeps the tokens for the next time.
+    ``wait``: wait until another process has written the cache, for all processes but the first.
+    ``progress`` counts training tokens.
     """
     check_request(held_out, end_of_text, vocab_size)
     if tokens_needed < 1:
@@ -177,13 +178,13 @@ def stream_corpus(
 
 
 def _fingerprint(encode: Encode) -> str:
-    """What a tokenizer makes of a sample: the same after it was saved and loaded again, unlike its own description."""
+    """Identifies a tokenizer by its tokens of a sample. Its own description changes when it is saved and loaded."""
     probe = SAMPLE.read_text(encoding="utf-8")[:50_000] + "\n\tx_1 = [0.5e-3, 2024];  // Ünïcödé, 東京, Привет 🙂\r\n"
     return hashlib.sha256(json.dumps([list(map(int, ids)) for ids in encode([probe])]).encode()).hexdigest()
 
 
 class _Stored:
-    """Two files of tokens, and last of all a .json: without it, or where they are not as it says, they are no good."""
+    """Two files of tokens and a .json, written last, with their checksums. Without a match they are read again."""
 
     def __init__(self, folder: Path, dataset: DatasetName, identity: list[Any], dtype: np.dtype) -> None:
         digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
@@ -195,12 +196,11 @@ class _Stored:
         self.facts = folder / f"{stem}.json"
 
     def flaw(self) -> str | None:
-        """What is missing or damaged; None where nothing is."""
+        """What is missing or damaged; None if the files are sound."""
         try:
             files = self._read_facts()["files"]
-            return flaw_of_files(
-                self.facts.parent, {path.name: files[path.name] for path in (self.train, self.held_out)}
-            )
+            described = {path.name: files[path.name] for path in (self.train, self.held_out)}
+            return flaw_of_files(self.facts.parent, described)
         except (OSError, ValueError, TypeError, KeyError):
             return f"{self.facts.name} cannot be read"
 
@@ -224,10 +224,10 @@ class _Stored:
         held_out_least: int,
         progress: Progress,
     ) -> None:
-        """Under other names until all is there; an interrupted download leaves nothing to go on from."""
+        """Write under other names, then rename. An interrupted download starts again."""
         self.facts.parent.mkdir(parents=True, exist_ok=True)
         self.facts.unlink(missing_ok=True)
-        parts = {path: path.with_name(path.name + ".part") for path in (self.train, self.held_out, self.facts)}
+        parts = {path: path.with_name(path.name + PART) for path in (self.train, self.held_out, self.facts)}
         try:
             with parts[self.train].open("wb") as train_file, parts[self.held_out].open("wb") as held_out_file:
                 train, held_out = _Part(train_file), _Part(held_out_file)
@@ -236,10 +236,9 @@ class _Stored:
                 raise ValueError(f"{self.dataset} holds no documents")
             if train.documents == 0:
                 raise ValueError(f"{self.dataset}: {ONE_DOCUMENT}")
+            name = {"dataset": self.dataset.id, "config": self.dataset.config, "split": self.dataset.split}
             facts = {
-                "dataset": self.dataset.id,
-                "config": self.dataset.config,
-                "split": self.dataset.split,
+                **name,
                 "tokens_needed": tokens_needed,
                 "tokens": train.tokens,
                 "documents": train.documents,
@@ -274,7 +273,7 @@ def _fill(
     held_out_least: int,
     progress: Progress,
 ) -> None:
-    """Every document goes to one part; what decides is only what came before it, never how it was batched."""
+    """Put every document into one part. The choice depends on the documents before it, not on batches."""
     for batch in batches:
         for document in batch:
             its_turn = held_out.documents <= share * (train.documents + held_out.documents)

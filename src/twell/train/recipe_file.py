@@ -1,7 +1,7 @@
-"""``recipe.json``: what a run trains, on which tokens, and what a resumed one may change of it.
+"""``recipe.json``: what a run trains and on which tokens, and what a resumed run may change.
 
-A resumed run may train longer (more steps), and may find its data under another name. All else stays: the recipe, the
-tokens, the tokenizer. The file carries a checksum of itself, since a digit changed in it would be another run.
+A resumed run may train for more steps, and its data may have moved. Nothing else changes: recipe, tokens, tokenizer.
+The file contains its own checksum, since one changed digit would make it another run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ TOKENIZER_FOLDER = "tokenizer"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What is needed to go on with a run, besides a checkpoint."""
+    """What resuming needs besides a checkpoint."""
 
     recipe: Recipe
     data: list[str]
     validation: list[str]
-    tokens_needed: int  # of a streamed dataset: as much of it as the run began with
-    tokens: dict[str, str]  # checksums of the training and of the validation tokens
+    tokens_needed: int  # how much of a streamed dataset the run began with
+    tokens: dict[str, str]  # checksums of the training and the validation tokens
     tokenizer: dict[str, dict[str, Any]]  # sizes and checksums of its files
-    conversion: dict[str, Any] | None = None  # of the model a run began with: its configuration, and facts about it
+    conversion: dict[str, Any] | None = None  # the configuration of the model it began with, and facts about it
 
     def write(self, out: Path) -> None:
         content = dataclasses.asdict(self)
@@ -56,7 +56,7 @@ class Saved:
         )
 
     def extended(self, wanted: Recipe | None) -> Recipe:
-        """The recipe to go on with: the run's own, with as many steps as wanted."""
+        """The run's own recipe, with as many steps as wanted."""
         if wanted is None:
             return self.recipe
         if differences := differing_fields(dataclasses.replace(wanted, steps=self.recipe.steps), self.recipe):
@@ -87,7 +87,7 @@ class Saved:
 
 
 def tokens_of(corpus: Corpus) -> dict[str, str]:
-    """Checksums of the tokens, whatever files they came from."""
+    """Checksums of the tokens; they do not depend on file names."""
     parts = {"training": corpus.train, "validation": corpus.held_out}
     return {name: hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest() for name, tokens in parts.items()}
 
@@ -95,7 +95,7 @@ def tokens_of(corpus: Corpus) -> dict[str, str]:
 def check_same_run(
     out: Path, recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str], model: str | None = None
 ) -> None:
-    """Refuse a folder with a run of anything else, for commands that go on when they are given again."""
+    """Refuse a folder with another run, for commands that continue when they are repeated."""
     saved = Saved.read(out)
     was = saved.conversion["facts"]["model"] if saved.conversion else None
     found = [differing_fields(recipe, saved.recipe)]
@@ -113,7 +113,7 @@ def check_same_run(
 
 
 def differing_fields(recipe: Recipe, was: Recipe) -> str:
-    """``lr=0.1 instead of 0.01, ...``; nothing for equal recipes."""
+    """``lr=0.1 instead of 0.01, ...``; empty for equal recipes."""
     names = [f.name for f in dataclasses.fields(Recipe)]
     pairs = [(name, getattr(recipe, name), getattr(was, name)) for name in names]
     return ", ".join(f"{name}={now} instead of {before}" for name, now, before in pairs if now != before)
