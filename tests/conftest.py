@@ -46,12 +46,6 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
-def pytest_collection_finish() -> None:
-    """Everything imported so far stays: garbage collections, of which each server makes several, skip it."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a GPU")
@@ -62,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def short_garbage_collections() -> None:
-    """Skip imported objects: accelerate collects garbage before every training, which took 0.3 to 1 s."""
+    """Skip what is imported: accelerate collects garbage before every training (0.3 to 1 s each), as servers do."""
     gc.collect()
     gc.freeze()
 
