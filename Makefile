@@ -14,7 +14,7 @@ test: lint
 	$(BIN)/pytest -m "not slow" -n 2
 
 test-all: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 # On a machine with a GPU, with the Python whose torch sees it: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
