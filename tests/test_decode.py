@@ -102,6 +102,10 @@ def test_inf_and_nan_are_as_in_a_dense_layer(M: int) -> None:
             )
             assert torch.equal(y.isnan(), expected.isnan())
             assert torch.allclose(y[1:], expected[1:], rtol=1e-4, atol=1e-4)
+    for way in ways(M):  # z is -inf for every neuron: none is active, and 0 * u is NaN all the same
+        w, x = make_weights(32, 64, f32), torch.randn(M, 32)
+        w.gate[:, 7], x[0, 7] = -1.0, float("inf")
+        assert run(x, w, **way)[0].isnan().all()
     w = make_weights(32, 64, f32)
     w.gate[5, 3] = float("nan")  # a neuron that is nan for all tokens
     assert run(torch.randn(M, 32), w).isnan().all()

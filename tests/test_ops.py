@@ -251,11 +251,11 @@ def tensors_of(plan: Plan | None) -> Any:
 @pytest.mark.parametrize(("kind", "gated"), [("no plan", True), ("dense", False), ("split", True)])
 def test_opcheck_of_the_kernels(kind: str, gated: bool) -> None:
     x, w = case(3, gated=gated, bias=True, grad=True, dtype=torch.float32, width=WIDE)
-    mask, plan = torch.arange(3) != 2, tensors_of(PLANS[kind])
+    mask, plan, needs = torch.arange(3) != 2, tensors_of(PLANS[kind]), [True, False, True, True, True, False, True]
     opcheck(train, train_arguments(x, w, mask, "triton", True, plan))
     x, w = x.detach(), detached(w)
     opcheck(infer, infer_arguments(x, w, "triton", plan))
-    opcheck(backward, backward_arguments(x, w, mask, torch.tensor(0.3), "triton", [True, False] * 3 + [True], plan))
+    opcheck(backward, backward_arguments(x, w, mask, torch.tensor(0.3), "triton", needs, plan))
 
 
 @kernels

@@ -64,6 +64,13 @@ def test_a_plain_ffn_gathers_one_row_and_saves_one_projection() -> None:
     assert plain.cap == 48  # nearest to 2 * 1.5 * 1792 / 100
 
 
+def test_training_takes_the_smallest_hot_set_that_is_nearly_as_fast() -> None:
+    counts = counts_of((256, 500), (256, 29), (1536, 1))  # as hot neurons the second group saves 0.2 % of the time
+    costs = COSTS._replace(dense=3.0)  # forward and backward
+    assert len(choose_plan(counts, 1000, costs).hot) == 256
+    assert len(choose_plan(counts_of((256, 500), (256, 40), (1536, 1)), 1000, costs).hot) == 512
+
+
 @pytest.mark.parametrize("times", [12, 500, 1000])
 def test_layers_run_densely_if_sparsity_does_not_pay(times: int) -> None:
     plan = choose_plan(counts_of((2048, times)), 1000, COSTS)
@@ -326,6 +333,11 @@ def test_tensors_hold_the_order_of_neurons_and_places(n_hot: int) -> None:
     cold = sorted(set(range(16)) - set(plan.hot.tolist()))
     assert order[n_hot:].tolist() == cold
     assert [int(places[n]) for n in cold] == list(range(16 - n_hot)) and (places[plan.hot] == -1).all()
+
+
+def test_large_numbers_travel_as_shapes() -> None:
+    plan = Plan(n_neurons=1 << 17, hot=torch.arange(1 << 16), cap=(1 << 18) - 1, first=4097, min_tokens=5000)
+    assert sizes_of(plan.on(torch.device("cpu"))) == (1 << 16, (1 << 18) - 1, 4097)
 
 
 def test_numbers_travel_as_shapes_without_memory() -> None:

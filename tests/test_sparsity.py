@@ -90,6 +90,14 @@ def test_steering_is_bounded_and_goes_on_from_its_saved_state() -> None:
         for active in (2.0, 0.5, 0.0, 0.9):
             steering.advance(l1_stats(active))
     assert 0 < twin.l1 == stuck.l1 < 1 / 4
+    moving, again = L1Steering(target=50, steps=100), L1Steering(target=50, steps=100)
+    for active in (400.0, 300.0, 350.0, 280.0):
+        moving.advance(l1_stats(active))
+    again.load_state_dict(copy.deepcopy(moving.state_dict()))
+    for active in (260.0, 240.0, 250.0):
+        for steering in (moving, again):
+            steering.advance(l1_stats(active))
+        assert again.l1 == moving.l1
 
 
 def test_steering_acts_one_step_later_and_only_by_what_was_counted() -> None:

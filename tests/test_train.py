@@ -17,7 +17,7 @@ from small_runs import mortal_runs, write_text
 from twell import cpu
 from twell.nn.parallel import Share
 from twell.train.attention import causal_without_a_mask
-from twell.train.files import MANIFEST_FILE, newest_sound
+from twell.train.files import MANIFEST_FILE, checkpoint_folder, finish_checkpoint, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
 from twell.train.run import read_summary, run
 from twell.train.tokenizer import train_bpe
@@ -270,10 +270,17 @@ def test_resuming_a_finished_run_trains_no_further(plain: tuple[Any, Path], tmp_
     summary = json.loads((tmp_path / "summary.json").read_text())
     shutil.rmtree(tmp_path / "model")
     (tmp_path / "summary.json").unlink()
+    checkpoint = checkpoint_folder(tmp_path, 6)
+    saved = torch.load(checkpoint / SPARSITY_FILE)
+    for state in saved["clocks"]:
+        state["tokens_since_fired"].fill_(7)  # here all neurons fired in the last step: zeros would prove nothing
+    torch.save(saved, checkpoint / SPARSITY_FILE)
+    finish_checkpoint(checkpoint)
     again = run(None, [], tmp_path, go_on=True, say=lambda line: None)
     assert again.state.global_step == 6
     for name, p in again.model.named_parameters():
         assert torch.equal(p, expected[name]), name
+    assert all((clock.tokens_since_fired == 7).all() for clock in again.clocks)
     assert (tmp_path / "model" / "config.json").is_file()
     once_more = json.loads((tmp_path / "summary.json").read_text())
     for key in ("validation_loss", "active", "dead_share"):

@@ -339,9 +339,7 @@ def _register_autocast(name: str, device_type: str, dispatch_key: str) -> None:
         dtype = torch.get_autocast_dtype(device_type)
         with torch.autocast(device_type, enabled=False):
             given = [cast(a, dtype) for a in args]
-            if name == "ffn" and any(a is not b for a, b in zip(given[1:7], args[1:7], strict=True)):
-                given[11] = []  # frozen tensors were made from the weights before the cast
-            return op(*given)
+            return op(*given)  # cast weights are not those of frozen tensors: ``_infer_op`` leaves the frozen ones out
 
     _library.impl(name, kernel, dispatch_key)
 
