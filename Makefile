@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 
 VLLM_INSTALLED := .venv-vllm/.installed
 
-.PHONY: demo test test-all test-gpu test-vllm fuzz endure lint format bench tables publish clean
+.PHONY: demo test test-all test-gpu test-vllm fuzz endure lint format bench tables publish smoke clean
 
 demo: $(INSTALLED)
 	$(BIN)/twell demo
@@ -54,8 +54,20 @@ tables: $(INSTALLED)
 publish:
 	$(GPU_PYTHON) tools/publish.py $(PUBLISH)
 
+# The wheel in an empty environment: the library alone, then the command line and the shipped model.
+smoke:
+	rm -rf build/smoke
+	$(PYTHON) -m venv build/smoke
+	build/smoke/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 numpy
+	build/smoke/bin/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/smoke/wheel .
+	build/smoke/bin/pip install --quiet --disable-pip-version-check --no-deps build/smoke/wheel/twell-*.whl
+	cd build && smoke/bin/python -c "import torch, twell; print(twell.GatedSparseFFN(64, 256)(torch.randn(2, 64)).shape)"
+	cd build && smoke/bin/twell; test $$? -eq 2
+	build/smoke/bin/pip install --quiet --disable-pip-version-check "$$(ls build/smoke/wheel/twell-*.whl)[train]"
+	cd build && smoke/bin/twell doctor && smoke/bin/twell generate sample --prompt "The old man said" --max-new-tokens 20
+
 clean:
-	rm -rf .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build .venv .venv-vllm .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Installs again only when the pins or the package's metadata change.
 $(INSTALLED): pyproject.toml constraints.txt
