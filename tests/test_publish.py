@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import publish
 import tables
-from publish_steps import STEPS, Step
+from publish_steps import CURVES, STEPS, Step
 
 # Stands in for ``twell``: "row NAME" gives a row, "train" a run, "sweep" another part of a sweep, "fail" fails.
 TWELL = """
@@ -93,6 +94,19 @@ def test_a_failed_step_is_reported_and_the_rest_runs(place: Path, capsys: pytest
     assert rows(place, "one")[0]["commit"] == "def" and rows(place, "four")[0]["commit"] == "abc"
 
 
+def test_a_model_that_is_gone_is_made_again_for_a_step_that_needs_it(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Step("run", "two", 1, "train tiny --out {work}/run", "run")
+    score = Step("score", "one", 1, "row score {work}/run/summary.json")
+    assert run(place, [score]) == 1
+    assert "score failed: it needs run/summary.json, which another step makes" in capsys.readouterr().err
+    assert run(place, [model], "--keep", "one", "--keep", "three") == 0
+    shutil.rmtree(place / "rows" / "abc" / "work" / "run")  # rows were carried to another machine, models were not
+    assert run(place, [model, score], "--keep", "three") == 0
+    assert log(place) == ["train tiny", "train tiny", "row score"]
+
+
 def test_steps_that_do_not_fit_are_left(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +159,10 @@ def test_commands_are_those_of_twell_and_make_every_file(monkeypatch: pytest.Mon
             out = ["--out", "x"] if "--out" not in words and name not in ("train", "convert", "sweep") else []
             command.make_context(name, [*words, *out], resilient_parsing=False)
     files = {step.file for step in STEPS}
+    measured = {path.stem for path in (Path(__file__).parents[1] / "results").glob("*.jsonl")}
+    assert measured <= files | {*CURVES}  # else results/ could never be replaced as a whole
+    names = {step.name for step in STEPS}
+    assert all(folder.split("/")[0] in names for step in STEPS for folder in step.needs)
     assert {stem for table in tables.TABLES.values() for stem in table.stems.split()} <= files
     assert len({step.name for step in STEPS}) == len(STEPS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from command_line import Twell
 from small_runs import BATCHES, MODEL, mortal_runs, result, write_text
 from twell import cpu
+from twell.train import files
 from twell.train import run as run_module
 from twell.train.data import read_texts
 from twell.train.files import LOCK_FILE, MANIFEST_FILE, flaw_of_checkpoint, hold, newest_sound
@@ -266,6 +268,20 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     assert f"process {child} on" in (tmp_path / LOCK_FILE).read_text()
     with hold(tmp_path):
         assert f"process {os.getpid()} on" in (tmp_path / LOCK_FILE).read_text()
+
+
+def test_without_locks_a_dead_process_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "function not implemented")  # as some network file systems say
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    if (child := os.fork()) == 0:
+        with hold(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    with hold(tmp_path):
+        pass
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 def test_an_interrupted_run_says_how_to_go_on(

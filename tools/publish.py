@@ -7,9 +7,10 @@
     python tools/publish.py --commit 0123456789ab                       # in a copy of the tree without its .git
 
 Each step is a command of ``twell``; publish_steps.py has them all. A finished step keeps its rows in the folder --rows
-and is skipped at the same commit, so the same command continues after an interruption. A step that fails is reported,
-and the others run. When all steps of a file are finished its rows replace the file in results/, but only if no row of
-another commit remains there; --keep names files that may stay as they are.
+and is skipped at the same commit, so the same command continues after an interruption. (Models lie there too: a step
+whose model is needed and gone runs again.) A step that fails is reported, and the others run. When all steps of a file
+are finished its rows replace the file in results/, but only if no row of another commit remains there. --keep names
+files that may stay as they are; curves of training, which have no commit, always may.
 
 Exit code: 0 results/ was replaced, 1 a step failed, 2 something is left to do.
 """
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from publish_steps import STEPS, Step
+from publish_steps import CURVES, STEPS, Step
 
 ROOT = Path(__file__).parents[1]
 TWELL = (sys.executable, "-m", "twell")
@@ -63,8 +64,16 @@ class Publisher:
     def path(self, step: Step) -> Path:
         return self.folder / f"{step.name}.jsonl"
 
-    def is_finished(self, step: Step) -> bool:
+    def has_rows(self, step: Step) -> bool:
         return self.path(step).exists() and {row.get("commit") for row in read(self.path(step))} == {self.commit}
+
+    def is_finished(self, step: Step, steps: Sequence[Step] = ()) -> bool:
+        """Whether it has rows, and its model is there if one of the other ``steps`` still needs it."""
+        work = self.places["work"]
+        needed = {folder for other in steps if not self.has_rows(other) for folder in other.needs}
+        return self.has_rows(step) and all(
+            (work / folder).exists() for folder in needed if folder.split("/")[0] == step.name
+        )
 
     def missing(self, step: Step) -> list[str]:
         """Options that the step needs and that were not given."""
@@ -73,6 +82,8 @@ class Publisher:
 
     def run(self, step: Step, seconds: float) -> None:
         """Run a step; its rows appear in the folder all at once. ``seconds``: after them a sweep is stopped."""
+        if absent := [folder for folder in sorted(step.needs) if not (self.places["work"] / folder).exists()]:
+            raise StepFailed(f"it needs {', '.join(absent)}, which another step makes")
         part = self.path(step).with_suffix(".part")
         part.unlink(missing_ok=True)
         self.places["work"].mkdir(parents=True, exist_ok=True)
@@ -107,12 +118,15 @@ class Publisher:
         part.replace(self.path(step))
 
     def _row_of_run(self, step: Step, out: Path) -> Row:
-        sys.path.insert(0, str(ROOT / "src"))
-        import torch
-
-        from twell.workbench.bench.timing import environment
-
-        where = environment(torch.device("cuda" if step.machine == "gpu" and torch.cuda.is_available() else "cpu"))
+        code = (
+            "import json, torch; from twell.workbench.bench.timing import environment; "
+            f"gpu = {step.machine == 'gpu'} and torch.cuda.is_available(); "
+            "print(json.dumps(environment(torch.device('cuda' if gpu else 'cpu'))))"
+        )  # in a process of its own: this one must hold no memory of the GPU while the next step is measured
+        said = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=_environment(), capture_output=True, text=True, check=True
+        )
+        where = json.loads(said.stdout)
         command = self._without_places(f"twell {step.command}".format(**self.places))
         return {
             "name": step.label or step.name,
@@ -129,13 +143,16 @@ class Publisher:
 
     def _call(self, command: str, seconds: float | None = None) -> None:
         words = [word.format(**self.places) for word in shlex.split(command)]
-        paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         seconds = None if seconds is None or seconds == float("inf") else seconds
-        how: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": seconds, "check": False}
+        how: dict[str, Any] = {"cwd": ROOT, "env": _environment(), "timeout": seconds, "check": False}
         code = subprocess.run([*self.twell, *words], **how).returncode
         if code:
             raise StepFailed(f"exit code {code}")
+
+
+def _environment() -> dict[str, str]:
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def read(path: Path) -> list[Row]:
@@ -148,7 +165,7 @@ def replace_results(publisher: Publisher, steps: Sequence[Step], results: Path, 
     for step in steps:
         of_file.setdefault(step.file, []).append(step)
     complete = {file: found for file, found in of_file.items() if all(map(publisher.is_finished, found))}
-    others = [path for path in sorted(results.glob("*.jsonl")) if path.stem not in {*complete, *keep}]
+    others = [path for path in sorted(results.glob("*.jsonl")) if path.stem not in {*complete, *keep, *CURVES}]
     old = [path.name for path in others if {row.get("commit") for row in read(path)} != {publisher.commit}]
     if old:
         print(f"results/ stays as it is: rows of another commit would remain in {', '.join(old)}", file=sys.stderr)
@@ -193,13 +210,13 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS, 
     ]
     if given.list:
         for step in chosen:
-            state = "finished" if commit and publisher.is_finished(step) else f"about {step.seconds:.0f} s"
+            state = "finished" if commit and publisher.is_finished(step, steps) else f"about {step.seconds:.0f} s"
             print(f"{step.name} ({step.file}.jsonl, {state}): twell {step.command}")
         print(f"{len(chosen)} steps, about {sum(step.seconds for step in chosen) / 60:.0f} minutes")
         return 0
     failed, left, started = [], [], time.monotonic()
     for number, step in enumerate(chosen, 1):
-        if publisher.is_finished(step):
+        if publisher.is_finished(step, steps):
             continue
         if missing := publisher.missing(step):
             left.append(f"{step.name} needs {' and '.join(missing)}")

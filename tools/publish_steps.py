@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, NamedTuple
 
 
@@ -21,6 +22,16 @@ class Step(NamedTuple):
     machine: Literal["gpu", "cpu"] = "gpu"
     label: str = ""  # of a run in its table; default: the step's name
 
+    @property
+    def needs(self) -> set[str]:
+        """Folders in {work} that other steps make.
+
+        >>> Step("b", "x", 1, "eval {work}/a/model --out {work}/b/rows").needs
+        {'a/model'}
+        """
+        found = re.findall(r"\{work\}/(\S+)", f"{self.command} {self.scores}")
+        return {folder for folder in found if folder.split("/")[0] != self.name}
+
 
 def _each(option: str, values: str) -> str:
     """
@@ -29,6 +40,8 @@ def _each(option: str, values: str) -> str:
     """
     return " ".join(f"{option} {value}" for value in values.split())
 
+
+CURVES = ("train-small-curves", "sweep-small-curves", "train-paths")  # logs of training runs: rows without a commit
 
 _FFN = "bench ffn --device cuda"
 _FFN_16 = f"{_FFN} --no-fp8"

@@ -17,7 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout  # torch depends on it
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 MANIFEST_FILE = "manifest.json"
 LOCK_FILE = ".lock"
@@ -161,28 +164,41 @@ def remove_older(newest: Path, keep: int | None, spared: str | None = None) -> N
 def hold(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. The operating system frees the lock when the process ends, however it ends.
 
-    Folders made here are removed again if they stay empty.
+    Folders made here are removed again if they stay empty. (filelock is no help: without flock its newer versions lock
+    by a file that a killed process leaves behind, and its older ones have no such case.)
     """
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / LOCK_FILE
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-        path.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
-    except Timeout:
-        holder = path.read_text(encoding="utf-8", errors="replace") or "another process"
-        raise ValueError(f"{folder} is in use by {holder}: wait for its end, or choose another folder") from None
-    except NotImplementedError:  # filelock's word for a file system without locks
-        pass
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+    file = _lock(folder / LOCK_FILE) if fcntl else None
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before release: a process that waits for this file locks a new one instead
-        lock.release()
+        if file is not None:
+            (folder / LOCK_FILE).unlink(missing_ok=True)  # before it is freed: see the end of _lock
+            os.close(file)
         with contextlib.suppress(OSError):  # not empty
-            for made_folder in made:
-                made_folder.rmdir()
+            for path in made:
+                path.rmdir()
+
+
+def _lock(path: Path) -> int:
+    """The descriptor of the locked file."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(file, 200).decode(errors="replace") or "another process"
+            os.close(file)
+            raise ValueError(
+                f"{path.parent} is in use by {holder}: wait for its end, or choose another folder"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return file
+        if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+            os.ftruncate(file, 0)
+            os.write(file, f"process {os.getpid()} on {platform.node()}".encode())
+            return file
+        os.close(file)  # its owner has just removed it: lock a new one
