@@ -128,7 +128,7 @@ def tiny() -> Recipe:
         heads=4,
         context=128,
         vocab_size=2048,
-        steps=300,
+        steps=600,
         sequences_per_step=16,
         micro_batch=16,
         lr=3e-3,
