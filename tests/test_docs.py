@@ -5,6 +5,7 @@ What was removed or renamed may be named in CHANGELOG.md, and docs/log.md may na
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import re
@@ -135,9 +136,7 @@ def resolves(name: str) -> bool:
     first, *rest = name.split(".")
     at: Any = importlib.import_module(first)
     for part in rest:
-        if not hasattr(at, part) and isinstance(at, type(twell)):
-            if importlib.util.find_spec(f"{at.__name__}.{part}") is None:
-                return False
+        if not hasattr(at, part) and hasattr(at, "__path__") and importlib.util.find_spec(f"{at.__name__}.{part}"):
             importlib.import_module(f"{at.__name__}.{part}")
         if not hasattr(at, part):
             return dataclasses.is_dataclass(at) and part in {field.name for field in dataclasses.fields(at)}
@@ -159,9 +158,26 @@ def test_kernels_and_variables_are_there() -> None:
     assert variables and {name for name in variables if f'"{name}"' not in source} == set()
 
 
+def unknown_in_examples(text: str) -> list[str]:
+    """Names that Python examples import from ``twell``, and attributes of modules imported so. Doctests run anyway."""
+    unknown = []
+    for block in re.findall(r"^```python\n(?!>>>)(.*?)^```", text, re.M | re.S):
+        parsed, modules = ast.parse(block), {}
+        for node in ast.walk(parsed):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "twell":
+                names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                modules |= names
+                unknown += [name for name in names.values() if not resolves(name)]
+        for node in ast.walk(parsed):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                name = f"{modules[node.value.id]}.{node.attr}"
+                unknown += [name] * (not resolves(name))
+    return unknown
+
+
 @parametrize(PRESENT)
 def test_python_names_are_there(page: str) -> None:
-    assert unknown_names(stated(page)) == []
+    assert unknown_names(stated(page)) + unknown_in_examples(TEXTS[page]) == []
 
 
 # -- commands -----------------------------------------------------------------------------------------------
@@ -249,4 +265,6 @@ def test_mistakes_are_found() -> None:
     assert missing_files(text) == ["src/twell/gone.py", "src/twell/gone.py", "gone.py"]
     assert unknown_names(text) == ["twell.Plan.gone", "twell.gone"]
     assert wrong_commands(text) == ["--gone"]
+    example = "```python\nfrom twell import Gone\nfrom twell.workbench import generate\n\ngenerate.gone()\n```\n"
+    assert unknown_in_examples(example) == ["twell.Gone", "twell.workbench.generate.gone"]
     assert dead_links("README.md", text) == ["gone.md", "#gone"]
