@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import typer
 
-import twell
 from twell.train.recipes import Recipe
 from twell.workbench import cli
 
