@@ -271,6 +271,7 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
     "trace MODEL --text TEXT --out OUT/trace.npz": """
         --tokens 0; --tokens -5; --tokens x; --length 0; --length -1; --length 1000000; --length 65; --out OUT
         --text /none; --text OUT""",
+    "analyze MODEL": "-> model needs --text FILE: only the model that ships with twell, sample, has a text",
     "analyze MODEL --text TEXT": """
         --tokens 0; --tokens 1; --length 0; --length 65; --out OUT; --metrics TEXT; --speed TEXT
         --report OUT/x.html --speed TEXT; --report OUT/x.html --speed /none; --report OUT/x.html --metrics /none

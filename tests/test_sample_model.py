@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def test_generate_by_name(twell: Twell, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "all 4 feed-forward layers can run sparsely" in done.stderr
 
 
+def test_analyze_knows_its_text(twell: Twell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = twell("analyze", "sample", "--tokens", "512", "--json")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["text"] == str(SAMPLE) and facts["analysis"]["facts"]["tokens"] == 512
+    by_path = twell("analyze", str(SAMPLE_MODEL), "--tokens", "512", "--json")
+    assert json.loads(by_path.stdout)["analysis"] == facts["analysis"]
+
+
 def test_a_folder_of_that_name_wins(twell: Twell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert model_path("sample") == str(SAMPLE_MODEL) and load_config("sample").num_hidden_layers == 4
@@ -87,3 +98,5 @@ def test_a_folder_of_that_name_wins(twell: Twell, monkeypatch: pytest.MonkeyPatc
     assert model_path("sample") == "sample"
     done = twell("generate", "sample", "--prompt", "x")
     assert done.returncode == 2 and "sample is no folder of a model: it has no config.json" in done.stderr
+    done = twell("analyze", "sample")
+    assert done.returncode == 2 and "sample needs --text FILE" in done.stderr

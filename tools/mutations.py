@@ -330,7 +330,7 @@ def first_failure(fault: Fault, seconds: int) -> str | None:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
         apply(fault, source)
-        tests = [f"tests/test_{name}.py" for name in fault.tests.split()]
+        tests = [str(ROOT / "tests" / f"test_{name}.py") for name in fault.tests.split()]
         options = ["-x", "-q", "-rf", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "--tb=no"]
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", *options, *tests]

@@ -1,4 +1,4 @@
-"""Tiles of the two kernels of up to 64 tokens, for src/twell/gpu/decode/tiles.py; see tune_tiles.py.
+"""Tiles of the two kernels of up to 64 tokens, for src/twell/gpu/decode/few_tiles.py; see tune_tiles.py.
 
 The two kernels take microseconds and overlap, so they are timed together, as a CUDA graph of layers that each have
 their own weights: first the neurons kernel with other tiles before the usual sums kernel, then the sums kernel with

@@ -61,7 +61,8 @@ def run_demo(folder: Path = Path("demo-out"), size: Size | None = None, console:
     page = write_page(console, model, tokenizer, rows, folder)
     close(console, rows, share)
     console.print(f"\n[bold]A page to look at: {page}[/bold]")
-    console.print("Next: twell generate sample --prompt 'One day'    twell train --preset tiny --out my-run (two minutes)")
+    console.print("Next: twell generate sample --prompt 'One day'")
+    console.print("      twell train --preset tiny --out my-run    (two minutes)", highlight=False)
 
 
 # ---------------------------------------------------------------------------------------------------------

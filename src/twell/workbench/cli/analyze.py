@@ -10,13 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import Length, Text, counted_bar, load_model, print_table
+from twell.workbench.cli.common import Length, counted_bar, load_model, print_table
 
 
 @app.command()
 def analyze(
     model: Annotated[str, typer.Argument(help="Folder or hub name of a causal language model with ReLU FFNs.")],
-    text: Text,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="The text, as a file (.txt, .jsonl, .parquet) or folder. Default, for sample: its own text."),
+    ] = None,
     tokens: Annotated[int, typer.Option(help="How many tokens to analyse.")] = 16384,
     length: Length = None,
     out: Annotated[Path | None, typer.Option(help="Also write the whole analysis to this .json file.")] = None,
@@ -34,6 +37,8 @@ def analyze(
     """Which neurons of a model fire on a text: how many, in which layers, for which tokens, and what that saves.
 
     Example: [bold]twell analyze my-run/model --text book.txt --report report.html[/bold]
+
+    The model that ships with twell, on the text it was trained on: [bold]twell analyze sample[/bold]
     """
     from twell.workbench.analyze import analyze as analyze_model
 
@@ -41,6 +46,7 @@ def analyze(
         raise ValueError(f"{report}: the name of a page must end in .html")
     if (speed or metrics is not None) and report is None:
         raise ValueError("--speed and --metrics need --report")
+    text = text or _own_text(model)
     shown = {} if report is None else _shown_with(model, metrics, speed or [])
     language_model, tokenizer = load_model(model)
     with counted_bar("reading") as progress:
@@ -59,6 +65,16 @@ def analyze(
         title = folder.parent.name if folder.name == "model" else folder.name  # a run's folder is called model
         page.write(page.build(analysis, title=title, model=model, text=text.name, **shown), report)
         print(f"written: {report}", file=sys.stderr if as_json else sys.stdout)
+
+
+def _own_text(model: str) -> Path:
+    """The text of the shipped model; other models do not know theirs."""
+    from twell.hf.loading import SAMPLE_MODEL, model_path
+    from twell.train.data import SAMPLE
+
+    if Path(model_path(model)).resolve() != SAMPLE_MODEL.resolve():
+        raise ValueError(f"{model} needs --text FILE: only the model that ships with twell, sample, has a text")
+    return SAMPLE
 
 
 def _shown_with(model: str, metrics: Path | None, speed: list[Path]) -> dict[str, Any]:

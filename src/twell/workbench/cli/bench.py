@@ -122,9 +122,7 @@ def bench_plot(
 
 @bench_app.command("curves")
 def bench_curves(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of twell train, or their metrics.jsonl.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of twell train, or their metrics.jsonl.")],
     out: Annotated[Path, typer.Option(help="The .png or .svg file to write.")],
     first: Annotated[str | None, typer.Option(help="Name of the run the others are compared with.")] = None,
     over: Annotated[str, typer.Option(help="steps, tokens or minutes (of training, without evaluations).")] = "steps",

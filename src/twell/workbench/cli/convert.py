@@ -18,7 +18,7 @@ from twell.workbench.cli.common import counted_bar, printer
 def convert(
     model: Annotated[str, Argument(help="Folder or hub name of a causal language model.")],
     overrides: Annotated[
-        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="With --train: as for twell train. Else only l1.")
+        list[str] | None, Argument(metavar="KEY=VALUE", help="With --train: as for twell train. Else only l1.")
     ] = None,
     out: Annotated[Path | None, Option(help="Folder of the new model; with --train, of the run.")] = None,
     relufy: Annotated[bool, Option("--relufy", help="Replace SiLU or GELU by ReLU: changes the function.")] = False,

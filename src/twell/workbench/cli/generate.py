@@ -35,7 +35,7 @@ def generate_text(
     ] = None,
     compare: Annotated[bool, Option("--compare", help="Dense against sparse: same tokens? How fast?")] = False,
     max_new_tokens: Annotated[int | None, Option(help="Default: 128, or what fits into the context.")] = None,
-    temperature: Annotated[float | None, Option(help="0: greedy. Default: 0.")] = None,
+    temperature: Annotated[float | None, Option(help="0: greedy. Default: 0; with --top-p or --top-k 1.")] = None,
     top_p: Annotated[float | None, Option(help="Sample from the most likely tokens that make up this share.")] = None,
     top_k: Annotated[int | None, Option(help="Sample from this many most likely tokens.")] = None,
     seed: Annotated[int | None, Option(help="The same command with the same seed gives the same text.")] = None,

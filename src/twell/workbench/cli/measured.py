@@ -15,7 +15,7 @@ from twell.workbench.cli.common import counted_bar
 
 @app.command()
 def compare(
-    files: Annotated[list[Path], typer.Argument(metavar="ROWS.jsonl...", help="Two or more files of rows, or one.")],
+    files: Annotated[list[Path], typer.Argument(metavar="ROWS.jsonl", help="Two or more files of rows, or one.")],
     by: Annotated[
         str | None, typer.Option(help="Compare the rows of one file by this field: commit, gpu, versions.torch, ...")
     ] = None,

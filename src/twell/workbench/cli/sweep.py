@@ -16,7 +16,7 @@ from twell.workbench.cli.common import Seconds, printer
 @app.command()
 def sweep(
     overrides: Annotated[
-        list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Changes to the preset, for all runs.")
+        list[str] | None, Argument(metavar="KEY=VALUE", help="Changes to the preset, for all runs.")
     ] = None,
     out: Annotated[Path, Option(help="Folder of the sweep; an existing one is continued.")] = Path("sweep"),
     target: Annotated[

@@ -17,7 +17,7 @@ from twell.workbench.cli.common import counted_bar, printer
 
 @app.command()
 def train(
-    overrides: Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...", help="Change the recipe.")] = None,
+    overrides: Annotated[list[str] | None, Argument(metavar="KEY=VALUE", help="Change the recipe.")] = None,
     preset: Annotated[str | None, Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b. Default: tiny.")] = None,
     data: Annotated[
         list[str] | None,
