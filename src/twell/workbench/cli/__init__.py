@@ -11,18 +11,19 @@ from twell.workbench.cli import (  # noqa: F401  each adds its commands to the a
     bench_model,
     bench_train,
     calibrate,
+    compare,
     convert,
     demo,
     doctor,
     errors,
     eval,
     generate,
-    measured,
     quantize,
     serve,
     sweep,
     trace,
     train,
+    tune,
 )
 from twell.workbench.cli.app import app
 
