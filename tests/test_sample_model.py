@@ -83,8 +83,10 @@ def test_generate_by_name(twell: Twell, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_analyze_knows_its_text(twell: Twell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    done = twell("analyze", "sample", "--tokens", "512", "--json")
+    page = tmp_path / "page.html"
+    done = twell("analyze", "sample", "--tokens", "512", "--json", "--report", str(page))
     assert done.returncode == 0, done.stderr
+    assert '"training":{"steps":[' in page.read_text()  # it finds its training's log, too
     facts = json.loads(done.stdout)
     assert facts["text"] == str(SAMPLE) and facts["analysis"]["facts"]["tokens"] == 512
     by_path = twell("analyze", str(SAMPLE_MODEL), "--tokens", "512", "--json")

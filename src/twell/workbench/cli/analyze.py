@@ -79,11 +79,13 @@ def _own_text(model: str) -> Path:
 
 def _shown_with(model: str, metrics: Path | None, speed: list[Path]) -> dict[str, Any]:
     """The training log and measured rows for the page, read before the model: a file may be missing."""
+    from twell.hf.loading import model_path
     from twell.workbench.bench import rows
 
-    beside = Path(model).resolve().parent / "metrics.jsonl"
-    if metrics is None and Path(model).is_dir() and beside.is_file():
-        metrics = beside
+    folder = Path(model_path(model)).resolve()
+    if metrics is None and folder.is_dir():  # in the run's folder; the shipped model has its log beside its weights
+        found = (place / "metrics.jsonl" for place in (folder, folder.parent))
+        metrics = next((path for path in found if path.is_file()), None)
     return {
         "metrics": None if metrics is None else rows.read([metrics]),
         "speed": rows.read(speed) if speed else None,
