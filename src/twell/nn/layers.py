@@ -173,9 +173,9 @@ class SparseFFNBase(Fp8Layer):
             if captured:
                 self._keep_for_graphs(plan)
             if drift is None or captured or tokens < least:
-                return gpu.forward_here(x, w, self.activation, plan, few, most, least, kept)
+                return gpu.infer_here(x, w, self.activation, plan, few, most, least, kept)
             watch = drift.room(x.device)
-            y = gpu.forward_here(x, w, self.activation, plan, few, most, least, kept, watch)
+            y = gpu.infer_here(x, w, self.activation, plan, few, most, least, kept, watch)
             if watch is not None:
                 drift.send(watch, tokens)
             elif drift.is_too_far():
