@@ -1,6 +1,7 @@
 """FFNs with FP8 weights: which kernels run a call (table: gpu/__init__.py).
 
-Every path computes ``reference.fp8_forward``: x is rounded row by row. Dense batches round h, too.
+Every path rounds x row by row, as ``reference.fp8_forward`` does. Dense batches also round h, which the reference does
+not.
 """
 
 from __future__ import annotations
