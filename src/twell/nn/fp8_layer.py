@@ -15,7 +15,7 @@ from twell.fp8 import Fp8Linear
 from twell.nn.planned import KeptOfFp8, Planned
 from twell.nn.projections import PARAMETERS_AND_HOOKS
 from twell.ops import backends, registered
-from twell.plan import sizes_of
+from twell.plan import sizes_of, tokens_of
 
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # builds without CUDA have neither
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -112,8 +112,10 @@ class Fp8Layer(Planned):
                 raise RuntimeError("FP8 weights are new or have changed: call the layer once before capturing it")
             return kernels.keep(gate, up[0] if up else None, down, None)
         else:
+            plans: list[Any] = [plan, self._plan_captured]
+            few = max(tokens_of(p)[0] for p in plans if p[0] is plan.order)  # CUDA graphs read the same tensors
             with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode cannot be rewritten
-                kept = kernels.keep(gate, up[0] if up else None, down, plan)
+                kept = kernels.keep(gate, up[0] if up else None, down, plan, few=few)
             if found is not None and found.order is plan.order and found.kept is not None:
                 found.kept.rewrite_(kept)  # CUDA graphs read them, too
                 kept = type(kept)(kept.w._replace(down=found.kept.w.down), found.kept.layout)
