@@ -66,14 +66,15 @@ A backward leaves out what the wanted gradients do not need. The words in the ta
 
 - Hopper: sm_90, with Triton 3.6 or 3.7. Gate fits: at most 64 neurons per SM and D <= 2048; in 16 bits also an SM's
   gate rows in 192 KiB of shared memory (48 neurons at D 2048). See few_tiles.py.
-- An int8 screen exists if the plan counted at most 1 % active neurons (screen.py).
+- An int8 screen exists in 16 bits, if the plan counted at most 1 % active neurons (screen.py).
 - One wave: the tiles of h fill at least half of the SMs, and all at once (FP8: up to 4/3 of a wave), for F of 32 to 64
   times the number of SMs and D of 1024 to 4096. In 16 bits only without biases of gate and up, and for contiguous
   tensors. See ``dense.fused_tile``.
 - Not too many tokens: M < 2^31 / (cap + 16) and M C < 2^34 (``saved.runs_split``).
-- A second stream runs, in inference, _list_kernel and _heavy_kernel beside the hot gate (if H = 0, _heavy_kernel alone,
-  beside the tail); in a training forward, Wd's transpose and the hot rows beside the cold gate and the lists. The first
-  call of a shape, which is recorded, runs everything in order on one stream.
+- A second stream runs, in inference, _list_kernel and then _heavy_kernel, beside the hot gate; the tail waits for the
+  lists only. (If H = 0, _heavy_kernel alone, beside the tail.) In a training forward it runs Wd's transpose and the
+  hot rows, beside the cold gate and the lists. The first call of a shape, which is recorded, runs everything in order
+  on one stream.
 
 The split's files are the same for all architectures; shared/tiles.py says where TMA reads.
 """
