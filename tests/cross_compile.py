@@ -101,7 +101,7 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
             dtype, yes, GATED=yes, SQUARED=yes, INTERLEAVED=interleaved, WANTS_H=not interleaved, WANTS_STATISTICS=yes,
             HAS_MASK=yes, OVERLAPS=overlaps,
         )  # fmt: skip
-    yield activation._gradient_kernel(dtype, yes, GATED=yes, SQUARED=yes, **l1, OVERLAPS=overlaps)
+    yield activation._backward(dtype, yes, GATED=yes, SQUARED=yes, **l1, OVERLAPS=overlaps)
     yield dense._kernel(dtype, yes, no, overlaps)
     if capability == 90 and dtype.itemsize == 2:
         for _, tile in dense._FUSED:

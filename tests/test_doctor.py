@@ -77,7 +77,7 @@ def test_plans_are_those_of_sparsify(relu_model: Path) -> None:
     for shown, row in zip(plans, rows, strict=True):
         without_prediction = re.sub(r", predicted [\d.]+x", "", row.plan)
         assert without_prediction == f"Plan({shown.plan})"
-    assert plans[0].plan.startswith(f"0 of {F} neurons hot, tokens heavy above ")
+    assert plans[0].plan.startswith(f"0 of {F} neurons hot, tokens long or heavy above ")
     assert plans[1].plan.startswith(f"256 of {F} neurons hot, ")
     assert plans[2] == doctor.LayerForecast("model.layers.2.mlp", "sparse", f"dense, {F} neurons", 1.0, 0)
     assert {p.runs for p in plans} == {"sparse"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -150,6 +151,22 @@ def test_kept_tensors_follow_weights_and_plans() -> None:
     layer.set_plan(plan(128))  # as many hot neurons, and others
     assert kept().derived()[0] is not tensors[0] and not torch.equal(kept().layout.hot_down, before)
     assert twell.thaw_(layer) == 0 and layer._fp8 is None and copy.deepcopy(layer)._fp8 is None
+
+
+@pytest.mark.parametrize(("few", "captured"), [(0, None), (0, 16), (16, 0), (16, None)])
+def test_few_tokens_of_graphs_alone_need_the_neuron_major_weight(few: int, captured: int | None) -> None:
+    layer = GatedSparseFFN(48, 272).eval()
+    quantize_(layer)
+    layer.set_plan(dataclasses.replace(dense_plan(272, few), few_tokens_captured=captured))
+    plans: Any = layer._plan_eager, layer._plan_captured
+    kept = layer._kept_of_fp8(layer._fp8_tensors(), plans[0], is_sparse=False, captured=False)
+    assert (kept.w.down is not None) == (max(few, captured or 0) > 0) and kept.layout is None
+    assert layer._kept_of_fp8(layer._fp8_tensors(), plans[1], is_sparse=True, captured=True) is kept
+    with torch.no_grad():
+        layer.down_proj.weight_scale.mul_(2)
+    assert len(layer._kept_of_fp8(layer._fp8_tensors(), plans[0], is_sparse=False, captured=False).derived()) == (
+        kept.w.down is not None
+    )
 
 
 def test_which_weights_can_be_read() -> None:

@@ -560,7 +560,7 @@ def test_a_watched_call_counts_pairs_and_heavy_tokens() -> None:
     plan, listed = make_plan(144, 0, cap), n <= cap
     assert 0 < listed.sum() < 40
     watch = torch.tensor([1000, 100], dtype=torch.int32)  # added to
-    y = gpu.forward_here(x, w, "relu", plan.on(x.device), *plan.tokens(captured=False), (), watch)
+    y = gpu.infer_here(x, w, "relu", plan.on(x.device), *plan.tokens(captured=False), (), watch)
     assert_right(y, x, w)
     assert watch.tolist() == [1000 + int(n[listed].sum()), 100 + int((~listed).sum())]
 

@@ -127,7 +127,7 @@ def test_repr_of_plans() -> None:
     assert repr(dense_plan(16)) == "Plan(dense, 16 neurons)"
     plan = Plan(n_neurons=512, hot=torch.arange(128), cap=9, predicted=1.5)
     assert repr(plan) == (
-        f"Plan(128 of 512 neurons hot, tokens heavy above 9, from {_MIN_TOKENS} tokens on, predicted 1.50x)"
+        f"Plan(128 of 512 neurons hot, tokens long or heavy above 9, from {_MIN_TOKENS} tokens on, predicted 1.50x)"
     )
     plan = Plan(n_neurons=16, hot=torch.arange(2), cap=9, min_tokens=7, min_tokens_captured=5, few_tokens_captured=3)
     assert "from 7 tokens on (5 in graphs)" in repr(plan) and repr(plan).endswith(" (3 in graphs))")

@@ -30,7 +30,8 @@ class Turns(NamedTuple):
     """Which tokens are light, early, long and heavy: see gpu/prefill/lists.py."""
 
     counters: Tensor  # int32 [4]: heavy tokens, tokens over cap, early tokens; programs that wait for each other
-    entries: Tensor  # int32 [M]: n of token m if its turn is its own, else -1 - n; n is OVERFULL if a tile has > SLOTS
+    entries: Tensor  # int32 [M]: n >= 0 of token m if its own program handles it; -1 - n if it is handled elsewhere, as
+    # long, early and heavy tokens are. n is OVERFULL if a tile has more than SLOTS entries
     heavy: Tensor  # int32 [M]: heavy tokens from the front; tokens over cap (long, or too many for that) from the back
     early: Tensor  # int32 [n_early]
 

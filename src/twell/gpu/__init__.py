@@ -2,57 +2,81 @@
 
 M tokens, D model width, F neurons, of which H hot and C = F - H cold. ``few``, ``most`` and ``least`` are numbers of
 the plan (``Plan.tokens``; other ones for CUDA graphs). Rows are tried from the top; "cuBLAS" stands for PyTorch's
-GEMMs. [brackets]: not launched for a frozen layer.
+GEMMs. Letters mark launches that not every call has: (f) unless the layer is frozen; (d) unless Wd is neuron-major or
+the layer frozen; (h) if H > 0; (s) with statistics. float64, and D or F that are no multiple of 16, never come here:
+ops/registered.py calls reference.py.
 
-    Inference, ``forward_here``            file                  kernels, in order of launch
+    Inference, ``infer_here``              file                  kernels, in order of launch
     ---------------------------------------------------------------------------------------------------------------
-    1 <= M <= few, Wd neuron-major         decode/few.py
+    1 <= M <= few, Wd neuron-major or      decode/few.py
+      the layer frozen
       M 1, with an int8 screen (frozen)    screen.py, steps.py   screened_neurons_kernel, sum_kernel
-      sm_90, 16 bits, M <= 16              hopper.py             hopper_neurons_kernel, hopper_sums_kernel
-      sm_90, 16 bits, M <= 32              steps.py, hopper.py   neurons_kernel, hopper_sums_kernel
+      Hopper, 16 bits, M <= 16, gate fits  hopper.py             hopper_neurons_kernel, hopper_sums_kernel
+      Hopper, 16 bits, M <= 32             steps.py, hopper.py   neurons_kernel, hopper_sums_kernel
       otherwise                            steps.py              neurons_kernel, sums_kernel
-    few < M <= most, M < least,            prefill/union.py      cuBLAS (gate), _marks_kernel, _up_kernel, _down_kernel
-      16 bits, Wd neuron-major
-    M >= least, H < F                      prefill/split.py      [_transpose_kernel, _gather_kernel,]
+    few < M <= most, M < least, 16 bits,   prefill/union.py      cuBLAS (gate), _marks_kernel, _up_kernel, _down_kernel
+      Wd neuron-major or the layer frozen
+    M >= least, H < F                      prefill/split.py      _transpose_kernel (d), _gather_kernel (f, h),
                                                                  _gate_kernel (cold), _list_kernel, _heavy_kernel,
-                                                                 _gate_kernel (hot), _tail_kernel, cuBLAS (hot down)
+                                                                 _gate_kernel (hot, h), _tail_kernel, cuBLAS (hot
+                                                                 down, h)
     otherwise                              dense.py
       sm_90, 16 bits, gated, one wave      dense.py              _gate_up_kernel, cuBLAS (down)
       otherwise                            dense.py              cuBLAS (gate, up), _activate_kernel, cuBLAS (down)
 
-    Inference, FP8 weights, sm_90 only     ``fp8.forward``: other GPUs call the projections
+    Inference, FP8 weights, ``fp8.forward``: sm_90, x in bf16, no biases, D and F <= 32768, no gradients, statistics,
+    mask or autocast. Otherwise the layer calls its projections.
     ---------------------------------------------------------------------------------------------------------------
     1 <= M <= few                          decode/few_fp8.py
-      M 1, D <= 2048                       hopper_fp8_one.py     hopper_one_kernel, hopper_add_kernel
-      M <= 16, D <= 2048                   hopper_fp8.py         hopper_fp8_neurons_kernel, hopper_fp8_sums_kernel
-      otherwise                            steps.py, hopper_fp8  _round_kernel, neurons_kernel, hopper_fp8_sums_kernel
+      Hopper, M 1, gate fits               hopper_fp8_one.py     hopper_one_kernel, hopper_add_kernel
+      Hopper, M <= 16, gate fits           hopper_fp8.py         hopper_fp8_neurons_kernel, hopper_fp8_sums_kernel
+      Hopper                               steps.py, hopper_fp8  _round_kernel, neurons_kernel, hopper_fp8_sums_kernel
+      otherwise                            steps.py              _round_kernel, neurons_kernel, sums_kernel
     M >= least, H < F                      prefill/split_fp8.py  _round_kernel, _gate_kernel (cold), _list_kernel,
-                                                                 _heavy_fp8_kernel, _gate_kernel (hot), _tail_kernel,
-                                                                 cuBLAS (hot down)
+                                                                 _heavy_fp8_kernel, _gate_kernel (hot, h),
+                                                                 _tail_kernel, cuBLAS (hot down, h)
     otherwise: gated, one wave             dense_fp8.py          _round_kernel, _gate_up_kernel, _round_kernel,
                                                                  _down_fp8_kernel
-    otherwise                              fp8.py                _round_kernel, cuBLAS, _round_kernel, cuBLAS
+    otherwise                              fp8.py                _round_kernel, cuBLAS (gate, up), _round_kernel,
+                                                                 cuBLAS (down)
 
-    Training, ``train`` and ``backward``   training/
+    With gradients or statistics: ``train``, ``backward`` (never few tokens or union)
     ---------------------------------------------------------------------------------------------------------------
-    M >= least, H < F, forward             split_training.py     _gather_kernel, _transpose_kernel (unless Wd is
-                                                                 neuron-major), _gate_kernel (cold), _list_kernel,
-                                                                 _count_kernel, _total_kernel, _add_up_kernel and
-                                                                 _pair_kernel (transpose.py), _gate_kernel (hot),
-                                                                 _forward_kernel (activation.py; for statistics),
-                                                                 _heavy_kernel, _tail_kernel, _add_kernel (hot.py; from
-                                                                 8192 tokens on cuBLAS), _statistics_kernel
-    M >= least, H < F, backward            split_training.py     _tail_backward_kernel, _share_kernel, _neuron_kernel,
-                                                                 _heavy_backward_kernel, _gather_kernel,
-                                                                 _gradient_kernel and _add_kernel (hot.py), cuBLAS (hot
-                                                                 weights), _put_rows_kernel, _transpose_kernel
-    otherwise                              dense.py              cuBLAS, _forward_kernel, _statistics_kernel; backward:
-                                                                 cuBLAS, _backward_kernel (activation.py)
+    M >= least, H < F, not too many        training/             _gather_kernel (cold rows, h), _transpose_kernel (d),
+      tokens, forward                      split_training.py     _gather_kernel (hot rows, h), _gate_kernel (cold),
+                                                                 _list_kernel, _count_kernel, _total_kernel,
+                                                                 _add_up_kernel and _pair_kernel (transpose.py),
+                                                                 _gate_kernel (hot, h), _forward_kernel (activation.py;
+                                                                 h, s), _heavy_kernel, _tail_kernel, _add_kernel
+                                                                 (hot.py; M < 8192, h), _statistics_kernel (s),
+                                                                 cuBLAS (hot down; M >= 8192, h)
+    the same, backward                     split_training.py     _transpose_kernel (d), _tail_backward_kernel,
+                                                                 _share_kernel, _neuron_kernel,
+                                                                 _heavy_backward_kernel, _gather_kernel (hot rows, h),
+                                                                 _gradient_kernel (hot.py; h), _add_kernel (dx;
+                                                                 M < 8192, h), cuBLAS (h: dx for M >= 8192; gate and
+                                                                 up; down), _put_rows_kernel (h), _transpose_kernel
+                                                                 (dWd; d)
+    otherwise                              dense.py              cuBLAS (gate, up), _forward_kernel,
+                                                                 _statistics_kernel (s), cuBLAS (down); backward:
+                                                                 cuBLAS (dh), _backward_kernel (activation.py), cuBLAS
+                                                                 (dx twice, gate, up, down)
 
-The hopper files need Triton 3.6 or 3.7 (steps.py replaces them), at most 64 neurons per SM, and an SM's share of the
-gate in shared memory: few_tiles.py. An int8 screen exists if the plan counted at most 1 % active neurons (screen.py).
-"One wave": the tiles of h fill the SMs once (``dense.fused_tile``). The split's files are the same for all
-architectures; shared/tiles.py says where TMA reads.
+A backward leaves out what the wanted gradients do not need. The words in the table:
+
+- Hopper: sm_90, with Triton 3.6 or 3.7. Gate fits: at most 64 neurons per SM and D <= 2048; in 16 bits also an SM's
+  gate rows in 192 KiB of shared memory (48 neurons at D 2048). See few_tiles.py.
+- An int8 screen exists in 16 bits, if the plan counted at most 1 % active neurons (screen.py).
+- One wave: the tiles of h fill at least half of the SMs, and all at once (FP8: up to 4/3 of a wave), for F of 32 to 64
+  times the number of SMs and D of 1024 to 4096. In 16 bits only without biases of gate and up, and for contiguous
+  tensors. See ``dense.fused_tile``.
+- Not too many tokens: M < 2^31 / (cap + 16) and M C < 2^34 (``saved.runs_split``).
+- A second stream runs, in inference, _list_kernel and then _heavy_kernel, beside the hot gate; the tail waits for the
+  lists only. (If H = 0, _heavy_kernel alone, beside the tail.) In a training forward it runs Wd's transpose and the
+  hot rows, beside the cold gate and the lists. The first call of a shape, which is recorded, runs everything in order
+  on one stream.
+
+The split's files are the same for all architectures; shared/tiles.py says where TMA reads.
 """
 
 from __future__ import annotations
@@ -128,10 +152,10 @@ def forward(x: Tensor, w: Weights, activation: str, plan: PlanTensors | None, fr
     """y [..., D] for x [..., D]; dense without a plan. ``frozen``: the tensors of ``Frozen``, or empty."""
     if plan is None:
         return dense.infer(x, w, activation)
-    return forward_here(x, w, activation, plan, *tokens_of(plan), frozen)
+    return infer_here(x, w, activation, plan, *tokens_of(plan), frozen)
 
 
-def forward_here(
+def infer_here(
     x: Tensor,
     w: Weights,
     activation: str,
@@ -142,8 +166,9 @@ def forward_here(
     frozen: Sequence[Tensor],
     watch: Tensor | None = None,
 ) -> Tensor:
-    """On the current device. ``few``, ``most``, ``least``: sparse up to ``few`` tokens, by tiles of tokens up to
-    ``most``, split from ``least`` on. ``watch``: see ``split.forward``."""
+    """``forward`` by a plan, where x's device is the current one. Up to ``few`` tokens run by the kernels for few
+    tokens, up to ``most`` by tiles of tokens, and from ``least`` on by the split; all others densely. ``watch``: see
+    ``split.forward``."""
     M = x.numel() // x.shape[-1]
     kept = (frozen if type(frozen) is Frozen else Frozen(*frozen)) if frozen else None
     down = kept.down if kept is not None and kept.down.numel() else None

@@ -169,8 +169,9 @@ def _launch_gate_up(
 
 
 def fused_tile(table: FusedTiles, M: int, D: int, F: int, device: int, waves: float = 1.0) -> GateTile | None:
-    """The first tile of a table for M tokens whose tiles of h all run at once; None for shapes that were not measured.
-    The table's last tile may take ``waves`` waves."""
+    """The table's first tile for M tokens with which the tiles of h fill at least half of the SMs and all run at once.
+    With the table's last tile they may take ``waves`` waves. None if there is no such tile, and for shapes that were
+    not measured."""
     capability, processors = device_facts(device)
     if (
         capability != 90 or not 32 * processors <= F <= 64 * processors or not 1024 <= D <= 4096

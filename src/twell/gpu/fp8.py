@@ -1,6 +1,7 @@
 """FFNs with FP8 weights: which kernels run a call (table: gpu/__init__.py).
 
-Every path computes ``reference.fp8_forward``: x is rounded row by row. Dense batches round h, too.
+Every path rounds x row by row, as ``reference.fp8_forward`` does. Dense batches also round h, which the reference does
+not.
 """
 
 from __future__ import annotations
@@ -58,11 +59,20 @@ def can_read(*weights: Fp8) -> bool:
     )
 
 
-def keep(gate: Fp8, up: Fp8 | None, down: Fp8, plan: PlanTensors | None, dtype: torch.dtype = torch.bfloat16) -> Kept:
-    """The tensors for a layer with these weights, down [D, F], and a plan."""
+def keep(
+    gate: Fp8,
+    up: Fp8 | None,
+    down: Fp8,
+    plan: PlanTensors | None,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    few: int | None = None,
+) -> Kept:
+    """The tensors for a layer with these weights, down [D, F], and a plan. ``few``: the most tokens that count as few
+    in eager calls or in CUDA graphs, which share the tensors; None: the plan's."""
     F = len(gate.q)
-    n_hot, few = (F, 0) if plan is None else (SplitSizes.of(plan).n_hot, tokens_of(plan)[0])
-    w = Fp8Weights.of(gate, up, down, by_neurons=few > 0 or n_hot < F)
+    n_hot, own_few = (F, 0) if plan is None else (SplitSizes.of(plan).n_hot, tokens_of(plan)[0])
+    w = Fp8Weights.of(gate, up, down, by_neurons=(own_few if few is None else few) > 0 or n_hot < F)
     return Kept(w, None if plan is None or n_hot == F else split_fp8.lay_out(w, plan, n_hot, dtype))
 
 

@@ -12,10 +12,10 @@ from torch.nn.modules import module as torch_module
 
 from twell import reference
 from twell.fp8 import Fp8Linear
-from twell.nn.planned import Planned
+from twell.nn.planned import KeptOfFp8, Planned
 from twell.nn.projections import PARAMETERS_AND_HOOKS
 from twell.ops import backends, registered
-from twell.plan import sizes_of
+from twell.plan import sizes_of, tokens_of
 
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # builds without CUDA have neither
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -101,8 +101,8 @@ class Fp8Layer(Planned):
         """What kernels read, made anew after a weight or the plan has changed; None if kernels cannot read the weights.
         ``is_sparse``: this batch is captured and runs sparsely."""
         found, states = self._fp8, [(t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors]
-        if found is not None and found[0] == states and found[1] is plan.order:
-            return found[2]
+        if found is not None and found.states == states and found.order is plan.order:
+            return found.kept
         kernels = backends.kernels().fp8
         gate, *up, down = weights = [linear.fp8() for linear in (getattr(self, name) for name in self.projections)]
         if not kernels.can_read(*weights):
@@ -112,12 +112,14 @@ class Fp8Layer(Planned):
                 raise RuntimeError("FP8 weights are new or have changed: call the layer once before capturing it")
             return kernels.keep(gate, up[0] if up else None, down, None)
         else:
+            plans: list[Any] = [plan, self._plan_captured]
+            few = max(tokens_of(p)[0] for p in plans if p[0] is plan.order)  # CUDA graphs read the same tensors
             with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode cannot be rewritten
-                kept = kernels.keep(gate, up[0] if up else None, down, plan)
-            if found is not None and found[1] is plan.order and found[2] is not None:
-                found[2].rewrite_(kept)  # CUDA graphs read them, too
-                kept = type(kept)(kept.w._replace(down=found[2].w.down), found[2].layout)
-        self._fp8 = states, plan.order, kept
+                kept = kernels.keep(gate, up[0] if up else None, down, plan, few=few)
+            if found is not None and found.order is plan.order and found.kept is not None:
+                found.kept.rewrite_(kept)  # CUDA graphs read them, too
+                kept = type(kept)(kept.w._replace(down=found.kept.w.down), found.kept.layout)
+        self._fp8 = KeptOfFp8(states, plan.order, kept)
         return kept
 
     def _fp8_tensors(self) -> list[Tensor]:
@@ -130,10 +132,10 @@ class Fp8Layer(Planned):
         found, plan = self._fp8, self._plan_eager
         if found is None:
             return False
-        self._fp8 = [], found[1], found[2]
+        self._fp8 = found._replace(states=[])
         self._kept_of_fp8(self._fp8_tensors(), plan, is_sparse=False, captured=False)
         return True
 
     def runs_split(self) -> bool:
         """Whether FP8 weights are laid out for the split, as they are from the first call with a sparse plan on."""
-        return self._fp8 is not None and self._fp8[2] is not None and self._fp8[2].layout is not None
+        return self._fp8 is not None and self._fp8.kept is not None and self._fp8.kept.layout is not None

@@ -125,7 +125,16 @@ class SparseFFNBase(Fp8Layer):
         return (y, stats) if return_stats else y
 
     def _ffn(self, x: Tensor, token_mask: Tensor | None, return_stats: bool, own: Weights | None = None) -> Any:
-        """``own``: the weights of this process's share of the neurons; the result is then of these neurons alone."""
+        """``own``: the weights of this process's share of the neurons; the result is then of these neurons alone.
+
+        The exits, in order:
+        1. neurons divided over processes: ``_run_share``, which comes back with ``own``
+        2. compiled inference between few and many tokens: the projections, or ``_dense`` with ``own``
+        3. other compiled inference with FP8 weights: the operation ``twell::fp8_layer``
+        4. eager inference with FP8 weights: ``_by_fp8_kernels``, unless it returns None
+        5. projections that are more than weights (``why_called``): called one by one
+        6. eager inference on a GPU: ``gpu.dense.infer`` where the plan says dense, else ``gpu.infer_here``
+        7. everything else: ``ops.run``"""
         is_compiling, index = torch.compiler.is_compiling(), self._kernels_on
         w = own if is_compiling or own is not None else self._plain_weights()
         if w is None and self._number is None:
@@ -133,9 +142,9 @@ class SparseFFNBase(Fp8Layer):
             if share is not None and self._why_called(share) is None:
                 return self._run_share(share, x, token_mask, return_stats)
         if is_compiling and index is not None and token_mask is None and not (return_stats or torch.is_grad_enabled()):
-            few, _, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # symbols, so other numbers do not recompile
+            few, _, least = tokens_of(self._plan_eager)  # type: ignore[arg-type]  # symbols: other plans do not recompile
             if few < x.numel() // x.shape[-1] < least:
-                # Compilers run dense layers best. Tiles of tokens would run at 0.75x of that, because of host time.
+                # Here a compiler's own dense code is fastest: tiles of tokens reach 0.75x of it, by their host time.
                 return self._call_projections(x, None, False) if own is None else _dense(x, own, self.activation)
             is_plain = x.dtype == torch.bfloat16 and not torch.is_autocast_enabled(x.device.type)
             # Not for exported programs, which may run elsewhere. (In dynamo of torch 2.11 is_exporting is always true.)
@@ -173,9 +182,9 @@ class SparseFFNBase(Fp8Layer):
             if captured:
                 self._keep_for_graphs(plan)
             if drift is None or captured or tokens < least:
-                return gpu.forward_here(x, w, self.activation, plan, few, most, least, kept)
+                return gpu.infer_here(x, w, self.activation, plan, few, most, least, kept)
             watch = drift.room(x.device)
-            y = gpu.forward_here(x, w, self.activation, plan, few, most, least, kept, watch)
+            y = gpu.infer_here(x, w, self.activation, plan, few, most, least, kept, watch)
             if watch is not None:
                 drift.send(watch, tokens)
             elif drift.is_too_far():

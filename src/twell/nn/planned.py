@@ -6,7 +6,7 @@ at its first tokens and plans by itself. Training has a planner of its own: ``tw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,14 @@ LOOK_AT_LEAST = 256  # tokens of a batch: a look costs another gate GEMM, which 
 FIRST_LOOK = MAX_FEW_TOKENS  # tokens it sees before it plans for few tokens
 
 
+class KeptOfFp8(NamedTuple):
+    """What a layer with FP8 weights keeps for the kernels, and what it was made from."""
+
+    states: list[Any]  # address and version of every weight and scale; empty: make it anew
+    order: Tensor  # the plan's, which tells plans apart
+    kept: Any  # ``gpu.fp8.Kept``; None: kernels cannot read the weights
+
+
 class Planned(Projections):
     """Projections with running counts, a plan and frozen state."""
 
@@ -31,9 +39,8 @@ class Planned(Projections):
     plan: Plan | None
     frozen: FrozenState | None
     backend: str
-    # FP8 weights: their states, the plan's order, and what kernels keep of both (None: kernels cannot read them).
-    _fp8: tuple[list[Any], Tensor, Any] | None
-    _number: Tensor | None  # identifies the layer in compiled code, as a size; None: no FP8 kernels
+    _fp8: KeptOfFp8 | None
+    _number: Tensor | None  # FP8 kernels can run: identifies the layer in compiled code, as a size (registered.py)
 
     def _start(self, n_neurons: int, device: torch.device) -> None:
         """No counts, no plan, nothing frozen."""
@@ -112,7 +119,7 @@ class Planned(Projections):
             self.plan = None  # made before the neurons were divided over processes
         self._plan_eager: Sequence[Tensor | None] = ops.NO_PLAN
         self._plan_captured: Sequence[Tensor | None] = ops.NO_PLAN
-        self._kernels_on: int | None = None  # the GPU on which all calls go to the kernels
+        self._kernels_on: int | None = None  # index of the layer's GPU, if kernels take the layer's sizes
         self._drift: Drift | None = None
         self._fp8 = None
         self._number = None
@@ -232,8 +239,8 @@ class Planned(Projections):
 
     def frozen_bytes(self) -> int:
         """Bytes that frozen state, or the kernels' copies of FP8 weights, take."""
-        if self._fp8 is not None and self._fp8[2] is not None:
-            return sum(t.nbytes for t in self._fp8[2].derived())
+        if self._fp8 is not None and self._fp8.kept is not None:
+            return sum(t.nbytes for t in self._fp8.kept.derived())
         return 0 if self.frozen is None else self.frozen.nbytes
 
     def train(self, mode: bool = True) -> Self:

@@ -90,7 +90,8 @@ def _tensors_of(plan: Plan | None, x: Tensor) -> Sequence[Tensor | None]:
 def is_captured(device: torch.device) -> bool:
     """Whether a call is captured in a CUDA graph, which replays it without the host.
 
-    False under a compiler: without ``mode="reduce-overhead"`` compiled code costs as much host time as eager code.
+    False under a compiler, so compiled code has the plan's thresholds for eager calls: unless a graph is made of it
+    later (``mode="reduce-overhead"``), it takes as much host time.
     """
     if torch.compiler.is_compiling():
         return False

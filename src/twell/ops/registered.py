@@ -8,10 +8,11 @@ With M tokens, D model width, F neurons:
     twell::ffn_backward  dy [M, D], dl1 [], and all of these       -> dx and six gradients of weights
     twell::fp8_layer     x [..., D], its weights, its number       -> y [..., D]
 
-The first three are functional: statistics are outputs, and nothing is updated in place. The operation itself chooses
-between few tokens, the split and dense, by the plan's numbers, which arrive as tensor sizes (``PlanTensors``). So a
-compiled model holds one call per layer for every plan. Forward-mode AD and double backward raise. ``fp8_layer`` calls
-the layer object, which may count neurons, plan, and keep copies of its weights.
+The first three are functional: statistics are outputs, and nothing is updated in place. The operation itself chooses by
+the plan's numbers, which arrive as tensor sizes (``PlanTensors``): ``ffn`` between few tokens, tiles of tokens, the
+split and dense, ``ffn_train`` between the split and dense. So a compiled model holds one call per layer for every plan.
+Forward-mode AD and double backward raise. ``fp8_layer`` calls the layer object, which may count neurons, plan, and keep
+copies of its weights.
 
 An operation is called through PyTorch's dispatcher: autocast (casts the arguments), then autograd (records the
 backward), then the device. Eager calls that need none of the stops skip them: ``skips_dispatcher``."""
@@ -38,7 +39,8 @@ _tracing = torch._C._get_tracing_state
 
 
 def skips_dispatcher(x: Tensor) -> bool:
-    """Whether the dispatcher would change nothing on the way to the kernels: its two stops cost 25 us of host time."""
+    """Whether a call can go straight to the kernels: autocast and autograd's keys, the dispatcher's two stops before
+    the device, would do nothing and cost 25 us of host time."""
     return type(x) is Tensor and x.device.type in ("cuda", "cpu") and nothing_intercepts(x.device.type)
 
 

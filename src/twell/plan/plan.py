@@ -15,9 +15,9 @@ MAX_FEW_TOKENS = 64  # what gpu/decode/few.py takes at once
 class PlanTensors(NamedTuple):
     """A plan as operations take it: on the layer's device, so that no call copies from the host.
 
-    ``sizes`` and ``tokens`` hold numbers as their shape, [0, number], and no memory. A compiler treats sizes as
-    symbols, so a new plan does not recompile. Each symbol costs compiled code a call of Python, so several numbers are
-    packed into one. Large offsets make them differ from all other sizes: equal sizes would share a symbol."""
+    ``sizes`` and ``tokens`` hold a number as their shape, [0, number], and no memory. A compiler treats sizes as
+    symbols, so a new plan compiles nothing anew. In compiled code every symbol costs a call of Python, so a size packs
+    several numbers. A compiler gives equal sizes one symbol, so large offsets make these differ from all others."""
 
     order: Tensor  # int32 [F]: the neurons, hot ones first
     places: Tensor  # int32 [F]: position of a cold neuron among the cold ones; -1 for hot ones
@@ -59,7 +59,7 @@ class Plan:
 
     n_neurons: int
     hot: Tensor  # int64 [H], most frequent first; all F neurons if large batches run densely
-    cap: int  # a token with more active cold neurons is heavy, or gets a long list if few tokens are
+    cap: int  # places of a token's list; with more active cold neurons it is long or heavy: gpu/prefill/lists.py
     first: int = 32  # tokens with more tail entries than this run first
     min_tokens: int = MIN_TOKENS  # batches of at least this many tokens run by the split
     few_tokens: int = 0  # batches of at most this many run by the kernels for few tokens
@@ -120,7 +120,7 @@ class Plan:
         predicted = "" if self.predicted is None else f", predicted {self.predicted:.2f}x"
         in_graphs = f" ({least_captured} in graphs)" if least_captured != least else ""
         return (
-            f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens heavy above {self.cap}, "
+            f"Plan({len(self.hot)} of {self.n_neurons} neurons hot, tokens long or heavy above {self.cap}, "
             f"from {least} tokens on{in_graphs}{predicted}{of_few})"
         )
 

@@ -62,12 +62,12 @@ def forward(
 ) -> Tensor:
     """y [..., D] for x [..., D], of 1 to 64 tokens.
 
-    ``w``: the weights, Wd neuron-major as [D, F] or [F, D]. ``screened``: the gate's screen, for M 1. ``settled``: no
-    kernel still in flight writes the gate, so the kernel may read it before the preceding kernel has ended.
+    ``w``: the weights, Wd neuron-major as [D, F] or [F, D]. ``screened``: the gate's screen, for M 1. ``settled``:
+    nothing that is still in flight writes the gate, so it may be read before the preceding kernel has ended.
 
     The key contains all strides: a call whose launches are repeated checks nothing else."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)  # its code is warmer than new_empty's
-    run = _several_tokens if screened is None else _one_token
+    run = _unscreened if screened is None else _screened_token
     tensors = (x, y, *w) if screened is None else (x, y, *w, *screened)
     if run.repeat(_key(x, w, activation, tiles, settled), tensors) is None:
         _run(run, x, y, w, activation, tiles, screened, settled)
@@ -111,7 +111,7 @@ def _run(
 
 
 @Recorded
-def _one_token(
+def _screened_token(
     space: Space,
     x: Tensor,
     y: Tensor,
@@ -167,7 +167,7 @@ def _warps_for_words(n: int) -> int:
 
 
 @Recorded
-def _several_tokens(
+def _unscreened(
     space: Space,
     x: Tensor,
     y: Tensor,

@@ -8,15 +8,15 @@ chunk by chunk, with h in a workspace of one chunk, and loop up to a count that 
 synchronisation, and no capacity. The list's order may vary between runs; a row's sums do not depend on its place.
 
 Hot neurons run along, so that TMA reads the weights as they are stored; on Hopper x of a chunk is packed for TMA, too.
-Every product is a pair of two 128 x 128 tiles: gate and up, or neighbouring columns of y. ptxas gives the accumulators
-of every wgmma loop registers of their own for the whole kernel, unless one loop's accumulators come from the other's:
-so they are passed from loop to loop.
+Every product is a pair of two 128 x 128 tiles: gate and up, or neighbouring columns of y. ptxas reserves registers for
+the accumulators of every wgmma loop, for the whole kernel; two loops' share them if one loop starts with what the other
+returns. So the accumulators are passed from loop to loop.
 
 Up to FEW tokens, pairs of 64 x 64 tiles read x by pointers: 88 pairs for 5632 neurons. If the tiles of y fill at most
 half a wave, narrow tiles share the depth (up to SHARES shares), whose sums are added in order.
 
 F 5632, D 2048, bf16: the weights are 69 MB, 16 us; FLOPs of 16384 tokens 1.13e12, 1.5 ms at 750 TFLOP/s. Measured on an
-H200 with chunks of 4096: 64 tokens 41 us, 512 124, 2048 282, 16384 2056 (551 TFLOP/s).
+H200: 64 tokens 41 us, 512 124, 2048 282, and 16384, when a chunk had 4096 tokens, 2056 (551 TFLOP/s).
 Workspace: h [CHUNK, F], 23 MB, and x [CHUNK, D] or shares of sums, 9 MB.
 """
 
@@ -35,7 +35,7 @@ from twell.gpu.prefill.lists import LONG, N_WAITING, count_for_drift, count_heav
 from twell.gpu.shared.cooperative import fence, leave_for_all, wait_for_all
 from twell.gpu.shared.launch import ANY, MULTIPLE, Descriptor, Kernel
 from twell.gpu.shared.replay import Matrix, Space
-from twell.gpu.shared.tiles import INTERPRETED, GateTile, few, quarters, relu, tile_of
+from twell.gpu.shared.tiles import INTERPRETED, GateTile, narrowed, quarters, relu, tile_of
 from twell.reference import Weights
 from twell.saved import Turns
 
@@ -386,7 +386,7 @@ def _kernel(
     **flags: bool,
 ) -> Kernel:
     """``flags``: GATED, SQUARED, HAS_GATE_BIAS, HAS_UP_BIAS, HAS_DOWN_BIAS, HAS_MASK, HAS_STATISTICS."""
-    small, (BM, BN, BK, *_) = few(tile), tile
+    small, (BM, BN, BK, *_) = narrowed(tile), tile
     of_few = (small.BN, small.BK), (small.BN, small.BK), (small.BK, small.BN)
     blocks = *of_few, (BM, BK), (BN, BK), (BN, BK), (BK, BN), (BM, BK)
     tiles = (Descriptor(dtype, block) if use_tma else dtype for block in blocks)

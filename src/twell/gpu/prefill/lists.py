@@ -93,7 +93,7 @@ def is_listed(n, i_counters, M, cap, LONG: tl.constexpr):
 
 @triton.jit
 def count_heavy(i_counters, M):
-    """(tokens heavy by their own count, all heavy tokens)."""
+    """(tokens heavy by their own count, all heavy tokens: with them those over cap, if they are more than n_long)."""
     n_over = tl.load(i_counters + N_OVER)
     n_long, _ = rooms(M)
     n_first = tl.load(i_counters + N_HEAVY)

@@ -1,6 +1,9 @@
 """The split forward of an FFN: hot neurons and heavy tokens run densely, the tail sparsely. Exact for any plan.
 
-    y = tail of the tokens that are not heavy  |  cold neurons of the heavy tokens, densely,   +  bd  +  h_hot Wd_hot
+    y = h_hot Wd_hot + y_cold + bd        the hot neurons, for all tokens; the cold ones, by classes of tokens:
+
+    y_cold of a heavy token               h_cold Wd_cold, as rows of GEMMs (``heavy.py``)
+    y_cold of every other token           the sum of its active cold neurons, token by token: the tail (``tail.py``)
 
 A plan changes only time. Every step runs on the device, and the host waits for nothing. Rows that kernels want in the
 plan's order are gathered in the call (``lay_out``), or were when the layer was frozen.
@@ -162,7 +165,7 @@ def forward(
 ) -> Tensor:
     """y [..., D] for x [..., D]. ``down``, ``layout``: a frozen layer's neuron-major Wd and layout. ``watch``: int32
     [2], to which the numbers of list entries and of heavy tokens are added. ``cold_gate``: the result of
-    ``gate_in_twell``, if it exists already."""
+    ``gate_in_twell``, if it exists already; only benchmarks pass it."""
     x, w = aligned(x), ready(w)
     gate, up, own_down, b_gate, b_up, b_down = w
     n_hot, y = split.n_hot, x.new_empty(x.shape)

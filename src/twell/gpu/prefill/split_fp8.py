@@ -108,7 +108,7 @@ def forward(
     watch: Tensor | None = None,
     cold_gate: TwELL | None = None,
 ) -> Tensor:
-    """y [..., D] for x [..., D] in 16 bits. ``watch``, ``cold_gate``: see ``split.forward``."""
+    """y [..., D] for x [..., D] in 16 bits. ``watch``, ``cold_gate`` (only from benchmarks): see ``split.forward``."""
     x = aligned(x)
     y, is_given = x.new_empty(x.shape), cold_gate is not None
     key = (x.shape, x.stride(-2), x.dtype, w.gate.shape[0], split, activation, w.up is None, watch is None, is_given)

@@ -1,8 +1,8 @@
 """The tail, token by token: y = sum over a token's listed neurons n of a(r_n) * (Wu_n . x + bu_n) * Wd_n + bd.
 
-One program per token, long and early ones first, so that the others do not wait for them at the end. It gathers its
-neurons' rows of Wu and Wd, a few at a time; u and h stay in registers, sums are fp32. ``heavy.py`` computes the heavy
-tokens.
+One program per token. Those of the long and early tokens, which take longest, start first, so that nothing waits for
+them at the end. A program gathers its neurons' rows of Wu and Wd, a few at a time; u and h stay in registers, sums are
+fp32. ``heavy.py`` computes the heavy tokens.
 
 A dense FFN multiplies u with the 0 of every inactive neuron, which gives NaN for a token with inf or NaN in x. For a
 token without any active or hot neuron the tail adds that NaN: y += 0 * sum(x).

@@ -3,7 +3,8 @@
 In Python a launch takes 10 us or more of host time: functions compute sizes, allocate, look up kernels and pass
 arguments on. For one layer and one number of tokens only the addresses change between calls. So a function that does
 nothing but launch kernels runs once per key. Its launches are kept, with every address as "this tensor plus an offset
-in bytes". Later calls with the same key pass their tensors to ``replay.c``: 2 to 3 us per launch.
+in bytes". Later calls with the same key pass their tensors to ``replay.c``: 4 to 7 us per launch,
+nearly all of it the driver's.
 
     @Recorded
     def _launch(space, x, w, y, tile): ...      # tensors, then everything else that decides; returns tensors of space
@@ -12,8 +13,10 @@ in bytes". Later calls with the same key pass their tensors to ``replay.c``: 2 t
 
 The key must contain everything that the function's launches depend on. With TWELL_CHECK_LAUNCHES=1 every other call
 records again and compares. Where the C module cannot be built, or a kernel's parameters are not as expected, functions
-run as they are. Launches inside ``with beside():`` go to a second stream. They may run at the same time as the launches
-after them, up to a launch that ``waits()``.
+run as they are.
+
+Launches inside ``with beside():`` go to a second stream when a call is repeated: after all launches before them, and at
+the same time as those after them, up to one that ``waits()``. The call that is recorded runs in order on one stream.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ _BY_CAPABILITY: dict[int, Tiles] = {
 }
 
 
-def few(tile: GateTile) -> GateTile:
+def narrowed(tile: GateTile) -> GateTile:
     """The heavy kernel's tile for few heavy tokens: narrow, so that every SM has one, and deep."""
     return tile._replace(BM=max(16, tile.BM // 2), BN=max(16, tile.BN // 2), BK=tile.BK * 2)
 

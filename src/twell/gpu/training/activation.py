@@ -165,7 +165,7 @@ def _kernel(dtype: torch.dtype, aligned: bool, **flags: bool) -> Kernel:
 
 
 @functools.cache
-def _gradient_kernel(dtype: torch.dtype, aligned: bool, **flags: bool) -> Kernel:
+def _backward(dtype: torch.dtype, aligned: bool, **flags: bool) -> Kernel:
     """``aligned``: N is a multiple of 16. ``flags``: GATED, SQUARED, HAS_L1, HAS_MASK, OVERLAPS."""
     n, N = (LONG_MULTIPLE, MULTIPLE) if aligned else (LONG, ANY)
     return Kernel(
@@ -223,9 +223,7 @@ def activation_gradients_(
     if dh.numel():
         n, N = dh.numel(), dh.shape[1]
         flags = {"GATED": u is not None, "SQUARED": squared, "HAS_L1": dl1 is not None}
-        kernel = _gradient_kernel(
-            z.dtype, N % 16 == 0, **flags, HAS_MASK=token_mask is not None, OVERLAPS=can_overlap()
-        )
+        kernel = _backward(z.dtype, N % 16 == 0, **flags, HAS_MASK=token_mask is not None, OVERLAPS=can_overlap())
         optional = (0 if t is None else t for t in (dl1, token_mask))
         kernel(ceil_div(n, _BLOCK), z, 0 if u is None else u, dh, *optional, dz, du, n, N)
     return dz, du, dh

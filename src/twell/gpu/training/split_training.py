@@ -1,9 +1,10 @@
 """Training with the split: the forward of ``prefill/split.py``, which also keeps what a backward needs, and the
 backward.
 
-Kept per token, besides x and the weights: z and u of the H hot neurons; for the tail a narrow list of 16-bit neuron
-numbers, r and u (``lists.py``), and their pairs by neurons (``transpose.py``). At H 512 and lists of 48 this is 2.6 kB,
-where a dense FFN keeps r, u and h of all neurons: 34 kB.
+Kept per token, besides x and the weights: z and u of the H hot neurons; for the tail ``cap`` places of 10 bytes, for a
+16-bit neuron number, r and u (``lists.py``) and the place among the pairs by neurons (``transpose.py``). At H 512, cap
+48 and F 5632 this is 2.5 kB, and 2.8 with long lists, the pairs' offsets and the tokens' classes, where a dense FFN
+keeps r, u and h of all neurons: 34 kB.
 
 A heavy token keeps nothing: its cold neurons are computed again from x. Only the device knows how many there are; the
 host never asks.
@@ -60,7 +61,7 @@ def forward(
     cold_gate: TwELL | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y [M, D], l1_sum, counts [F], tensor to keep) for x [M, D]. ``cold_gate``: the result of ``gate_in_twell``, if
-    it exists already."""
+    it exists already; only benchmarks pass it."""
     x, w = aligned(x), ready(w)
     gate, up, down, b_gate, b_up, b_down = w
     (M, _), F, (n_hot, cap, _) = x.shape, gate.shape[0], split

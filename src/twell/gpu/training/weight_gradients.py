@@ -5,11 +5,11 @@
 For each of a neuron's pairs (``tail_backward.py``) two rows are gathered, since dWg and dWu share x. Blocks of D are
 the outermost loop, so that the gathered columns fit in L2. A neuron is one warp's work, 0.35 us per pair.
 
-A plan makes neurons that fire often hot. On other text than the plan's, some cold neurons fire often, too: one that
-fires for half of 16384 tokens would keep its warp busy for 3 ms. So the work of neurons with more than SPLIT pairs is
-divided where the list of all pairs reaches a multiple of SPLIT: a first launch sums each such share into a buffer; the
-second sums the pairs before the neuron's first share, and adds the shares. ``tail_backward.py`` stores which neuron has
-the pair at each multiple of SPLIT, so nothing has to be counted or sorted.
+Neurons that often fired on the plan's text are hot. On another text some cold neurons fire often, too: one that fires
+for half of 16384 tokens would keep its warp busy for 3 ms. So the pairs of a neuron with more than SPLIT of them are
+divided into shares, which start where the list of all neurons' pairs has a multiple of SPLIT. A first launch sums each
+share into a buffer; the second sums the pairs before the neuron's first share, and adds the shares.
+``tail_backward.py`` stores which neuron has the pair at each multiple of SPLIT, so nothing has to be counted or sorted.
 
 Sums are fp32, and their order follows from the counts: no atomics, the same bits every time.
 Bytes, M 16384, D 2048, 10 pairs per token, bf16: 1.3 GB, mostly from L2, and 69 MB of gradients.

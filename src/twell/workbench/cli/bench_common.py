@@ -159,7 +159,9 @@ def print_speed_table(rows: list[Row]) -> None:
     for row in rows:
         if row.get("parts_ms"):
             plan, parts = row["plan"], ", ".join(f"{name} {ms:.3g}" for name, ms in row["parts_ms"].items())
-            print(f"{row['workload']}, {row['M']} tokens: {plan['hot']} hot, heavy above {plan['cap']}: {parts}")
+            print(
+                f"{row['workload']}, {row['M']} tokens: {plan['hot']} hot, long or heavy above {plan['cap']}: {parts}"
+            )
 
 
 def _lines_of_ways(row: Row, is_called: bool, has_fp8: bool) -> Iterator[list[str]]:

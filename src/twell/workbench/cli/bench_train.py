@@ -171,7 +171,7 @@ def _print_ffn_steps(rows: list[Row]) -> None:
 
 def _facts(row: Row) -> Iterator[str]:
     if "plan" in row:
-        yield f"{row['plan']['hot']} hot, heavy above {row['plan']['cap']}"
+        yield f"{row['plan']['hot']} hot, long or heavy above {row['plan']['cap']}"
     if (memory := row["memory"]) is not None:
         dense, sparse = memory["dense"] / 1e6, memory["sparse"] / 1e6
         yield f"peak memory {sparse:.0f} of {dense:.0f} MB ({memory['ratio']:.2f}x)"
