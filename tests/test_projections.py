@@ -238,6 +238,21 @@ def test_global_hooks_see_every_projection(global_hook: list[nn.Module]) -> None
     assert global_hook == [sparse.gate_proj, sparse.up_proj, sparse.down_proj, sparse]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_hook_is_called_once_a_call(mode: Any) -> None:
+    _, sparse = twins()
+    seen: list[Tensor] = []
+    handle = sparse.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output))
+    x = tokens(3)
+    with mode():
+        sparse(x)
+        assert len(seen) == 1
+        torch.testing.assert_close(seen[0], x @ sparse.gate_proj.weight.t())
+        handle.remove()
+        sparse(x)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_subclasses_come_through_from_dense(compiled: bool) -> None:
     dense, sparse = twins(linear=Doubled)
@@ -465,6 +480,15 @@ def test_adapters_first(kind: str) -> None:
     assert twell.sparsify_(merged).n_sparse == 2
     assert all(ffn.why_called() is None for _, ffn in sparse_ffns(merged))
     torch.testing.assert_close(logits(merged), adapted)
+
+
+@each_model
+def test_layouts_under_adapters_are_restored(kind: str) -> None:
+    _, model = model_pair(kind)
+    assert sum(not p.is_contiguous() for p in model.parameters()) == 2
+    wrapped = with_lora(model, kind)
+    assert twell.restore_layout_(wrapped) == 2
+    assert all(p.is_contiguous() for p in wrapped.parameters())
 
 
 @each_model
