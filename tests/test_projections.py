@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig
 
@@ -316,6 +317,21 @@ def test_forward_mode_raises(gated: bool, of: str, mode: Any) -> None:
             torch.func.jvp(lambda x: run(x, weights), (x,), (torch.ones_like(x),))
         else:
             torch.func.jvp(lambda w: run(x, w), (weights,), ({n: torch.ones_like(w) for n, w in weights.items()},))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("return_stats", [False, True])
+def test_dual_numbers_raise(requires_grad: bool, return_stats: bool) -> None:
+    layer, x = twins()[1].requires_grad_(requires_grad), tokens(3)
+    with forward_ad.dual_level(), pytest.raises(REFUSED):
+        layer(forward_ad.make_dual(x, torch.ones_like(x)), return_stats=return_stats)
+
+
+def test_functions_have_no_forward_mode() -> None:
+    x, gate, up, down = (torch.randn(*shape, dtype=f64) for shape in ((3, D), (F, D), (F, D), (D, F)))
+    for function in (lambda x: twell.gated_ffn(x, gate, up, down), lambda x: twell.ffn(x, gate, down)):
+        with pytest.raises(REFUSED):
+            torch.func.jvp(function, (x,), (torch.ones_like(x),))
 
 
 def test_a_called_layer_has_all_derivatives() -> None:
