@@ -614,6 +614,12 @@ def test_noncontiguous_weights(name: str, layout: Callable[[Tensor], Tensor], M:
         assert_forward(x, w, want_stats=save, save=save)
 
 
+@pytest.mark.usefixtures("habits")
+def test_noncontiguous_weights_of_large_matrix_vector_products() -> None:
+    x, w = case(1, 512, 1408, 0.02)
+    assert_forward(transposed(x), Weights(transposed(w.gate), inner_columns(w.up), w.down), want_stats=False)
+
+
 # -- Weights as they are now, and frozen state -----------------------------------------------------------
 
 
