@@ -601,7 +601,7 @@ def bytes_of_tensors() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt"])
+@each_model
 def test_a_sparsified_model_is_as_large_as_the_dense_one(kind: str) -> None:
     model = model_of(kind)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
