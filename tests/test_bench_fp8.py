@@ -70,9 +70,8 @@ def test_x_and_h_are_rounded_row_by_row(gated: bool) -> None:
     assert ffn.relative_error(fp8.DenseFp8FFN(*in_order(w))(inputs.x), want) < 3e-3  # a tie may round the other way
 
 
-@pytest.mark.parametrize(
-    ("kind", "bad"), [(KINDS[0], float("inf")), (KINDS[0], float("nan")), (KINDS[1], -float("inf"))]
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_a_token_with_inf_or_nan_is_not_finite_and_leaves_others_alone(kind: Any, bad: float) -> None:
     inputs = cases.make("skew29", 5, 64, 256, dtype=torch.float32)
     layer = kind(inputs.w_gate, inputs.w_up, inputs.w_down)
@@ -91,7 +90,9 @@ def test_sums_of_weights_in_fp8_stay_in_the_range_of_float16() -> None:
     assert torch.allclose(y.float(), torch.full((1, 1024), 1.0486), rtol=5e-3)
 
 
-@pytest.mark.parametrize(("M", "dtype", "gated"), [(1, torch.bfloat16, True), (4096, torch.float16, False)])
+@pytest.mark.parametrize("M", [1, 16, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [True, False])
 def test_gemms_of_a_gpu_take_these_layouts(M: int, dtype: torch.dtype, gated: bool) -> None:
     """Without memory, what ``_scaled_mm`` asks of its arguments is asked as on a GPU."""
     with torch.device("meta"):
@@ -215,7 +216,8 @@ def test_where_dense_is_compiled_fp8_is_too(monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
-@pytest.mark.parametrize(("kind", "wrong"), [(KINDS[0], 2.0), (KINDS[1], float("nan"))])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", [2.0, float("nan")])
 def test_broken_fp8_is_not_timed(kind: Any, wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     right = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: right(self, x) * wrong)

@@ -115,11 +115,13 @@ def point(value: float) -> cmp.Measured:
         ("tokens_per_ms.sparse", point(100), point(110), "better"),
         ("sparse.tokens_per_ms", point(100), point(90), "worse"),
         ("peak_ratio", point(0.5), point(0.6), "worse"),
+        ("joules_ratio", point(0.6), point(0.5), "better"),
         ("memory.ratio", point(0.6), point(0.5), "better"),
         ("sparse_ms", None, point(1), "unknown"),
         ("sparse_ms", point(1), None, "unknown"),
         ("sparse_ms", point(0), point(0), "noise"),
         ("sparse_ms", point(0), point(1), "worse"),
+        ("speedup", point(0), point(1), "better"),
     ],
 )
 def test_judgement(quantity: str, before: Any, after: Any, expected: str) -> None:
@@ -237,6 +239,8 @@ def test_medians_of_zero() -> None:
     assert (verdicts(away)["sparse_ms"], verdicts(back)["sparse_ms"]) == ("worse", "better")
     assert (away.differences[1].ratio, back.differences[1].ratio, away.differences[1].change) == (None, 0, math.inf)
     assert cmp.verdict(away, ["sparse_ms"]) == 1 and "0.000" in text(away)
+    rate = {"bench": "model", "sparse_ms": spread(0.0), "tokens_per_ms": {"sparse": 5.0}}
+    assert cmp.quantities(rate)["tokens_per_ms.sparse"] == point(5.0)
 
 
 # -- machines ---------------------------------------------------------------------------------------------

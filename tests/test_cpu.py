@@ -449,6 +449,14 @@ def test_each_block_chooses_its_own_way(
         assert ways == ["dense", "tail", "hot"]
 
 
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_blocks_of_a_few_rows(rows: int, ways: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = case(23, biases="gud")
+    monkeypatch.setattr(cpu, "BLOCK_BYTES", rows * w.gate.shape[0] * 8)
+    assert_forward(x, w, "relu2", every_third_left_out(23), save=True)
+    assert len(ways) >= 23 / rows
+
+
 # -- Forward: adversarial inputs -------------------------------------------------------------------------
 
 
@@ -510,6 +518,26 @@ def test_nonfinite_rows_give_the_result_of_the_reference(
     assert all("dense" in way for way in ways)
 
 
+@pytest.mark.parametrize("M", [1, 2, 65])
+@each_kind
+def test_minus_infinity_at_every_gate(gated: bool, M: int) -> None:
+    """No neuron is active, and yet 0 * inf is NaN in a gated FFN; a plain one gives its bias."""
+    x, w = case(M, density=0.02, gated=gated, biases="d")
+    x[0, ALWAYS_ON] = INF
+    want = assert_forward(x, w, want_stats=False)
+    assert (want.gate[0] == 0).all()
+    assert want.y[0].isnan().all() if gated else torch.equal(want.y[0], w.down_bias)
+
+
+def test_padding_that_is_nan_stays_out_of_the_statistics() -> None:
+    x, w = case(20)
+    clean = reference.forward(x[1:], w)
+    x[0] = NAN
+    got = cpu.forward(x, w, token_mask=torch.arange(20) > 0)
+    close(got.l1_sum, clean.l1_sum)
+    assert torch.equal(got.counts, clean.counts)
+
+
 @pytest.mark.parametrize(
     ("dtype", "huge"), [(torch.float16, 6e4), (torch.bfloat16, 1e38), (torch.float32, 1e38), (f64, 1e307)]
 )
@@ -558,6 +586,18 @@ def test_noncontiguous_x(layout: Callable[[Tensor], Tensor], M: int) -> None:
         assert_forward(layout(x), w, want_stats=save, save=save)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_layout
+@each_m
+def test_noncontiguous_x_and_weights_at_lower_precision(
+    layout: Callable[[Tensor], Tensor], M: int, dtype: torch.dtype
+) -> None:
+    x, w = case(M, density=0.03, hot=4, dtype=dtype)
+    truth, dense = reference.forward(x.double(), w.to(f64)).y, reference.forward(x, w).y
+    w = w._replace(gate=layout(w.gate), up=layout(w.up), down=layout(w.down))
+    assert_no_worse_than_dense(cpu.forward(layout(x), w, want_stats=False).y, dense, truth)
+
+
 @pytest.mark.parametrize("M", [1, 16, 257])
 def test_one_row_expanded(M: int) -> None:
     x, w = case(1)
@@ -572,6 +612,12 @@ def test_noncontiguous_weights(name: str, layout: Callable[[Tensor], Tensor], M:
     w = w._replace(**{name: layout(getattr(w, name))})
     for save in (True, False):
         assert_forward(x, w, want_stats=save, save=save)
+
+
+@pytest.mark.usefixtures("habits")
+def test_noncontiguous_weights_of_large_matrix_vector_products() -> None:
+    x, w = case(1, 512, 1408, 0.02)
+    assert_forward(transposed(x), Weights(transposed(w.gate), inner_columns(w.up), w.down), want_stats=False)
 
 
 # -- Weights as they are now, and frozen state -----------------------------------------------------------
@@ -595,6 +641,23 @@ def test_freeze_copies_wd_by_rows() -> None:
     assert down_FD.untyped_storage().data_ptr() != w.down.untyped_storage().data_ptr()
     assert [t.numel() for t in int8_gate] == [0, 0, 0]
     assert cpu.freeze(laid(w, "rows")[0]) == ()
+
+
+@pytest.mark.parametrize("M", [1, 65])
+def test_frozen_state_is_that_of_its_layer_alone(M: int) -> None:
+    """Neither other layers nor what happens to them can be seen in a layer's result."""
+    x, a = case(M, density=0.02, dtype=torch.float32)
+    _, b = case(M, density=0.02, dtype=torch.float32, seed=1)
+    frozen_a, frozen_b = cpu.freeze(a), cpu.freeze(b)
+    copies = [t.clone() for t in frozen_a]
+    alone = cpu.forward(x, a, want_stats=False, frozen=frozen_a).y
+    cpu.forward(x, b, want_stats=False, frozen=frozen_b)
+    for weight in (b.gate, b.up, b.down, frozen_b[0]):
+        weight.data.fill_(NAN)
+    cpu.forward(x, b, want_stats=False, frozen=frozen_b)
+    del b, frozen_b, weight
+    assert all(torch.equal(t, c) for t, c in zip(frozen_a, copies, strict=True))
+    assert torch.equal(cpu.forward(x, a, want_stats=False, frozen=frozen_a).y, alone)
 
 
 def test_frozen_state_is_not_for_training_or_other_dtypes() -> None:

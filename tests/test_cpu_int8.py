@@ -300,3 +300,9 @@ def test_int8_errors_are_within_the_reach(looks: list[Tensor | None]) -> None:
     assert (e.abs() <= 1.01).all()  # half a step, and per_reach has 8 bits
     q_norm = gate.q_FD.double().norm(dim=1)
     assert (1 / gate.per_reach_F.double() * (1 + 2.0**-8) > q_norm * 2.0**-8).all()
+
+
+@pytest.mark.usefixtures("looks")
+def test_same_token_gives_the_same_bits() -> None:
+    x, w = case(1, 64, 96, 0.05, biases="gud")
+    assert torch.equal(*(frozen_forward(x, w) for _ in range(2)))

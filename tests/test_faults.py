@@ -55,6 +55,12 @@ def kill_when(process: subprocess.Popen, condition: Any) -> None:
     process.communicate()
 
 
+def steps_so_far(out: Path) -> list[int]:
+    """Of whole rows."""
+    rows = (out / METRICS_FILE).read_text().splitlines()
+    return [json.loads(row)["step"] for row in rows if row.startswith("{") and row.endswith("}")]
+
+
 def losses(out: Path) -> dict[int, tuple[float, float]]:
     return {int(row["step"]): (row["ce_loss"], row["active_mean"]) for row in read_metrics(out) if "ce_loss" in row}
 
@@ -72,13 +78,15 @@ def train(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_killed_runs_go_on_as_if_nothing_had_happened(text: Path, tmp_path: Path, train: Callable[..., None]) -> None:
-    """Killed while a checkpoint is being written. The log has a row later than the checkpoint, and a torn last row."""
+    """Killed while a checkpoint is being written, and again, once resumed, between two. The first time the log has a
+    row later than the checkpoint, and a torn last row."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run = start("--preset", "tiny", "--data", text, "--out", killed, *OVERRIDES)
     kill_when(run, lambda: (killed / "checkpoint-6").exists())
     with (killed / METRICS_FILE).open("a") as f:
         f.write('{"step": 11, "ce_loss": 99.0, "active_mean": 1.0}\n{"step": 12, "ce_lo')
     assert newest_sound(killed).checkpoint is not None
+    kill_when(start("--out", killed, "--resume"), lambda: 10 in steps_so_far(killed))
     train("--out", killed, "--resume")
     train("--preset", "tiny", "--data", text, "--out", whole, *OVERRIDES)
     assert losses(killed).keys() == set(range(1, 13))

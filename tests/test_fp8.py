@@ -95,6 +95,11 @@ def test_y_has_the_dtype_of_x(dtype: torch.dtype) -> None:
     torch.testing.assert_close(y.double(), meaning(layer, x), rtol=BF16_STEP, atol=1e-6)
 
 
+def test_x_need_not_be_contiguous() -> None:
+    layer, x = linear(), torch.randn(D, 6).t()
+    assert layer(x).equal(layer(x.contiguous()))
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_a_non_finite_token_gives_nan_and_changes_no_other(bad: float) -> None:
     layer, x = linear(), torch.randn(3, D)
@@ -220,6 +225,12 @@ def test_compiles_without_a_break() -> None:
     torch.testing.assert_close(compiled(x), layer(x))
 
 
+@pytest.mark.slow
+def test_inductor_compiles_it() -> None:
+    layer, x = linear(), torch.randn(5, D)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x))
+
+
 # -- quantize_ and dequantize_ --------------------------------------------------------------------------------
 
 
@@ -343,6 +354,16 @@ def test_opt_runs_densely_in_fp8_and_sparsely_again() -> None:
     twell.dequantize_(model)
     (_, ffn), *_ = sparse_ffns(model)
     assert vars(model.model.decoder.layers[0].fc1)["forward"] is ffn.steps[0]
+
+
+def test_statistics_of_fp8_layers_are_counted() -> None:
+    layer = GatedSparseFFN(D, F, track_counts=True)
+    twell.quantize_(layer, emulate=True)
+    x = torch.randn(6, D)
+    _, stats = layer(x, return_stats=True)
+    assert stats.counts.equal((torch.relu(layer.gate_proj(x)) != 0).sum(0).int())
+    assert layer.neuron_counts.equal(stats.counts.long())
+    assert int(layer.tokens_seen) == 6
 
 
 def test_quantize_again_changes_whether_layers_emulate_and_nothing_else() -> None:

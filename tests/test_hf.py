@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 IMPORTS = """
 import twell; assert "transformers" not in sys.modules; from transformers import AutoModelForCausalLM
 from transformers import AutoModelForCausalLM; import twell
+import twell; from transformers import Trainer, AutoModelForCausalLM
 import transformers, twell; from twell.hf import models; from transformers import AutoModelForCausalLM
 """
 # Each line in a process of its own, forked after the slow imports.
@@ -102,7 +104,7 @@ def test_import_twell_makes_the_types_known_in_any_order_and_imports_no_transfor
     sparse_model().save_pretrained(tmp_path)
     command = [sys.executable, "-c", IN_EVERY_ORDER, str(tmp_path), IMPORTS]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.stdout == 3 * "LlamaSparseReluForCausalLM\n", result.stderr
+    assert result.stdout == 4 * "LlamaSparseReluForCausalLM\n", result.stderr
 
 
 def test_auto_config_makes_the_real_configuration() -> None:
@@ -363,7 +365,10 @@ def kept_bytes(model: Any, ids: Tensor) -> int:
 
 @pytest.mark.parametrize(
     ("config_class", "how"),
-    [(LlamaSparseReluConfig, "eager"), (LlamaSparseReluConfig, "compiled"), (Qwen2SparseReluConfig, "items")],
+    [
+        *itertools.product((LlamaSparseReluConfig, Qwen2SparseReluConfig), ("eager", "items")),
+        (LlamaSparseReluConfig, "compiled"),
+    ],
 )
 def test_saving_memory_changes_no_gradient(config_class: type, how: str) -> None:
     layers = 1 if how == "compiled" else 3
@@ -517,8 +522,8 @@ def dense_model(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", RELU_MODELS)
-def test_sparsify_keeps_the_function_and_desparsify_is_exact(name: str) -> None:
-    dtype = torch.bfloat16 if name in ("mistral", "opt") else torch.float32
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparsify_keeps_the_function_and_desparsify_is_exact(name: str, dtype: torch.dtype) -> None:
     model = dense_model(name).to(dtype)
     ids = token_ids()
     before, keys, classes = model(ids).logits, list(model.state_dict()), [type(m) for m in model.modules()]
@@ -564,7 +569,8 @@ def pickled(model: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize(("name", "make"), [("llama", pickled), ("opt", copy.deepcopy), ("opt", pickled)])
+@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("make", [copy.deepcopy, pickled])
 def test_a_copy_of_a_sparsified_model_is_its_own(name: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dense_model(name)
     twell.sparsify_(model)
@@ -629,12 +635,17 @@ def test_opt_has_what_other_sparse_models_have(monkeypatch: pytest.MonkeyPatch) 
     assert {ffn.neuron_counts.device.type for ffn in ffns.values()} == {"meta"}
 
 
-def test_sparsified_layers_compile_without_a_break() -> None:
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_sparsified_layers_compile_without_a_break(name: str) -> None:
     torch._dynamo.reset()
-    model: Any = dense_model("opt")
+    model: Any = dense_model(name)
     twell.sparsify_(model)
-    layer, x = model.model.decoder.layers[0], torch.randn(5, 32)
-    block = nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2)
+    if name == "llama":
+        block = model.model.layers[0].mlp
+    else:
+        layer = model.model.decoder.layers[0]
+        block = nn.Sequential(layer.fc1, layer.activation_fn, layer.fc2)
+    x = torch.randn(5, 32)
     torch.testing.assert_close(torch.compile(block, fullgraph=True, backend="aot_eager")(x), block(x))
 
 

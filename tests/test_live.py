@@ -136,6 +136,7 @@ def test_sparkline() -> None:
     assert sparkline([], 10) == "" and sparkline([1.0], 0) == "" and sparkline([1.0], -3) == ""
     assert sparkline([2.0, 2.0], 10) == "▁▁" and "?" in sparkline([1.0, math.nan, 2.0], 10)
     assert sparkline([8.0, 8.0, 1.0, 1.0, 4.5, 4.5], 3) == "█▁▅"  # means of pairs
+    assert len(sparkline(range(1000), 37)) == 37
 
 
 def test_time_left_leaves_out_the_first_step_and_a_resumed_run_remembers_its_log() -> None:

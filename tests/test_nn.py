@@ -513,6 +513,21 @@ def counted_layer(gated: bool) -> SparseFFNBase:
     return layer
 
 
+@each_kind
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
+def test_copies_without_a_plan_have_the_counts(gated: bool, copied: Any) -> None:
+    layer = counted_layer(gated)
+    twin, x = copied(layer), tokens(4)
+    assert repr(twin) == repr(layer)
+    assert torch.equal(twin.neuron_counts, layer.neuron_counts) and twin.neuron_counts.any()
+    assert torch.equal(twin(x), layer(x))
+    with torch.no_grad():
+        twin.down_proj.weight.mul_(2)
+    assert not torch.equal(twin(x), layer(x))
+    twin.reset_counts()
+    assert layer.tokens_seen == 5 + 4 + 4 and layer.neuron_counts.any()
+
+
 @pytest.mark.parametrize("convert", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.float()])
 @each_kind
 def test_conversion_of_the_dtype_keeps_counts(gated: bool, convert: Any) -> None:

@@ -373,6 +373,12 @@ def test_losses_of_one_output_or_zero_stride(backend: str, gated: bool, loss: st
 
 
 @each_backend
+def test_no_gradient_where_none_is_asked_for(backend: str) -> None:
+    y, stats = call(*case(5), backend=backend, return_stats=True)
+    assert not any(t.requires_grad for t in (y, stats.l1_sum, stats.counts))
+
+
+@each_backend
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("M", [1, 40])
 def test_without_autograd(backend: str, context: Callable[[], Any], M: int) -> None:
@@ -397,6 +403,24 @@ def test_activations_are_saved_only_for_a_backward(grad: bool, monkeypatch: pyte
     with torch.no_grad():
         call(x, w)
     assert saved == [grad, False]
+
+
+@each_backend
+@each_kind
+def test_half_batches_accumulate_to_the_whole(backend: str, gated: bool) -> None:
+    x, w = case(40, gated=gated, bias=True)
+    weights = [t.requires_grad_() for t in w.values() if t is not None]
+
+    def accumulated(*parts: Tensor) -> list[Tensor]:
+        for t in weights:
+            t.grad = None
+        for part in parts:
+            y, stats = call(part, w, backend=backend, return_stats=True)
+            (y.square().sum() + 0.1 * stats.l1_sum).backward()
+        return [t.grad for t in weights]
+
+    for halves, whole in zip(accumulated(x[:13], x[13:]), accumulated(x), strict=True):
+        torch.testing.assert_close(halves, whole, rtol=1e-10, atol=1e-10)
 
 
 @each_backend
@@ -783,6 +807,14 @@ def test_backend_errors(gated: bool, backend: str, message: str, monkeypatch: py
     monkeypatch.setattr(backends, "_chosen", {})
     with pytest.raises(ValueError, match=re.escape(message)):
         call(*case(3, gated=gated), backend=backend)
+
+
+def test_cpu_backend_says_what_it_needs() -> None:
+    x, w = case(3)
+    on_meta = {n: None if t is None else t.to("meta") for n, t in w.items()}
+    message = "backend 'cpu' is not available: it runs on CPU tensors, and these are on meta"
+    with pytest.raises(ValueError, match=message):
+        call(x.to("meta"), on_meta, backend="cpu")
 
 
 def tensor(*shape: int, dtype: torch.dtype = f64, device: str = "cpu") -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig
 
@@ -238,6 +239,21 @@ def test_global_hooks_see_every_projection(global_hook: list[nn.Module]) -> None
     assert global_hook == [sparse.gate_proj, sparse.up_proj, sparse.down_proj, sparse]
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_hook_is_called_once_a_call(mode: Any) -> None:
+    _, sparse = twins()
+    seen: list[Tensor] = []
+    handle = sparse.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output))
+    x = tokens(3)
+    with mode():
+        sparse(x)
+        assert len(seen) == 1
+        torch.testing.assert_close(seen[0], x @ sparse.gate_proj.weight.t())
+        handle.remove()
+        sparse(x)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_subclasses_come_through_from_dense(compiled: bool) -> None:
     dense, sparse = twins(linear=Doubled)
@@ -301,6 +317,21 @@ def test_forward_mode_raises(gated: bool, of: str, mode: Any) -> None:
             torch.func.jvp(lambda x: run(x, weights), (x,), (torch.ones_like(x),))
         else:
             torch.func.jvp(lambda w: run(x, w), (weights,), ({n: torch.ones_like(w) for n, w in weights.items()},))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("return_stats", [False, True])
+def test_dual_numbers_raise(requires_grad: bool, return_stats: bool) -> None:
+    layer, x = twins()[1].requires_grad_(requires_grad), tokens(3)
+    with forward_ad.dual_level(), pytest.raises(REFUSED):
+        layer(forward_ad.make_dual(x, torch.ones_like(x)), return_stats=return_stats)
+
+
+def test_functions_have_no_forward_mode() -> None:
+    x, gate, up, down = (torch.randn(*shape, dtype=f64) for shape in ((3, D), (F, D), (F, D), (D, F)))
+    for function in (lambda x: twell.gated_ffn(x, gate, up, down), lambda x: twell.ffn(x, gate, down)):
+        with pytest.raises(REFUSED):
+            torch.func.jvp(function, (x,), (torch.ones_like(x),))
 
 
 def test_a_called_layer_has_all_derivatives() -> None:
@@ -465,6 +496,15 @@ def test_adapters_first(kind: str) -> None:
     assert twell.sparsify_(merged).n_sparse == 2
     assert all(ffn.why_called() is None for _, ffn in sparse_ffns(merged))
     torch.testing.assert_close(logits(merged), adapted)
+
+
+@each_model
+def test_layouts_under_adapters_are_restored(kind: str) -> None:
+    _, model = model_pair(kind)
+    assert sum(not p.is_contiguous() for p in model.parameters()) == 2
+    wrapped = with_lora(model, kind)
+    assert twell.restore_layout_(wrapped) == 2
+    assert all(p.is_contiguous() for p in wrapped.parameters())
 
 
 @each_model

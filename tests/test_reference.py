@@ -376,6 +376,28 @@ def test_16_bit_error_is_at_most_twice_the_dense_one(dtype: torch.dtype, gated: 
     assert_at_most_twice(y, ref.forward(x, w, activation).y, truth)
 
 
+@each_16_bit_dtype
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_16_bit_errors_of_the_dense_reference_are_at_most_twice_those_of_torch(
+    dtype: torch.dtype, gated: bool, activation: str
+) -> None:
+    """Results, and gradients against those that autograd takes of the formula in the same dtype."""
+    x, w = accuracy_case(dtype, gated)
+    dy, dl1 = random_like(x), torch.tensor(0.01)
+    got = ref.forward(x, w, activation)
+    exact, theirs = formula(x.to(f64), w.to(f64), activation), formula(x, w, activation)
+    assert got.y.dtype == dtype
+    assert_at_most_twice(got.y, theirs[0], exact[0])
+    gradients = ref.backward(dy, dl1, x, w, got.gate, got.up, activation)
+    truth = autograd_of_formula(x.to(f64), w.to(f64), activation, dy.to(f64), dl1.to(f64), None)
+    dense = autograd_of_formula(x, w, activation, dy, dl1.to(dtype), None)
+    for g, d, t in zip((gradients.x, *gradients.weights), dense, truth, strict=True):
+        if t is not None:
+            assert g.dtype == dtype
+            assert_at_most_twice(g, d, t)
+
+
 # -- No tokens -------------------------------------------------------------------------------------------
 
 

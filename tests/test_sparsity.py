@@ -56,9 +56,8 @@ class Plant:
         return 2048 * math.exp(self.x) * (1 + 0.03 * math.sin(37.0 * t))  # of 4096 neurons at first; texts differ
 
 
-@pytest.mark.parametrize(
-    ("steps", "lag", "power"), [(300, 15, 0.7), (300, 15, 1.6), (1500, 50, 0.7), (1500, 50, 1.6), (5000, 100, 1.0)]
-)
+@pytest.mark.parametrize("power", [0.7, 1.0, 1.6])
+@pytest.mark.parametrize(("steps", "lag"), [(300, 15), (1500, 50), (5000, 100)])
 def test_steering_reaches_its_target_by_a_third_of_the_steps(steps: int, lag: float, power: float) -> None:
     target = 40.96
     steering, plant = L1Steering(target, steps), Plant(steps, lag, power)

@@ -106,6 +106,11 @@ def part_of_data(layer: nn.Module) -> None:
         p.data[PART] = value[PART]
 
 
+def add_to_data(layer: nn.Module) -> None:
+    for p, value in pairs(layer):
+        p.data.add_(value - p.data)
+
+
 def copy_to_data(layer: nn.Module) -> None:
     """As frameworks for reinforcement learning send new weights to an engine."""
     for p, value in pairs(layer):
@@ -117,9 +122,27 @@ def numpy(layer: nn.Module) -> None:
         p.detach().numpy()[PART] = value[PART].numpy()
 
 
+def dlpack(layer: nn.Module) -> None:
+    for p, value in pairs(layer):
+        torch.from_dlpack(p.detach())[PART] = value[PART]
+
+
 def storage(layer: nn.Module) -> None:
     for p, value in pairs(layer):
         p.untyped_storage().copy_(torch.empty_like(p).copy_(value).untyped_storage())
+
+
+def foreach_on_data(layer: nn.Module) -> None:
+    parameters, values = zip(*pairs(layer), strict=True)
+    torch._foreach_add_([p.data for p in parameters], [v - p.data for p, v in zip(parameters, values, strict=True)])
+
+
+def exchange_with_an_average(layer: nn.Module) -> None:
+    """As averages of weights are put in for an evaluation, by copies."""
+    for p, average in pairs(layer):
+        kept = p.data.clone()
+        p.data.copy_(average)
+        average.copy_(kept)
 
 
 def fused_kernel(layer: nn.Module) -> None:
@@ -157,9 +180,13 @@ def merge_lora(layer: nn.Module) -> None:
 
 UNSEEN = {
     "part of .data": part_of_data,
+    ".data.add_": add_to_data,
     ".data.copy_": copy_to_data,
     "numpy": numpy,
+    "dlpack": dlpack,
     "storage": storage,
+    "foreach on .data": foreach_on_data,
+    "exchange with an average": exchange_with_an_average,
     "a fused kernel": fused_kernel,
     "fused AdamW": optimizer(torch.optim.AdamW, fused=True, weight_decay=0.0),
     "LoRA merged": merge_lora,
@@ -178,6 +205,12 @@ def in_inference_mode(layer: nn.Module) -> None:
             p[PART] = value[PART].clone()
 
 
+def foreach(layer: nn.Module) -> None:
+    parameters, values = zip(*pairs(layer), strict=True)
+    with torch.no_grad():
+        torch._foreach_copy_(parameters, values)
+
+
 def load(layer: nn.Module) -> None:
     layer.load_state_dict(new_values(layer))
 
@@ -191,6 +224,11 @@ def other_data(layer: nn.Module) -> None:
         p.data = value
 
 
+def exchange_data(layer: nn.Module) -> None:
+    for p, average in pairs(layer):
+        p.data, average.data = average.data, p.data
+
+
 def other_parameters(layer: nn.Module) -> None:
     for name, value in new_values(layer).items():
         linear, _, weight = name.rpartition(".")
@@ -200,6 +238,11 @@ def other_parameters(layer: nn.Module) -> None:
 def swap(layer: nn.Module) -> None:
     for p, value in pairs(layer):
         torch.utils.swap_tensors(p, nn.Parameter(value))
+
+
+def from_a_vector(layer: nn.Module) -> None:
+    vector = torch.cat([value.flatten() for value in new_values(layer).values()])
+    nn.utils.vector_to_parameters(vector, layer.parameters())
 
 
 def another_dtype(layer: nn.Module) -> None:
@@ -218,12 +261,15 @@ def another_dtype_by_swapping(layer: nn.Module) -> None:
 SEEN = {
     "in place": in_place,
     "in inference mode": in_inference_mode,
+    "foreach": foreach,
     "SGD": optimizer(torch.optim.SGD),
     "load_state_dict": load,
     "load_state_dict, assign": load_and_assign,
     "other .data": other_data,
+    "exchange of .data": exchange_data,
     "other parameters": other_parameters,
     "swap_tensors": swap,
+    "from a vector": from_a_vector,
     "another dtype": another_dtype,
     "another dtype by swapping": another_dtype_by_swapping,
 }
@@ -555,7 +601,7 @@ def bytes_of_tensors() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt"])
+@each_model
 def test_a_sparsified_model_is_as_large_as_the_dense_one(kind: str) -> None:
     model = model_of(kind)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -625,6 +671,7 @@ GPU_WAYS = {
     for name in (
         "part of .data",
         ".data.copy_",
+        "foreach on .data",
         "fused AdamW",
         "in place",
         "load_state_dict",
@@ -633,7 +680,7 @@ GPU_WAYS = {
         "swap_tensors",
     )
 }
-IN_PLACE = ("part of .data", ".data.copy_", "fused AdamW", "in place", "load_state_dict")
+IN_PLACE = ("part of .data", ".data.copy_", "foreach on .data", "fused AdamW", "in place", "load_state_dict")
 
 
 def assert_planned_follows(layer: GatedSparseFFN, way: str, M: int, frozen: bool) -> None:
