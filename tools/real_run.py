@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--limit", type=int, help="items of each task")
     parser.add_argument("--commit", help="the commit of this tree, where .git does not say it")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # changes may follow options
     changes = [*changes_of(given.name), f"save_every={given.pause_at or 100_000}", *given.changes]
     folder, options = given.out / given.name, [] if given.no_compile else ["--compile"]
     given.out.mkdir(parents=True, exist_ok=True)
