@@ -9,7 +9,7 @@ from twell.workbench.cli.app import app
 def demo() -> None:
     """Show a sparse activation, time a layer and a model sparse and dense, write a page about a small trained model.
 
-    Takes about two minutes on two cores; the page is demo-out/report.html. Example: [bold]twell demo[/bold]
+    Takes about a minute on two cores; the page is demo-out/report.html. Example: [bold]twell demo[/bold]
     """
     from twell.workbench.demo import run_demo
 
