@@ -73,11 +73,11 @@ def slower(row: Row, factor: float) -> Row:
     return row
 
 
-def two(before: Row, after: Row, **how: Any) -> cmp.Comparison:
+def two(before: Row, after: Row, **how: Any) -> cmp.RowComparison:
     return cmp.compare({"old": [before], "new": [after]}, **how)
 
 
-def verdicts(comparison: cmp.Comparison) -> dict[str, str]:
+def verdicts(comparison: cmp.RowComparison) -> dict[str, str]:
     return {d.quantity: d.verdict for d in comparison.differences}
 
 
@@ -87,7 +87,7 @@ def write(path: Path, rows: list[Row]) -> Path:
     return path
 
 
-def text(comparison: cmp.Comparison) -> str:
+def text(comparison: cmp.RowComparison) -> str:
     console = Console(width=160, file=io.StringIO())
     with console.capture() as captured:
         console.print(cmp.table(comparison))

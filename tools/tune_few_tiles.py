@@ -19,6 +19,7 @@ from twell.gpu.decode import few as decode
 from twell.gpu.decode import few_tiles
 from twell.gpu.prefill import split
 from twell.gpu.shared.tiles import device_facts
+from twell.progress import Progress, silent
 from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing
 
@@ -84,7 +85,7 @@ def tune(
     dtype: torch.dtype,
     device: torch.device,
     only: Sequence[str] = KERNELS,
-    progress: Callable[[int, int], None] = lambda tried, total: None,
+    progress: Progress = silent,
 ) -> Iterator[tuple[str, Neurons | Sums, float, float]]:
     """Yield (kernel, tile, ms of a layer, ms over the usual tile's ms), the usual tile first."""
     layers = Layers(workload, M, D, F, dtype, device)

@@ -24,6 +24,7 @@ import tune_few_tiles
 from twell.formats import TwELL
 from twell.gpu.shared.tiles import GateTile, RowTile
 from twell.plan import MAX_FEW_TOKENS, choose_plan, costs_for
+from twell.progress import Progress, silent
 from twell.reference import Weights
 from twell.workbench.bench import cases, timing
 from twell.workbench.bench.parts import Parts
@@ -69,7 +70,7 @@ def tune(
     dtype: torch.dtype,
     device: torch.device,
     only: Sequence[str] = (),
-    progress: Callable[[int, int], None] = lambda tried, total: None,
+    progress: Progress = silent,
 ) -> Iterator[Trial]:
     """Trials of the kernels named in ``only``, one kernel after the other; by default of all that M tokens run."""
     known = tune_few_tiles.KERNELS if M <= MAX_FEW_TOKENS else KERNELS

@@ -24,7 +24,8 @@ from twell.hf.loading import check_name, load_causal_lm, load_config
 from twell.hf.relufy import relufy_
 from twell.hf.sparsify import NONE_FOUND, Report, sparsify_
 from twell.nn import SparseFFNBase
-from twell.train.data import Blocks, Corpus, Progress, silent
+from twell.progress import Progress, silent
+from twell.train.data import Blocks, Corpus
 from twell.train.files import writing
 from twell.train.lora import ATTENTION, add_lora
 from twell.train.recipe_file import RECIPE_FILE, check_same_run

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from twell.progress import Progress, silent
+
 SAMPLE = Path(__file__).with_name("sample.txt")  # bundled, public domain: see SAMPLE.md
 END_OF_TEXT = "<|endoftext|>"
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -30,11 +32,6 @@ SCAN_TOKENS = 1 << 24  # tokens of a tokenised file to check at once
 ONE_DOCUMENT = "one document cannot be split into a training and a held-out part; give more text"
 
 Encode = Callable[[list[str]], Sequence[Sequence[int]]]
-Progress = Callable[[int, int], None]  # (done, total)
-
-
-def silent(done: int, total: int) -> None:
-    """Reports no progress."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

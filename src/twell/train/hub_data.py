@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from twell.progress import Progress, silent
 from twell.train.data import (
     ONE_DOCUMENT,
     SAMPLE,
@@ -28,13 +29,11 @@ from twell.train.data import (
     TOKEN_SUFFIXES,
     Corpus,
     Encode,
-    Progress,
     check_request,
     encode_batches,
     find_files,
     map_tokens,
     read_documents,
-    silent,
     token_dtype,
 )
 from twell.train.files import PART, describe_file, flaw_of_files

@@ -17,7 +17,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
-from twell.train.data import TEXT_SUFFIXES, Corpus, Progress, find_files, load_corpus, read_texts
+from twell.progress import Progress
+from twell.train.data import TEXT_SUFFIXES, Corpus, find_files, load_corpus, read_texts
 from twell.train.files import (
     LOCK_FILE,
     MANIFEST_FILE,

@@ -132,7 +132,7 @@ class RowCounts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class RowComparison:
     """Each side but the first, compared with the first."""
 
     sides: list[RowCounts]
@@ -151,7 +151,7 @@ class Comparison:
 
 def compare_files(
     paths: Sequence[Path], *, by: str | None = None, first: str | None = None, floor: float = FLOOR
-) -> Comparison:
+) -> RowComparison:
     """Each file is a side. With ``by``, a field such as ``commit`` or ``versions.torch``, each of its values is a side.
 
     ``first``: the side that the others are compared with; by default the first to come.
@@ -190,7 +190,7 @@ def split(rows_: Sequence[Row], by: str) -> dict[str, list[Row]]:
 
 def compare(
     sides: Mapping[str, Sequence[Row]], *, without: str | None = None, first: str | None = None, floor: float = FLOOR
-) -> Comparison:
+) -> RowComparison:
     """Compare named sides with the ``first``. ``without``: a field that the sides differ in, left out of keys."""
     if len(sides) < 2:
         raise ValueError("expected two sides or more to compare")
@@ -217,7 +217,7 @@ def compare(
                 unmatched.append(Unmatched(json.loads(key), first, name))
     for name, others in newest.items():
         unmatched += [Unmatched(json.loads(key), name, first) for key in others if key not in base]
-    return Comparison(counts, matched, differences, unmatched)
+    return RowComparison(counts, matched, differences, unmatched)
 
 
 def _newest(rows_: Sequence[Row], without: str | None) -> dict[str, Row]:
@@ -339,7 +339,7 @@ def _change(a: float, b: float) -> float:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def verdict(comparison: Comparison, names: Sequence[str] | None = None, threshold: float = THRESHOLD) -> int:
+def verdict(comparison: RowComparison, names: Sequence[str] | None = None, threshold: float = THRESHOLD) -> int:
     """The exit code of a check: 1 where there are ``failures``. Raises where nothing can be judged, so that a check of
     nothing does not pass."""
     first, *others = (side.name for side in comparison.sides)
@@ -359,7 +359,7 @@ def verdict(comparison: Comparison, names: Sequence[str] | None = None, threshol
 
 
 def failures(
-    comparison: Comparison, names: Sequence[str] | None = None, threshold: float = THRESHOLD
+    comparison: RowComparison, names: Sequence[str] | None = None, threshold: float = THRESHOLD
 ) -> list[Difference]:
     """Named quantities (patterns; default ``CHECKED``) that are worse by more than ``threshold``, or that only the
     first side has: what no longer runs does not pass."""
@@ -377,7 +377,7 @@ def _is_named(quantity: str, names: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(quantity, name) for name in names)
 
 
-def table(comparison: Comparison) -> Table:
+def table(comparison: RowComparison) -> Table:
     """A line for each quantity of each row, two columns for each side but the first; then the unmatched rows."""
     from rich import box
     from rich.table import Table
@@ -426,7 +426,7 @@ def label(key: Mapping[str, Any], without: Mapping[str, Any] | None = None) -> s
     )
 
 
-def _caption(comparison: Comparison) -> str:
+def _caption(comparison: RowComparison) -> str:
     said = ["±: half the distance of the 20th and 80th percentile; ratio: to the first"]
     for side in comparison.sides:
         if side.superseded:

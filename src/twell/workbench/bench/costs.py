@@ -25,6 +25,7 @@ from torch import Tensor
 
 from twell.plan import MAX_FEW_TOKENS, Costs, Plan, choose_plan, costs_for, union_of
 from twell.plan.choose import FEW_COSTS, FEW_GATE
+from twell.progress import Progress, silent
 from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing, train_ffn
 from twell.workbench.bench.parts import Parts
@@ -45,7 +46,7 @@ def measure(
     hidden: int = HIDDEN,
     dtype: torch.dtype = torch.bfloat16,
     seconds: float = 0.5,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = silent,
 ) -> tuple[Costs, Costs]:
     """Costs of inference and of training. ``workloads``: at least one with hot neurons and one without, by an H200's
     costs."""

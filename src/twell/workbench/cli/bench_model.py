@@ -136,11 +136,12 @@ def _real_model_rows(
     """The rows of a model as it is, for ``sizes`` or all ``batches`` of all ``lengths``."""
     import torch
 
+    from twell.hf.text import context_of
     from twell.workbench.bench import model as bench
 
     language_model, tokenizer = load_model(name)
     language_model.to(device)
-    context = getattr(language_model.config, "max_position_embeddings", None) or 2048
+    context = context_of(language_model) or 2048
     sizes = sizes or [(b, n) for b in batches for n in lengths or [min(2048, context)]]
     longest = max(n for _, n in sizes)
     if longest > context:
@@ -324,11 +325,12 @@ def bench_decode(
             yield {**decode.measure(llama, workload, n, context, **how), "preset": preset or "0.5b"}
 
     def of_a_text(name: str, text: Path) -> Iterator[Row]:
+        from twell.hf.text import context_of
         from twell.workbench.bench import decode
 
         language_model, tokenizer = load_model(name, device, "bfloat16" if on_gpu else None)
-        room = language_model.config.max_position_embeddings
-        if context + decode.NEW_TOKENS > room:
+        room = context_of(language_model)
+        if room is not None and context + decode.NEW_TOKENS > room:
             raise ValueError(f"the model's context is {room} tokens: --context must leave {decode.NEW_TOKENS} of them")
         ids = text_ids(text, tokenizer, decode.tokens_needed(max(batches), context)).to(torch_device)
         for n in batches:
