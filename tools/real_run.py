@@ -2,9 +2,11 @@
 
     python tools/real_run.py sparse --data DATA --out OUT             # or relu, silu: two epochs of 45M tokens
     python tools/real_run.py half-sparse-1 --data DATA --out OUT      # or half-relu-1: one epoch, seed 1
+    python tools/real_run.py sparse --speed --data DATA --out OUT     # then: how fast is the trained model? 5 minutes
 
-DATA holds train.u16.xz, val.u16, tokenizer.json and, in eval/, WikiText-2, LAMBADA and the seven tasks. The run is the
-folder OUT/NAME. Its summary goes to OUT/runs.jsonl, its log to OUT/curves.jsonl, its scores to OUT/eval.jsonl.
+DATA holds train.u16.xz, val.u16, val.txt, tokenizer.json and, in eval/, WikiText-2, LAMBADA and the seven tasks. The
+run is the folder OUT/NAME. Its summary goes to OUT/runs.jsonl, its log to OUT/curves.jsonl, its scores to
+OUT/eval.jsonl, its speed on val.txt (whole passes, steps of decoding, a server) and its FP8 losses to OUT/speed.jsonl.
 ``--pause-at STEP`` stops after that step's checkpoint; the same command without it resumes. ``--commit`` says which
 commit this tree is, where .git does not.
 """
@@ -13,17 +15,33 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import signal
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 RECIPE = ("sequences_per_step=24", "micro_batch=24", "lr_warmup=100", "dead_after_tokens=5000000", "log_every=15")
 EPOCH = 915  # steps
 KINDS = {"silu": ("activation=silu",), "relu": ("l1=0", "plan_every=0"), "sparse": ("target_active=0.01",)}
+BUILT_IN = ("--engine", "twell", "--port", "0")
+SPEED = {
+    "whole passes": [
+        *["bench", "model", "MODEL", "--text", "TEXT", "--layers", "--seconds", "2"],
+        *(word for shape in ("1x256", "1x2048", "8x2048", "32x2048") for word in ("--shape", shape)),
+    ],
+    "decoding": [
+        *["bench", "decode", "MODEL", "--text", "TEXT", "--seconds", "2"],
+        *(word for batch in ("1", "8", "32", "64") for word in ("--batch", batch)),
+    ],
+    "FP8": ["eval", "MODEL", "--fp8", "--validation", "TOKENS"],
+}
 
 
 def changes_of(name: str) -> list[str]:
@@ -73,6 +91,56 @@ def score(folder: Path, data: Path, limit: list[str]) -> list[dict[str, Any]]:
     return read(rows)
 
 
+def measure(folder: Path, data: Path, commands: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Rows of the trained model's speed, and its loss in FP8. A command that fails is reported; the others run."""
+    rows = folder / "speed.jsonl"
+    rows.unlink(missing_ok=True)
+    places = {"MODEL": str(folder / "model"), "TEXT": str(data / "val.txt"), "TOKENS": str(data / "val.u16")}
+    for name, command in commands.items():
+        whole = [sys.executable, "-m", "twell", *(places.get(word, word) for word in command), "--out", str(rows)]
+        if subprocess.run(whole, check=False).returncode:
+            print(f"{name}: failed", file=sys.stderr)
+    prompts = (data / "val.txt").read_text(encoding="utf-8").split("\n\n")
+    prompts = [text for text in prompts if 200 < len(text) < 800]
+    for way in ([], ["--dense"]):
+        append(rows, served(places["MODEL"], way, prompts))
+    return read(rows) if rows.exists() else []
+
+
+def served(model: str, way: list[str], prompts: list[str], n_tokens: int = 128) -> list[dict[str, Any]]:
+    """Tokens a second of ``twell serve`` with 1, 8 and 32 clients that each send prompts one after the other."""
+    command = [sys.executable, "-m", "twell", "serve", model, "--name", "model", *BUILT_IN, *way]
+    server = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        address = next((line.split()[-1] for line in server.stdout if line.startswith("address:")), None)
+        if address is None:
+            print(f"twell serve {' '.join(way)}: failed", file=sys.stderr)
+            return []
+        threading.Thread(target=server.stdout.read, daemon=True).start()  # a full pipe would stop the server
+        ask = functools.partial(_ask, address, n_tokens)
+        rows: list[dict[str, Any]] = []
+        for clients in (1, 8, 32):
+            with ThreadPoolExecutor(clients) as pool:
+                list(pool.map(ask, prompts[:clients]))
+                begin = time.perf_counter()
+                tokens = sum(pool.map(ask, prompts[clients : 4 * clients]))
+                rate = tokens / (time.perf_counter() - begin)
+            rows.append({"bench": "serve", "dense": bool(way), "clients": clients, "tokens_per_second": round(rate, 1)})
+        return rows
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _ask(address: str, n_tokens: int, prompt: str) -> int:
+    """How many tokens the answer has."""
+    body = json.dumps({"model": "model", "prompt": prompt, "max_tokens": n_tokens, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{address}/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return int(json.load(answer)["usage"]["completion_tokens"])
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
@@ -97,23 +165,26 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--limit", type=int, help="items of each task")
     parser.add_argument("--commit", help="the commit of this tree, where .git does not say it")
+    parser.add_argument("--speed", action="store_true", help="measure a trained model instead")
     given = parser.parse_intermixed_args()  # changes may follow options
     changes = [*changes_of(given.name), f"save_every={given.pause_at or 100_000}", *given.changes]
     folder, options = given.out / given.name, [] if given.no_compile else ["--compile"]
     given.out.mkdir(parents=True, exist_ok=True)
+    where = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": given.commit or commit(),
+        "command": f"tools/real_run.py {given.name}{' --speed' if given.speed else ''}",
+    }
+    if given.speed:
+        rows = measure(folder, given.data, SPEED)
+        append(given.out / "speed.jsonl", [{**where, **row, "model": given.name} for row in rows])
+        return
     if not train(folder, given.data, changes, given.pause_at, options):
         print(f"paused after step {given.pause_at}; the same command without --pause-at goes on")
         return
     scores = score(folder, given.data, [] if given.limit is None else ["--limit", str(given.limit)])
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    where = {
-        "gpu": summary["device"],
-        "time": now,
-        "commit": given.commit or commit(),
-        "command": f"tools/real_run.py {given.name}",
-    }
-    append(given.out / "runs.jsonl", [{"run": given.name, **summary, **where}])
+    append(given.out / "runs.jsonl", [{"run": given.name, **summary, **where, "gpu": summary["device"]}])
     append(given.out / "eval.jsonl", [{**row, "model": given.name} for row in scores])
     append(given.out / "curves.jsonl", [{"run": given.name, **row} for row in read(folder / "metrics.jsonl")])
 
