@@ -11,7 +11,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import twell
-from interpreted import speed_up_triton
 from twell import gpu, reference
 from twell.gpu.prefill import union
 from twell.plan import Plan, dense_plan
@@ -19,7 +18,6 @@ from twell.reference import Weights
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
-speed_up_triton()
 TILES = gpu._INTERPRETED
 f16, f32 = torch.float16, torch.float32
 
