@@ -103,7 +103,10 @@ def measure(folder: Path, data: Path, commands: dict[str, list[str]]) -> list[di
     prompts = (data / "val.txt").read_text(encoding="utf-8").split("\n\n")
     prompts = [text for text in prompts if 200 < len(text) < 800]
     for way in ([], ["--dense"]):
-        append(rows, served(places["MODEL"], way, prompts))
+        try:
+            append(rows, served(places["MODEL"], way, prompts))
+        except OSError as error:
+            print(f"twell serve {' '.join(way)}: {error}", file=sys.stderr)
     return read(rows) if rows.exists() else []
 
 
