@@ -7,7 +7,9 @@ import torch
 
 import twell
 from twell import reference
-from twell.vllm.ffn import vllm_ffn_of
+from twell.gpu.prefill import union
+from twell.gpu.shared.launch import Kernel
+from twell.vllm.ffn import compile_kernels, vllm_ffn_of
 from twell.workbench.bench import cases, ffn
 
 pytestmark = pytest.mark.gpu
@@ -158,6 +160,27 @@ def test_vllms_conditions(n_shares: int) -> None:
             graph.replay()
             check(y, 2, "replayed")
         check(sum(run(x) for run in compiled), 2, "new weights")
+
+
+def test_prompts_compile_nothing_after_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = cases.make("skew29", 8192, 2048, 5632, dtype=torch.bfloat16, device="cuda")
+    whole, x = twell.GatedSparseFFN(2048, 5632, device="meta"), inputs.x[:4096]
+    share = vllm_ffn_of(whole, 0, 1, x.device, x.dtype, lambda y: y)
+    share.plan_own((torch.relu(inputs.x[4096:] @ inputs.w_gate.T) != 0).sum(0), 4096)
+    share.load_state_dict(
+        {"gate_proj.weight": inputs.w_gate, "up_proj.weight": inputs.w_up, "down_proj.weight": inputs.w_down}
+    )
+    twell.freeze_(share)
+    compiled, compile_ = [], Kernel.compile
+    monkeypatch.setattr(Kernel, "compile", lambda kernel: compiled.append(kernel) or compile_(kernel))
+    union._kernels.cache_clear()  # other tests may have compiled them
+    compile_kernels([share], 4096)
+    assert len(compiled) >= 3 * 5  # three kernels for each size's tiles
+    compiled.clear()
+    with torch.inference_mode():
+        for M in (65, 129, 300, 700, 1500, 3071, 3072, 3500, 4096):
+            share(x[:M])
+    assert not compiled, [kernel.function.__name__ for kernel in compiled]
 
 
 def dense_truth(inputs: cases.FFNInputs, x: torch.Tensor) -> torch.Tensor:

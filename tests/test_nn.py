@@ -16,6 +16,7 @@ from twell import cpu, reference
 from twell.nn import GatedSparseFFN, SparseFFN, SparseFFNBase, neuron_major_, sparse_ffns
 from twell.ops import functional as ops
 from twell.plan import Plan, dense_plan
+from twell.vllm.ffn import compile_kernels, vllm_ffn_of
 
 f64 = torch.float64
 D, F = 8, 32
@@ -608,3 +609,12 @@ def test_autocast_keeps_parameters_and_gradients_in_float32() -> None:
     y.float().square().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
     assert layer.tokens_seen == 6
+
+
+def test_vllm_runs_a_layer_on_all_sizes_of_prompts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = vllm_ffn_of(GatedSparseFFN(16, 64, device="meta"), 1, 2, torch.device("cpu"), torch.float32, lambda y: y)
+    ran: list[tuple[int, ...]] = []
+    monkeypatch.setattr(share, "_ffn", lambda x, *_: ran.append(tuple(x.shape)))
+    for most in (700, 512, 100):
+        compile_kernels([share], most)
+    assert ran == [(128, 16), (256, 16), (512, 16), (700, 16), (128, 16), (256, 16), (512, 16), (100, 16)]

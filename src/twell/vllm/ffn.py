@@ -6,7 +6,7 @@ This module does not import vLLM, so tests can run the kernels under vLLM's cond
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -91,3 +91,15 @@ def vllm_ffn_of(
     share.eval().requires_grad_(False)
     neuron_major_(getattr(share, share.projections[-1]))
     return share
+
+
+@torch.inference_mode()
+def compile_kernels(ffns: Iterable[VllmFFN], most_tokens: int) -> None:
+    """Compile the kernels for large batches: run each FFN on 128, 256, 512, ... and ``most_tokens`` tokens. vLLM itself
+    runs only the sizes of its CUDA graphs; the first longer prompts would wait for seconds."""
+    sizes = [n for n in (128 << i for i in range(24)) if n < most_tokens]
+    for ffn in ffns:
+        gate = getattr(ffn, ffn.projections[0]).weight
+        x = gate.new_zeros(most_tokens, gate.shape[1])
+        for n in (*sizes, most_tokens):
+            ffn._ffn(x[:n], None, False)  # without the sum over processes

@@ -26,7 +26,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from twell.hf.counts import COUNTS_FILE, NeuronCounts, counts_path
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns
-from twell.vllm.ffn import VllmFFN, vllm_ffn_of
+from twell.vllm.ffn import VllmFFN, compile_kernels, vllm_ffn_of
 
 logger = init_logger("vllm.twell")  # vLLM shows loggers below its own name
 
@@ -106,6 +106,8 @@ class SparseForCausalLM(TransformersForCausalLM):
         if isinstance(self.vllm_config.additional_config, dict):  # part of the key of vLLM's cache of compiled code
             given = repr([ffn.compiled_for() for ffn in ffns])
             self.vllm_config.additional_config["twell"] = hashlib.sha256(given.encode()).hexdigest()
+        if self.device_config.device.type == "cuda":
+            compile_kernels(ffns, self.vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def _set_loaders(share: VllmFFN, rank: int) -> None:
