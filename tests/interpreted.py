@@ -85,7 +85,8 @@ def gathered(
     down = down if down.is_contiguous() else down.t()
     first, others = order[:n_hot].long(), order[n_hot:].long()
     both = gate[first] if up is None else torch.stack([gate[first], up[first]], 1).flatten(0, 1)
-    return torch.cat([*([both, down[first]] if hot else []), gate[others if cold else others[:0]]])
+    rows = torch.cat([*([both, down[first]] if hot else []), gate[others if cold else others[:0]]])
+    return rows if space is None else space.take(*rows.shape).copy_(rows)
 
 
 def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, long: int = 24) -> None:

@@ -130,6 +130,10 @@ def launch(kernel: Any, programs: int, *arguments: Any) -> None:
     replay.recording.log.add(kernel, programs, arguments)
 
 
+def call(function: Recorded, key: Any, tensors: tuple[Tensor | None, ...], *rest: Any) -> tuple[Tensor, ...]:
+    return function(key, tensors, *tensors, *rest)
+
+
 def function_of(kernel: Any, runs: list[int] | None = None) -> Recorded:
     @Recorded
     def function(space: Space, x: Tensor, y: Tensor | None, n: int) -> tuple[Tensor, ...]:
@@ -147,10 +151,10 @@ def test_a_second_call_launches_the_same_with_its_own_addresses(launches: Callab
     runs: list[int] = []
     function = function_of(compiled(), runs)
     x, y = torch.zeros(8), torch.zeros(8)
-    function("key", (x, y), 6)
+    call(function, "key", (x, y), 6)
     assert launches() == [] and runs == [6]  # the first call ran the function, whose kernels are fakes
     other, another = torch.zeros(100), torch.zeros(100)
-    wanted, part = function("key", (other, another), 6)
+    wanted, part = call(function, "key", (other, another), 6)
     assert runs == [6] and wanted.shape == (5, 4) and wanted.stride() == (1, 5) and part.shape == (3,)
     start = part.data_ptr()
     assert wanted.data_ptr() == start + 256
@@ -158,9 +162,9 @@ def test_a_second_call_launches_the_same_with_its_own_addresses(launches: Callab
         [3, 6, 128, 1024, 0, 1, 5, other.data_ptr() + 8, start + 256 + 20, 6, 1 << 40, 0, 0],
         [3, 7, 128, 1024, 0, 1, 5, start, another.data_ptr(), 6, 7, 0, 0],
     ]
-    function("another key", (x, None), 9)
+    call(function, "another key", (x, None), 9)
     assert runs == [6, 9]
-    function("another key", (other, None), 9)
+    call(function, "another key", (other, None), 9)
     assert runs == [6, 9] and launches()[1][-5] == 0
 
 
@@ -186,10 +190,10 @@ def test_launches_beside_others_are_joined(
     streams: dict[int, tuple[int, ...]] = {}
     for stream in (5, 6, 5):
         monkeypatch.setattr(replay, "current_stream", lambda _, stream=stream: stream)
-        function("key", (torch.zeros(8),))
+        call(function, "key", (torch.zeros(8),))
         said = launches()
         if not said:  # recorded: kernels are fakes
-            function("key", (torch.zeros(8),))
+            call(function, "key", (torch.zeros(8),))
             said = launches()
         short = [line if len(line) == 3 else [line[1], line[6]] for line in said]
         second, forked, joined = short[2][2], short[1][1], short[4][1]
@@ -209,7 +213,7 @@ def test_without_a_second_stream_launches_are_in_order(
     monkeypatch.setenv("TWELL_TEST_NO_STREAMS", "1")
     function = parallel(compiled())
     for _ in range(2):
-        function("key", (torch.zeros(8),))
+        call(function, "key", (torch.zeros(8),))
     assert [line[1:7:5] for line in launches()] == [[n, 77] for n in range(1, 7)]
 
 
@@ -227,7 +231,7 @@ def test_passing_reuses_memory(launches: Callable[[], list[list[int]]]) -> None:
         return stays, last
 
     for _ in range(2):
-        stays, last = function("key", (torch.zeros(8),))
+        stays, last = call(function, "key", (torch.zeros(8),))
     assert [line[8] - line[7] for line in launches()] == [256] * 4 and last.data_ptr() == stays.data_ptr() + 256
     assert function._programs[0, "key"].size == (256 + 1024) // 4
 
@@ -244,9 +248,9 @@ def test_a_matrix_has_its_address_in_a_tensor_map(launches: Callable[[], list[li
         launch(kernel, 2, Matrix(w[4:]), x, 17)
         return ()
 
-    function(1, (torch.zeros(4), torch.zeros(16, 8, dtype=torch.float16)))
+    call(function, 1, (torch.zeros(4), torch.zeros(16, 8, dtype=torch.float16)))
     x, w = torch.zeros(4), torch.zeros(16, 8, dtype=torch.float16)
-    function(1, (x, w))
+    call(function, 1, (x, w))
     (said,) = launches()
     address, *numbers = said[7:]
     assert said[:7] == [7, 2, 256, 0, 1, 0, 5] and address == w.data_ptr() + 64
@@ -258,10 +262,10 @@ def test_overlapping_tensors_are_not_recorded(launches: Callable[[], list[list[i
     runs: list[int] = []
     function, x = function_of(compiled(), runs), torch.zeros(64)
     for _ in range(2):
-        function("key", (x, x[16:]), 1)  # which overlap
+        call(function, "key", (x, x[16:]), 1)  # which overlap
     assert runs == [1, 1] and launches() == []
     for _ in range(2):
-        function("key", (x, torch.zeros(3)), 1)
+        call(function, "key", (x, torch.zeros(3)), 1)
     assert runs == [1, 1, 1] and len(launches()) == 2
 
 
@@ -277,43 +281,43 @@ def test_an_unknown_address_is_not_recorded(
         return ()
 
     for _ in range(2):
-        function("key", (torch.zeros(5),))
+        call(function, "key", (torch.zeros(5),))
     assert len(runs) == 2
     monkeypatch.setattr(replay, "CHECKED", True)
     with pytest.raises(AssertionError, match="an address outside all tensors"):
-        function("key", (torch.zeros(5),))
+        call(function, "key", (torch.zeros(5),))
 
 
 def test_an_incomplete_key_is_found(launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "CHECKED", True)
     function = function_of(compiled())
     for _ in range(4):  # recorded, repeated, compared, repeated
-        function("key", (torch.zeros(8), torch.zeros(8)), 1)
+        call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
     assert len(launches()) == 4
     with pytest.raises(AssertionError, match="other kernels for the same key"):
-        function("key", (torch.zeros(8), torch.zeros(8)), 2)
+        call(function, "key", (torch.zeros(8), torch.zeros(8)), 2)
 
 
 def test_kernels_with_other_parameters_are_launched_by_triton(launches: Callable[[], list[list[int]]]) -> None:
     runs: list[int] = []
     function = function_of(compiled(param_sizes=[8, 8, 8, 8, 8, 8]), runs)
     with pytest.warns(UserWarning, match="other parameters than expected"):
-        function("key", (torch.zeros(8), torch.zeros(8)), 1)
-    function("key", (torch.zeros(8), torch.zeros(8)), 1)
+        call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
+    call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
     assert runs == [1, 1] and launches() == []
 
 
 def test_faults(launches: Callable[[], list[list[int]]]) -> None:
     function = function_of(compiled(99))
-    function("key", (torch.zeros(8), torch.zeros(8)), 1)
+    call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
     with pytest.raises(RuntimeError, match="CUDA error 1, as it was told to"):
-        function("key", (torch.zeros(8), torch.zeros(8)), 1)
+        call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
     fine = function_of(compiled())
-    fine("key", (torch.zeros(8), torch.zeros(8)), 1)
+    call(fine, "key", (torch.zeros(8), torch.zeros(8)), 1)
     odd = torch.zeros(8), torch.zeros(9)[1:]
     assert fine.repeat("key", odd) is None and launches() == []
     with pytest.raises(ValueError, match="tensor 1 is not aligned"):
-        fine("key", odd, 1)
+        call(fine, "key", odd, 1)
 
 
 def test_the_number_of_programs_is_bounded(
@@ -322,7 +326,7 @@ def test_the_number_of_programs_is_bounded(
     monkeypatch.setattr(replay, "_MOST_PROGRAMS", 4)
     function = function_of(compiled())
     for n in range(10):
-        function(n, (torch.zeros(8), torch.zeros(8)), 1)
+        call(function, n, (torch.zeros(8), torch.zeros(8)), 1)
     assert len(function._programs) <= 4
 
 

@@ -211,13 +211,14 @@ def infer(x: Tensor, w: Weights, activation: str) -> Tensor:
         M = x.numel() // D
         rows = _QUICK_ROWS if _SLOW_ROWS < M < _QUICK_ROWS else M
         h = x.new_empty(rows, F)
-        _launch_gate_up((M, x.dtype, F, D, activation), (x, gate, up, h), activation == "relu2", tile)
+        given = x, gate, up, h
+        _launch_gate_up((M, x.dtype, F, D, activation), given, *given, activation == "relu2", tile)
         return nnf.linear(h, down, b_down)[:M].view(x.shape)
     z = nnf.linear(x, gate, b_gate)
     u = None if up is None else nnf.linear(x, up, b_up)
     n = z.numel()
     if n:
-        _launch((n, z.dtype, up is None, activation), (z, u), activation == "relu2")
+        _launch((n, z.dtype, up is None, activation), (z, u), z, u, activation == "relu2")
     return nnf.linear(z, down, b_down)
 
 
@@ -239,7 +240,7 @@ def forward(
         l1_sum, counts = reference.no_statistics(x)
     key = (M, F, x.dtype, gated, activation, token_mask is None, want_stats)
     tensors = (kept, l1_sum, counts, token_mask)
-    (h,) = _launch_forward(key, tensors, M, F, gated, activation == "relu2", want_stats)
+    (h,) = _launch_forward(key, tensors, *tensors, M, F, gated, activation == "relu2", want_stats)
     return nnf.linear(h, w.down, w.down_bias), l1_sum, counts, kept
 
 
@@ -286,7 +287,8 @@ def backward(
     dz = du = h
     if len(x):
         key = (h.shape, h.dtype, gated, activation, dl1 is None, token_mask is None)
-        dz, du = _launch_backward(key, (h, kept, dl1, token_mask), gated, squared)
+        tensors = (h, kept, dl1, token_mask)
+        dz, du = _launch_backward(key, tensors, *tensors, gated, squared)
 
     def dx() -> Tensor:
         gradient = dz @ w.gate

@@ -130,36 +130,25 @@ def forward(x: Tensor, w: Fp8Weights, activation: str, tiles: SmallTiles) -> Ten
     """y [..., D] for x [..., D], whose row stride is a multiple of 16 elements."""
     y = x.new_empty(x.shape)
     key = (x.shape, x.stride(-2), x.dtype, len(w.gate), activation, tiles)
-    weights = (*w[:4], w.model_down, w.down_scale)
-    _launch(key, (x, y, *weights), activation == "relu2", tiles)
+    _launch(key, (x, y, *w[:4], w.model_down, w.down_scale), x, y, w, activation == "relu2", tiles)
     return y
 
 
 @Recorded
-def _launch(
-    space: Space,
-    x: Tensor,
-    y: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    squared: bool,
-    tiles: SmallTiles,
-) -> tuple[Tensor, ...]:
+def _launch(space: Space, x: Tensor, y: Tensor, w: Fp8Weights, squared: bool, tiles: SmallTiles) -> tuple[Tensor, ...]:
+    assert w.up is not None and w.up_scale is not None
     x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-    (D, F), M, tile = down.shape, len(x), tiles.down
+    (D, F), M, tile = w.model_down.shape, len(x), tiles.down
     n_tiles = ceil_div(M, tile.BM) * ceil_div(D, tile.BN)
     shares = max(1, min(tiles.programs // n_tiles, _MOST_SHARES))
     sums = space.take(shares, M, D, dtype=torch.float32) if shares > 1 else None
     counters = space.take(n_tiles, dtype=torch.int32) if shares > 1 else None
     of_x, of_h, h = room_for(M, D, space.take), room_for(M, F, space.take), space.take(M, F)
     round_rows(x, of_x)
-    gate_up(of_x[0], gate, up, h, squared, tiles.gate_up, (of_x[1], gate_scale, up_scale), counters)
+    gate_up(of_x[0], w.gate, w.up, h, squared, tiles.gate_up, (of_x[1], w.gate_scale, w.up_scale), counters)
     round_rows(h, of_h)
     shared = 0 if sums is None else sums, 0 if counters is None else counters
     kernel = _down(y.dtype, tile, can_overlap())
-    kernel(n_tiles * shares, Matrix(of_h[0]), Matrix(down), of_h[1], down_scale, *shared, y, M, D, F, shares)
+    factors = Matrix(of_h[0]), Matrix(w.model_down), of_h[1], w.down_scale
+    kernel(n_tiles * shares, *factors, *shared, y, M, D, F, shares)
     return ()

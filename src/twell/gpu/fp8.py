@@ -113,11 +113,11 @@ def dense(x: Tensor, w: Fp8Weights, activation: str) -> Tensor:
     if tiles is not None:
         return dense_fp8.forward(x, w, activation, tiles)
     q, scale = rounded = room_for(M, D, x.new_empty)
-    _round((x.shape, x.stride(-2), dtype), (x, *rounded))
+    _round((x.shape, x.stride(-2), dtype), (x, *rounded), x, rounded)
     z = multiplied(q, scale, w.gate, w.gate_scale, dtype)
     u = None if w.up is None or w.up_scale is None else multiplied(q, scale, w.up, w.up_scale, dtype)
     q, scale = rounded = room_for(M, z.shape[1], x.new_empty)
-    _round_hidden((z.shape, dtype, u is None, activation), (z, u, *rounded), activation == "relu2")
+    _round_hidden((z.shape, dtype, u is None, activation), (z, u, *rounded), z, u, activation == "relu2", rounded)
     return multiplied(q, scale, w.model_down, w.down_scale, dtype).view(x.shape)
 
 
@@ -128,14 +128,14 @@ def multiplied(q: Tensor, scale: Tensor, rows: Tensor, of_rows: Tensor, dtype: t
 
 
 @Recorded
-def _round(space: Space, x: Tensor, q: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-    round_rows(x if x.dim() == 2 else x.view(-1, x.shape[-1]), (q, scale))
+def _round(space: Space, x: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    round_rows(x if x.dim() == 2 else x.view(-1, x.shape[-1]), out)
     return ()
 
 
 @Recorded
 def _round_hidden(
-    space: Space, z: Tensor, u: Tensor | None, q: Tensor, scale: Tensor, squared: bool
+    space: Space, z: Tensor, u: Tensor | None, squared: bool, out: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, ...]:
-    round_hidden(z, u, squared, (q, scale))
+    round_hidden(z, u, squared, out)
     return ()

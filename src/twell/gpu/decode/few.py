@@ -105,34 +105,27 @@ def _run(
     key = _key(x, w, activation, tiles, settled)
     squared = activation == "relu2"
     if screened is not None:
-        (run if is_copied else run.record)(key, (x, y, *w, *screened), squared)
+        (run if is_copied else run.record)(key, (x, y, *w, *screened), x, y, w, screened, squared)
     else:
-        (run if is_copied else run.record)(key, (x, y, *w), squared, tiles, settled)
+        (run if is_copied else run.record)(key, (x, y, *w), x, y, w, squared, tiles, settled)
 
 
 @Recorded
 def _screened_token(
-    space: Space,
-    x: Tensor,
-    y: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    q: Tensor,
-    scale: Tensor,
-    reach: Tensor,
-    squared: bool,
+    space: Space, x: Tensor, y: Tensor, w: Weights, screened: Screen, squared: bool
 ) -> tuple[Tensor, ...]:
-    D, F, flags = x.shape[-1], len(gate), (up is not None, squared, gate_bias is not None, up_bias is not None)
+    D, F = x.shape[-1], len(w.gate)
     h, words = space.take(F), space.take(ceil_div(F, 32), dtype=torch.int32)
-    first, second = _kernels_of_one(x.dtype, D, F, down_bias is not None, flags, can_overlap())
-    weights = (0 if t is None else t for t in (gate, gate_bias, up, up_bias, down))
-    first(ceil_div(F, screen.BN), x, q, scale, reach, *weights, h, words, D, F)
-    second(ceil_div(D, _ONE["BD"]), h, words, down, 0 if down_bias is None else down_bias, y, D, F)
+    first, second = _kernels_of_one(x.dtype, D, F, w.down_bias is not None, _flags(w, squared), can_overlap())
+    gate, up, down, b_gate, b_up, b_down = (0 if t is None else t for t in w)
+    first(ceil_div(F, screen.BN), x, *screened, gate, b_gate, up, b_up, down, h, words, D, F)
+    second(ceil_div(D, _ONE["BD"]), h, words, down, b_down, y, D, F)
     return ()
+
+
+def _flags(w: Weights, squared: bool) -> tuple[bool, ...]:
+    """See ``_constants``."""
+    return w.up is not None, squared, w.gate_bias is not None, w.up_bias is not None
 
 
 @functools.cache
@@ -171,27 +164,21 @@ def _unscreened(
     space: Space,
     x: Tensor,
     y: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    w: Weights,
     squared: bool,
     tiles: tuple[NeuronTile | HopperTile, SumTile | HopperSumTile] | None,
     settled: bool,
 ) -> tuple[Tensor, ...]:
-    flags = up is not None, squared, gate_bias is not None, up_bias is not None
     x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-    (M, D), F = x.shape, len(gate)
+    (M, D), F, has_bias, overlaps = x.shape, len(w.gate), w.down_bias is not None, can_overlap()
     neurons, sums = tiles or tiles_of(x, F)
     between = Between.of(space, M, F, neurons)
-    first, second = kernels_of(x.dtype, M, D, neurons, sums, settled, down_bias is not None, flags, can_overlap())
-    weights = (0 if t is None else t for t in (gate, gate_bias, up, up_bias, down))
+    first, second = kernels_of(x.dtype, M, D, neurons, sums, settled, has_bias, _flags(w, squared), overlaps)
+    gate, up, down, b_gate, b_up, b_down = (0 if t is None else t for t in w)
     scales = () if isinstance(neurons, HopperTile) else (0, 0, 0)
-    first(between.programs, x, *weights, between.h, between.words, *scales, M, D, F, x.stride(0))
-    bias, in_triton = 0 if down_bias is None else down_bias, isinstance(sums, SumTile)
-    given = between.h, between.words, down, bias, y, *((0,) if in_triton else ())
+    first(between.programs, x, gate, b_gate, up, b_up, down, between.h, between.words, *scales, M, D, F, x.stride(0))
+    in_triton = isinstance(sums, SumTile)
+    given = between.h, between.words, down, b_down, y, *((0,) if in_triton else ())
     second(ceil_div(D, sums.BD), *given, M, D, between.n_words, *((between.last_bits,) if in_triton else ()))
     return ()
 

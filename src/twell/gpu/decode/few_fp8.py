@@ -35,46 +35,35 @@ def forward(x: Tensor, w: Fp8Weights, activation: str, tiles: _Tiles | None = No
     x = aligned(x)
     y = torch.empty_like(x)
     key = x.shape, x.stride(-2), x.dtype, w.gate.shape[0], w.up is None, activation, tiles, settled
-    _launch(key, (x, y, *w[:6]), activation == "relu2", tiles, settled)
+    _launch(key, (x, y, *w[:6]), x, y, w, activation == "relu2", tiles, settled)
     return y
 
 
 @Recorded
 def _launch(
-    space: Space,
-    x: Tensor,
-    y: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor | None,
-    up_scale: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    squared: bool,
-    tiles: _Tiles | None,
-    settled: bool,
+    space: Space, x: Tensor, y: Tensor, w: Fp8Weights, squared: bool, tiles: _Tiles | None, settled: bool
 ) -> tuple[Tensor, ...]:
     x = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-    (M, D), F = x.shape, len(gate)
+    (M, D), F = x.shape, len(w.gate)
     neurons, sums = tiles or fp8_tiles_of(x, F)
-    of_up, of_up_scale = (0 if t is None else t for t in (up, up_scale))
+    gate, gate_scale, up, up_scale, down, down_scale = (0 if t is None else t for t in w[:6])
     if M == 1 and isinstance(neurons, HopperTile):
         n_shares = ceil_div(F, neurons.TN)
         a, shares = space.take(F, dtype=torch.float32), space.take(neurons.programs, D, dtype=torch.float32)
-        first, second = _kernels_of_one(x.dtype, n_shares, neurons, settled, up is not None, squared, can_overlap())
-        first(neurons.programs, x, gate, gate_scale, of_up, of_up_scale, down, a, shares, D, F)
+        first, second = _kernels_of_one(x.dtype, n_shares, neurons, settled, w.up is not None, squared, can_overlap())
+        first(neurons.programs, x, gate, gate_scale, up, up_scale, down, a, shares, D, F)
         second(ceil_div(D, _ADD["BD"]), shares, down_scale, y, D, n_shares)
         return ()
-    between, flags = Between.of(space, M, F, neurons), (up is not None, squared, False, False)
+    between, flags = Between.of(space, M, F, neurons), (w.up is not None, squared, False, False)
     first, second = kernels_of(x.dtype, M, D, neurons, sums, settled, False, flags, can_overlap(), E4M3)
     h, words = between.h, between.words
     if isinstance(neurons, HopperTile):
-        first(between.programs, x, gate, gate_scale, of_up, of_up_scale, down, h, words, M, D, F, x.stride(0))
+        first(between.programs, x, gate, gate_scale, up, up_scale, down, h, words, M, D, F, x.stride(0))
     else:
         q, x_scale = room_for(M, D, space.take)
         round_rows(x, (q, x_scale))
-        scales = x_scale, gate_scale, of_up_scale
-        first(between.programs, q, gate, 0, of_up, 0, down, h, words, *scales, M, D, F, D)
+        scales = x_scale, gate_scale, up_scale
+        first(between.programs, q, gate, 0, up, 0, down, h, words, *scales, M, D, F, D)
     if isinstance(sums, HopperSumTile):
         second(ceil_div(D, sums.BD), h, words, down, down_scale, y, M, D, between.n_words)
     else:

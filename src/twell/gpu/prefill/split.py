@@ -167,24 +167,24 @@ def forward(
     [2], to which the numbers of list entries and of heavy tokens are added. ``cold_gate``: the result of
     ``gate_in_twell``, if it exists already; only benchmarks pass it."""
     x, w = aligned(x), ready(w)
-    gate, up, own_down, b_gate, b_up, b_down = w
-    n_hot, y = split.n_hot, x.new_empty(x.shape)
-    transposes = down is None and not is_neuron_major(own_down)
-    down = own_down if down is None else down
-    has_bias = b_gate is not None or b_up is not None
-    if layout is None:
-        kept: tuple[Tensor | None, ...] = None, None, None
-        hot_bias, cold_bias = biases_of(w, order, n_hot) if has_bias else (None, None)
-    else:
-        kept, hot_bias, cold_bias = (layout.hot, layout.hot_down, layout.cold), layout.hot_bias, layout.cold_bias
+    y, transposes = x.new_empty(x.shape), down is None and not is_neuron_major(w.down)
+    w = w if down is None else w._replace(down=down)
+    gate, up, down, b_gate, b_up, b_down = w
+    kept: tuple[Tensor | None, ...] = (None, None, None)
+    biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    if layout is not None:
+        kept, biases = (layout.hot, layout.hot_down, layout.cold), (layout.hot_bias, layout.cold_bias)
+    elif b_gate is not None or b_up is not None:
+        biases = biases_of(w, order, split.n_hot)
     key = (
         x.shape, x.stride(-2), x.dtype, gate.shape[0], split, activation, transposes, layout is None, up is None,
-        b_up is None, b_down is None, hot_bias is None, cold_bias is None, watch is None, cold_gate is None,
+        b_up is None, b_down is None, biases[0] is None, biases[1] is None, watch is None, cold_gate is None,
     )  # fmt: skip
     of_gate = given_gate(cold_gate, order)
-    tensors = (x, y, gate, up, down, b_up, b_down, order, places, *kept, hot_bias, cold_bias, watch, *of_gate)
-    hot = _launch(key, tensors, split, activation == "relu2", transposes, tiles, programs)
-    if n_hot:  # last: a GEMM has the bandwidth to read y again, the tail has not
+    tensors = (x, y, gate, up, down, b_up, b_down, order, places, *kept, *biases, watch, *of_gate)
+    given = x, y, w, biases, layout, order, places, watch, of_gate, split, activation == "relu2", transposes
+    hot = _launch(key, tensors, *given, tiles, programs)
+    if split.n_hot:  # last: a GEMM has the bandwidth to read y again, the tail has not
         h, hot_down = hot if layout is None else (*hot, layout.hot_down)
         (y if y.dim() == 2 else y.view(h.shape[0], -1)).addmm_(h, hot_down)
     return y
@@ -195,36 +195,25 @@ def _launch(
     space: Space,
     x: Tensor,
     y: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    w: Weights,
+    biases: tuple[Tensor | None, Tensor | None],
+    frozen: Layout | None,
     order: Tensor,
     places: Tensor,
-    hot: Tensor | None,
-    hot_down: Tensor | None,
-    cold: Tensor | None,
-    hot_bias: Tensor | None,
-    cold_bias: Tensor | None,
     watch: Tensor | None,
-    words: Tensor | None,
-    counts: Tensor | None,
-    counters: Tensor | None,
+    of_gate: tuple[Tensor | None, ...],
     split: SplitSizes,
     squared: bool,
     transposes: bool,
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    """Everything except the hot neurons' last GEMM. Returns the GEMM's h, and Wd_hot unless it is frozen."""
+    """Everything except the hot neurons' last GEMM. Returns the GEMM's h, and Wd_hot unless it is frozen. ``biases``:
+    see ``biases_of``; ``of_gate``: see ``given_gate``."""
     x, y = x.view(-1, x.shape[-1]) if x.dim() != 2 else x, y.view(-1, y.shape[-1])
-    gated, (n_hot, cap, first) = up is not None, split
-    rows = Weights(gate, up, transposed(down, space) if transposes else down, cold_bias, up_bias, down_bias)
-    if hot is None or hot_down is None or cold is None:
-        layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), space=space)
-    else:
-        layout = Layout(hot, hot_bias, hot_down, cold, cold_bias)
+    gated, (n_hot, cap, first), (words, counts, counters) = w.up is not None, split, of_gate
+    rows = w._replace(down=transposed(w.down, space) if transposes else w.down, gate_bias=biases[1])
+    layout = lay_out(rows, order, n_hot, biases, space=space) if frozen is None else frozen
     M = len(x)
     size = list_size(M, cap)
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
@@ -250,7 +239,7 @@ def _launch(
     write_tail(y, x, lists, rows, squared=squared, has_hot=n_hot > 0, tile=tail_tile(tiles, x, first))
     if h is None:
         return ()
-    return (h, layout.hot_down) if hot is None else (h,)
+    return (h, layout.hot_down) if frozen is None else (h,)
 
 
 def given_gate(cold_gate: TwELL | None, order: Tensor) -> tuple[Tensor | None, ...]:

@@ -115,7 +115,8 @@ def forward(
     hot, hot_scale, hot_down, cold, cold_scale = layout
     of_gate = given_gate(cold_gate, order)
     tensors = (x, y, *w[:6], hot, hot_scale, cold, cold_scale, order, places, watch, *of_gate)
-    of_hot = _launch(key, tensors, split, activation == "relu2", tiles, programs)
+    given = x, y, w, layout, order, places, watch, of_gate, split, activation == "relu2", tiles, programs
+    of_hot = _launch(key, tensors, *given)
     if split.n_hot:
         (y if y.dim() == 2 else y.view(-1, y.shape[-1])).addmm_(of_hot[0], hot_down)
     return y
@@ -126,30 +127,22 @@ def _launch(
     space: Space,
     x: Tensor,
     y: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor | None,
-    up_scale: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    hot: Tensor,
-    hot_scale: Tensor,
-    cold: Tensor,
-    cold_scale: Tensor,
+    w: Fp8Weights,
+    layout: Fp8Layout,
     order: Tensor,
     places: Tensor,
     watch: Tensor | None,
-    words: Tensor | None,
-    counts: Tensor | None,
-    counters: Tensor | None,
+    of_gate: tuple[Tensor | None, ...],
     split: SplitSizes,
     squared: bool,
     tiles: Fp8Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    """Everything except the hot neurons' last GEMM, whose h it returns."""
+    """Everything except the hot neurons' last GEMM, whose h it returns. ``of_gate``: see ``given_gate``."""
+    gate, gate_scale, up, up_scale, down, down_scale, _ = w
+    assert down is not None
     x, y = x.view(-1, x.shape[-1]) if x.dim() != 2 else x, y.view(-1, y.shape[-1])
-    n_hot, cap, first = split
+    (n_hot, cap, first), (words, counts, counters), cold = split, of_gate, layout.cold
     M = len(x)
     size = list_size(M, cap)
     out = space.take(size, dtype=index_dtype(len(order))), space.take(size, dtype=x.dtype)
@@ -161,7 +154,7 @@ def _launch(
     with space.passing():
         if words is None or counts is None or counters is None:
             given: dict[str, Any] = {"counters": turns.counters, "space": space}
-            scales = x_scale, cold_scale
+            scales = x_scale, layout.cold_scale
             in_twell = gate_in_twell(q, cold, None, scales=scales, dtype=x.dtype, **given, **common)
         else:
             turns = turns._replace(counters=counters)
@@ -174,10 +167,9 @@ def _launch(
         watching = None if watch is None else (watch, cap)
         write_heavy_fp8_(y, *rows, squared=squared, tile=tiles.heavy, programs=programs, space=space, watch=watching)
     if h is not None:
-        of_hot: dict[str, Any] = {"gated": up is not None, "squared": squared, "scales": (x_scale, hot_scale)}
-        hot_activations(q, hot, None, h, **of_hot, **common)
+        of_hot: dict[str, Any] = {"gated": up is not None, "squared": squared, "scales": (x_scale, layout.hot_scale)}
+        hot_activations(q, layout.hot, None, h, **of_hot, **common)
     waits()
-    w = Weights(gate, up, down)
-    of_tail = x_scale, up_scale, down_scale
-    write_tail(y, q, lists, w, squared=squared, has_hot=n_hot > 0, tile=tiles.tail, scales=of_tail)
+    factors, of_tail = Weights(gate, up, down), (x_scale, up_scale, down_scale)
+    write_tail(y, q, lists, factors, squared=squared, has_hot=n_hot > 0, tile=tiles.tail, scales=of_tail)
     return () if h is None else (h,)

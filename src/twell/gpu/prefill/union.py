@@ -303,12 +303,13 @@ def after_gate(
     tiles: UnionTiles | None = None,
 ) -> Tensor:
     """As ``forward``, from x and weights that kernels can read and the gate's z [..., F], which is overwritten."""
-    _, up, own_down, _, b_up, b_down = w
-    y, down = x.new_empty(x.shape), own_down if down is None else down
+    w = w if down is None else w._replace(down=down)
+    _, up, down, _, b_up, b_down = w
+    y = x.new_empty(x.shape)
     key = (
         x.shape, x.stride(-2), x.dtype, z.shape[-1], activation, tiles, up is None, b_up is None, b_down is None
     )  # fmt: skip
-    _launch(key, (x, y, z, up, down, b_up, b_down), activation == "relu2", of_gpu, tiles)
+    _launch(key, (x, y, z, up, down, b_up, b_down), x, y, z, w, activation == "relu2", of_gpu, tiles)
     return y
 
 
@@ -318,10 +319,7 @@ def _launch(
     x: Tensor,
     y: Tensor,
     z: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    w: Weights,
     squared: bool,
     of_gpu: Tiles,
     tiles: UnionTiles | None,
@@ -335,14 +333,12 @@ def _launch(
     h = z.view(M, F) if width == F else space.take(M, width)  # z is not needed any more
     listed = space.take(tiles_m, width, dtype=torch.int32)
     mark, up_, down_ = _kernels(
-        x.dtype, tiles, power_of_2(n_words), use_tma, down_bias is not None, can_overlap(), GATED=up is not None,
-        SQUARED=squared, HAS_UP_BIAS=up_bias is not None,
+        x.dtype, tiles, power_of_2(n_words), use_tma, w.down_bias is not None, can_overlap(), GATED=w.up is not None,
+        SQUARED=squared, HAS_UP_BIAS=w.up_bias is not None,
     )  # fmt: skip
     mark(tiles_m * ceil_div(F, tiles.marks.BN), z, r, bits, M, F, n_words)
     blocks = (Matrix(x), Matrix(h)) if use_tma else (x, h)
-    weights = (0 if t is None else t for t in (up, up_bias))
-    numbers = M, D, F, n_words, width, x.stride(0)
-    up_(tiles_m * (width // tiles.up.BN), blocks[0], r, *weights, bits, h, listed, *numbers)
-    bias = 0 if down_bias is None else down_bias
-    down_(tiles_m * tiles_d, blocks[1], listed, bits, down, bias, y, M, D, n_words, width)
+    up, b_up, b_down = (0 if t is None else t for t in (w.up, w.up_bias, w.down_bias))
+    up_(tiles_m * (width // tiles.up.BN), blocks[0], r, up, b_up, bits, h, listed, M, D, F, n_words, width, x.stride(0))
+    down_(tiles_m * tiles_d, blocks[1], listed, bits, w.down, b_down, y, M, D, n_words, width)
     return ()

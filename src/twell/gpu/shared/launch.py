@@ -90,7 +90,7 @@ class Kernel:
             raise TypeError(
                 f"{function.__name__} takes {function.arg_names}, got {len(arguments)} arguments and {list(constants)}"
             )
-        self.function, self.arguments = function, tuple(arguments)
+        self.name, self.function, self.arguments = function.__name__, function, tuple(arguments)
         self.constants = {name: constants[name] for name in names}
         self.options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
         if not INTERPRETED:
@@ -104,6 +104,8 @@ class Kernel:
         if CHECKED:
             self._check(arguments)
         if INTERPRETED:
+            if recording.log is not None:
+                recording.log.add(self, programs, arguments)
             given = [_interpreted(a, declared) for a, declared in zip(arguments, self.arguments, strict=True)]
             self.function[(programs,)](*given, **self.constants, **self.options)
             return

@@ -7,13 +7,14 @@ in bytes". Later calls with the same key pass their tensors to ``replay.c``: 4 t
 nearly all of it the driver's.
 
     @Recorded
-    def _launch(space, x, w, y, tile): ...      # tensors, then everything else that decides; returns tensors of space
+    def _launch(space, x, w, y, tile): ...                   # returns tensors of space
 
-    (h,) = _launch((M, tile), (x, w, y), tile)  # the key, tensors (or None), the rest
+    (h,) = _launch((M, tile), (x, *w, y), x, w, y, tile)     # key, tensors, the function's arguments
 
-The key must contain everything that the function's launches depend on. With TWELL_CHECK_LAUNCHES=1 every other call
-records again and compares. Where the C module cannot be built, or a kernel's parameters are not as expected, functions
-run as they are.
+The key must contain everything that the function's launches depend on, and the tensors (or None) everything outside
+space that its kernels read or write: a launch with another address is not kept. With TWELL_CHECK_LAUNCHES=1 such an
+address is an error, and every other call records again and compares. Where the C module cannot be built, or a kernel's
+parameters are not as expected, functions run as they are.
 
 Launches inside ``with beside():`` go to a second stream when a call is repeated: after all launches before them, and at
 the same time as those after them, up to one that ``waits()``. The call that is recorded runs in order on one stream.
@@ -58,7 +59,7 @@ class Matrix:
 
 
 class Launch(NamedTuple):
-    """One launch, as ``Kernel`` reports it: the compiled kernel and the arguments of the call."""
+    """One launch, as ``Kernel`` reports it: the compiled (or interpreted) kernel and the arguments of the call."""
 
     compiled: Any
     programs: int
@@ -158,9 +159,9 @@ class Recorded:
         self._repeated: set[Any] = set()
         functools.update_wrapper(self, function)
 
-    def __call__(self, key: Any, tensors: tuple[Tensor | None, ...], *rest: Any) -> tuple[Tensor, ...]:
+    def __call__(self, key: Any, tensors: tuple[Tensor | None, ...], *arguments: Any) -> tuple[Tensor, ...]:
         found = self.repeat(key, tensors)
-        return self.record(key, tensors, *rest) if found is None else found
+        return self.record(key, tensors, *arguments) if found is None else found
 
     def repeat(self, key: Any, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
         """None where there is no recording for the key, or a tensor is not aligned to 16 bytes."""
@@ -181,20 +182,24 @@ class Recorded:
         self._repeated ^= {key}
         return key in self._repeated
 
-    def record(self, key: Any, tensors: tuple[Any, ...], *rest: Any) -> tuple[Tensor, ...]:
+    def record(self, key: Any, tensors: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, ...]:
         """Run the function and keep its launches (where they cannot be kept: only run it)."""
-        if INTERPRETED or _replay() is None:
-            return self._function(Space(tensors[0]), *tensors, *rest)
-        odd = [i for i, t in enumerate(tensors) if t is not None and t.data_ptr() % 16]
+        is_kept = not INTERPRETED and _replay() is not None
+        odd = [i for i, t in enumerate(tensors) if is_kept and t is not None and t.data_ptr() % 16]
         if odd:
             raise ValueError(f"tensor {odd[0]} is not aligned to 16 bytes")
         space, outer, log = Space(tensors[0]), recording.log, _Log()
         recording.log = log
         try:
-            results = self._function(space, *tensors, *rest)
+            results = self._function(space, *arguments)
         finally:
             recording.log = outer
-        program, key = _program_of(log.launches, space, tensors, results), (current_device(), key)
+        spans = _spans_of(space, tensors)
+        if CHECKED:
+            _check_addresses(log.launches, spans)
+        if not is_kept:
+            return results
+        program, key = _program_of(log.launches, space, tensors, results, spans), (current_device(), key)
         if program is not None:
             if CHECKED and not program.is_like(self._programs.setdefault(key, program)):
                 raise AssertionError(f"{self._function.__qualname__} launched other kernels for the same key {key}")
@@ -209,13 +214,27 @@ class Recorded:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def _program_of(
-    launches: list[Launch], space: Space, tensors: tuple[Tensor | None, ...], results: tuple[Tensor, ...]
-) -> _Program | None:
-    """None where an address is ambiguous (tensors overlap) or a kernel's parameters are not as declared."""
+Spans = list[tuple[int, int, int, int]]  # addresses from and to, the number of a tensor (0: space), its place in space
+
+
+def _spans_of(space: Space, tensors: tuple[Tensor | None, ...]) -> Spans:
     known = [(t, 0, at) for t, at in space.taken]
     known += [(t, i + 1, 0) for i, t in enumerate(tensors) if t is not None]
-    spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t), i, at) for t, i, at in known if t.numel())
+    return sorted((t.data_ptr(), t.data_ptr() + _extent(t), i, at) for t, i, at in known if t.numel())
+
+
+def _check_addresses(launches: list[Launch], spans: Spans) -> None:
+    for launch in launches:
+        given = (a.base if isinstance(a, Matrix) else a for a in launch.arguments)
+        addresses = [t.data_ptr() for t in given if isinstance(t, Tensor) and t.numel()]
+        if not all(any(begin <= at < end for begin, end, *_ in spans) for at in addresses):
+            raise AssertionError(f"{launch.compiled.name} was given an address outside all tensors of the call")
+
+
+def _program_of(
+    launches: list[Launch], space: Space, tensors: tuple[Tensor | None, ...], results: tuple[Tensor, ...], spans: Spans
+) -> _Program | None:
+    """None where an address is unknown or ambiguous (tensors overlap), or a kernel's parameters are not as declared."""
     if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
         return None
     if any(t.dtype != tensors[0].dtype for t in results):  # type: ignore[union-attr]
@@ -231,10 +250,6 @@ def _program_of(
             if matrix is not None or described is _ADDRESS:
                 found = next(((i, at + value - start) for start, end, i, at in spans if start <= value < end), None)
                 if found is None and value:
-                    if CHECKED:
-                        raise AssertionError(
-                            f"{launch.compiled.name} was given an address outside all tensors of the call"
-                        )
                     return None
                 tensor, offset = found or (-1, 0)
             if matrix is not None:

@@ -81,8 +81,10 @@ def forward(
         x.shape, x.stride(0), x.dtype, F, split, activation, transposes, up is None, b_up is None, b_down is None,
         biases[0] is None, biases[1] is None, token_mask is None, want_stats, cold_gate is None,
     )  # fmt: skip
-    tensors = (x, y, kept, l1_sum, counts, gate, up, down, b_up, b_down, order, places, *biases, token_mask, *of_gate)
-    hot = _launch_forward(key, tensors, split, activation == "relu2", transposes, want_stats, tiles, programs)
+    results = y, kept, l1_sum, counts
+    tensors = (x, *results, gate, up, down, b_up, b_down, order, places, *biases, token_mask, *of_gate)
+    given = x, *results, w, biases, order, places, token_mask, of_gate, split, activation == "relu2", transposes
+    hot = _launch_forward(key, tensors, *given, want_stats, tiles, programs)
     if hot:
         y.addmm_(*hot)
     return y, l1_sum, counts, kept
@@ -96,19 +98,12 @@ def _launch_forward(
     kept: Tensor,
     l1_sum: Tensor,
     counts: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    w: Weights,
+    biases: tuple[Tensor | None, Tensor | None],
     order: Tensor,
     places: Tensor,
-    hot_bias: Tensor | None,
-    cold_bias: Tensor | None,
     token_mask: Tensor | None,
-    words: Tensor | None,
-    counts_in_tiles: Tensor | None,
-    bits: Tensor | None,
+    of_gate: tuple[Tensor | None, ...],
     split: SplitSizes,
     squared: bool,
     transposes: bool,
@@ -116,12 +111,14 @@ def _launch_forward(
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    M, F, gated, (n_hot, cap, first) = len(x), len(gate), up is not None, split
+    """``biases``: see ``biases_of``. ``of_gate``: words and counts of a given gate, and zeros of ``bits_shape``."""
+    M, F, gated, (n_hot, cap, first) = len(x), len(w.gate), w.up is not None, split
+    words, counts_in_tiles, bits = of_gate
     parts = SavedSplit.of(kept, M, F, n_hot, cap, gated=gated)
-    cold = gathered(gate, up, down, order, n_hot, hot=False, space=space) if n_hot else gate
+    cold = gathered(*w[:3], order, n_hot, hot=False, space=space) if n_hot else w.gate
     with beside():  # the cold gate's GEMM
-        rows = Weights(gate, up, transposed(down, space) if transposes else down, cold_bias, up_bias, down_bias)
-        layout = lay_out(rows, order, n_hot, (hot_bias, cold_bias), cold=False, space=space)._replace(cold=cold)
+        rows = w._replace(down=transposed(w.down, space) if transposes else w.down, gate_bias=biases[1])
+        layout = lay_out(rows, order, n_hot, biases, cold=False, space=space)._replace(cold=cold)
         signals()
     common: dict[str, Any] = {"tile": tiles.gate, "programs": programs, "use_tma": tiles.use_tma}
     l1, tile = space.take(M, dtype=torch.float32), tail_tile(tiles, x, first)
@@ -131,8 +128,8 @@ def _launch_forward(
     h = space.take(M, n_hot) if n_hot else None
     with space.passing():
         if words is None or counts_in_tiles is None:
-            of_gate: dict[str, Any] = {"counters": parts.turns.counters, "bits": bits, "space": space}
-            in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, **of_gate, **common)
+            outputs: dict[str, Any] = {"counters": parts.turns.counters, "bits": bits, "space": space}
+            in_twell = gate_in_twell(x, layout.cold, layout.cold_bias, **outputs, **common)
         else:
             in_twell = TwELL.from_words(words, counts_in_tiles, shape=(M, F - n_hot), dtype=x.dtype, check=False)
         out = parts.rows, parts.values
@@ -179,42 +176,43 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Gradients:
     """As ``reference.backward``, but None where a gradient is not needed."""
-    x, (gate, up, down, b_gate, b_up, _) = aligned(x), ready(w)
-    (M, D), F, n_hot, gated, squared = x.shape, gate.shape[0], split.n_hot, up is not None, activation == "relu2"
-    new, transposes = x.new_empty, not is_neuron_major(down)
+    x, w = aligned(x), ready(w)
+    (M, D), F, n_hot, gated, squared = x.shape, len(w.gate), split.n_hot, w.up is not None, activation == "relu2"
+    new, transposes = x.new_empty, not is_neuron_major(w.down)
     needs_x, needs_gate, needs_up, needs_down, needs_gate_bias, needs_up_bias, needs_down_bias = needs
     dx = new(M, D) if needs_x else None
-    d_gate = new(F, D) if needs_gate else None
-    d_up = new(F, D) if gated and needs_up else None
-    d_down = new(F, D) if needs_down else None
-    d_gate_bias = new(F) if needs_gate_bias else None
-    d_up_bias = new(F) if gated and needs_up_bias else None
+    out = NeuronGradients(
+        gate=new(F, D) if needs_gate else None,
+        up=new(F, D) if gated and needs_up else None,
+        down=new(F, D) if needs_down else None,
+        gate_bias=new(F) if needs_gate_bias else None,
+        up_bias=new(F) if gated and needs_up_bias else None,
+    )
     key = (
-        x.shape, x.stride(0), x.dtype, F, split, activation, transposes, up is None, b_gate is None, b_up is None,
-        token_mask is None, dl1 is None, needs,
+        x.shape, x.stride(0), x.dtype, F, split, activation, transposes, w.up is None, w.gate_bias is None,
+        w.up_bias is None, token_mask is None, dl1 is None, needs,
     )  # fmt: skip
-    rows = d_gate, d_up, d_down
-    tensors = (
-        dy, dl1, token_mask, x, gate, up, down, b_gate, b_up, order, places, kept, dx, *rows, d_gate_bias, d_up_bias
-    )  # fmt: skip
-    hot = _launch_backward(key, tensors, split, squared, transposes, tiles, programs)
+    tensors = dy, dl1, token_mask, x, *w[:5], order, places, kept, dx, *out
+    given = dy, dl1, token_mask, x, w, order, places, kept, dx, out, split, squared, transposes, tiles, programs
+    hot = _launch_backward(key, tensors, *given)
     inputs = downs = None
     if hot:
         gradients, h, inputs, downs, *by_cublas = hot
         if dx is not None and by_cublas:
             dx.addmm_(gradients.t(), by_cublas[0])
-        if d_gate is not None or d_up is not None:
+        if out.gate is not None or out.up is not None:
             torch.mm(gradients, x, out=inputs)
-        if d_down is not None:
+        if out.down is not None:
             torch.mm(h, dy, out=downs)
-        if d_gate_bias is not None or d_up_bias is not None:
-            _put_bias_gradients(d_gate_bias, d_up_bias, gradients, order[:n_hot], gated=gated)
+        if out.gate_bias is not None or out.up_bias is not None:
+            _put_bias_gradients(out.gate_bias, out.up_bias, gradients, order[:n_hot], gated=gated)
     turned_down = new(D, F) if transposes and needs_down else None
     if hot or turned_down is not None:
-        _launch_last(key, (x, *rows, order, inputs, downs, turned_down), n_hot, gated)
-    given_down = d_down.t() if d_down is not None and not transposes else turned_down
+        last = order, inputs, downs, turned_down
+        _launch_last(key, (x, *out[:3], *last), out[:3], *last, n_hot, gated)
+    d_down = out.down.t() if out.down is not None and not transposes else turned_down
     d_down_bias = dy.sum(0) if needs_down_bias else None
-    return Gradients(dx, Weights(d_gate, d_up, given_down, d_gate_bias, d_up_bias, d_down_bias))  # type: ignore[arg-type]
+    return Gradients(dx, Weights(out.gate, out.up, d_down, out.gate_bias, out.up_bias, d_down_bias))  # type: ignore[arg-type]
 
 
 @Recorded
@@ -224,34 +222,27 @@ def _launch_backward(
     dl1: Tensor | None,
     token_mask: Tensor | None,
     x: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    down: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
+    w: Weights,
     order: Tensor,
     places: Tensor,
     kept: Tensor,
     dx: Tensor | None,
-    d_gate: Tensor | None,
-    d_up: Tensor | None,
-    d_down: Tensor | None,
-    d_gate_bias: Tensor | None,
-    d_up_bias: Tensor | None,
+    out: NeuronGradients,
     split: SplitSizes,
     squared: bool,
     transposes: bool,
     tiles: Tiles,
     programs: int,
 ) -> tuple[Tensor, ...]:
-    """Write dx, and the cold neurons' rows of the weights' gradients.
+    """Write dx, and the cold neurons' rows of ``out``.
 
     Returns operands and outputs of the hot neurons' GEMMs: gradients of z and u, interleaved [2 H, M], h [H, M], and
     buffers [2 H, D] and [H, D]; in large batches also the hot neurons' rows (see Layout), whose part of dx is still to
     be added."""
-    M, (F, D), gated, (n_hot, cap, _) = len(x), gate.shape, up is not None, split
-    parts, down = SavedSplit.of(kept, M, F, n_hot, cap, gated=gated), transposed(down, space) if transposes else down
-    out = NeuronGradients(d_gate, d_up, d_down, d_gate_bias, d_up_bias)
+    M, (F, D), gated, (n_hot, cap, _) = len(x), w.gate.shape, w.up is not None, split
+    w = w._replace(down=transposed(w.down, space)) if transposes else w
+    gate, up, down, gate_bias, up_bias, _ = w
+    parts = SavedSplit.of(kept, M, F, n_hot, cap, gated=gated)
     columns = Columns(parts.offsets, parts.pair_of) if any(g is not None for g in out) else None
     lists = Lists(parts.rows, parts.values, parts.turns, cap)
     with space.passing():
@@ -268,7 +259,7 @@ def _launch_backward(
         )  # fmt: skip
     if n_hot == 0:
         return ()
-    layout = lay_out(Weights(gate, up, down, None, None, None), order, n_hot, cold=False, space=space)
+    layout = lay_out(w, order, n_hot, cold=False, space=space)
     common: dict[str, Any] = {"programs": programs, "use_tma": tiles.use_tma}
     given: dict[str, Any] = {"gated": gated, "squared": squared, "tile": tiles.heavy, "space": space}
     gradients, h = hot_gradients(dy, layout.hot_down, parts.sums, dl1, token_mask, **given, **common)
@@ -293,10 +284,7 @@ def _put_bias_gradients(
 @Recorded
 def _launch_last(
     space: Space,
-    x: Tensor,
-    d_gate: Tensor | None,
-    d_up: Tensor | None,
-    d_down: Tensor | None,
+    targets: tuple[Tensor | None, ...],
     order: Tensor,
     inputs: Tensor | None,
     downs: Tensor | None,
@@ -304,9 +292,10 @@ def _launch_last(
     n_hot: int,
     gated: bool,
 ) -> tuple[Tensor, ...]:
-    """Put the hot neurons' rows into their places, and transpose Wd's gradient if Wd is not neuron-major."""
+    """Put the hot neurons' rows into their places in ``targets``, the gradients of gate, up and down; and transpose the
+    last if Wd is not neuron-major."""
     if inputs is not None and downs is not None:
-        put_rows_((d_gate, d_up, d_down), order, inputs, downs, n_hot, gated=gated)
-    if turned_down is not None and d_down is not None:
-        transposed(d_down, out=turned_down)
+        put_rows_(targets, order, inputs, downs, n_hot, gated=gated)
+    if turned_down is not None and targets[2] is not None:
+        transposed(targets[2], out=turned_down)
     return ()
