@@ -26,11 +26,11 @@ from twell.formats import n_tiles
 from twell.gpu import dense, dense_fp8
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import few_fp8, few_tiles
-from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, split_fp8, tail, union
-from twell.gpu.shared import round_fp8, rows
+from twell.gpu.prefill import heavy_fp8, split_fp8, union
+from twell.gpu.shared import gate, heavy, lists, round_fp8, rows, tail
 from twell.gpu.shared.launch import Kernel, power_of_2
 from twell.gpu.shared.tiles import tiles_for
-from twell.gpu.training import activation, heavy_backward, hot, statistics, tail_backward, transpose, weight_gradients
+from twell.gpu.training import activation, columns, heavy_backward, hot, statistics, tail_backward, weight_gradients
 from twell.reference import E4M3
 from twell.saved import index_dtype
 
@@ -83,9 +83,9 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
         dtype, torch.float32, yes, (yes,) * 6, heavy_backward.heavy_tiles(capability, dtype), GATED=yes, SQUARED=no,
         HAS_GATE_BIAS=yes, HAS_UP_BIAS=yes, HAS_ORDER=yes, HAS_MASK=yes,
     )  # fmt: skip
-    yield transpose._kernel(yes, yes, overlaps)
-    yield from transpose._adders(overlaps)
-    yield transpose._pairs(narrow, overlaps)
+    yield columns._kernel(yes, yes, overlaps)
+    yield from columns._adders(overlaps)
+    yield columns._pairs(narrow, overlaps)
     yield hot._adder(dtype, tiles.gate, tiles.use_tma, yes, overlaps)
     l1 = {"HAS_L1": yes, "HAS_MASK": yes}
     yield hot._gradient(dtype, tiles.heavy, tiles.use_tma, yes, overlaps, GATED=yes, SQUARED=no, **l1)

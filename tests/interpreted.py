@@ -63,10 +63,10 @@ def speed_up_triton() -> None:
 
 def gather_in_torch(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
     """The kernel has a program a row, which the interpreter takes a second for; test_kernels.py tests it."""
-    from twell.gpu.prefill import split
+    from twell.gpu.shared import layout
     from twell.gpu.training import split_training
 
-    set_attribute(split, "gathered", gathered)
+    set_attribute(layout, "gathered", gathered)
     set_attribute(split_training, "gathered", gathered)
 
 
@@ -99,8 +99,9 @@ def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, l
     import triton.language as tl
 
     from twell import saved
-    from twell.gpu.prefill import gate, heavy, heavy_fp8, lists, tail, words
-    from twell.gpu.training import split_training, tail_backward, transpose, weight_gradients
+    from twell.gpu.prefill import heavy_fp8
+    from twell.gpu.shared import gate, heavy, lists, tail, words
+    from twell.gpu.training import columns, split_training, tail_backward, weight_gradients
     from twell.workbench.bench import parts
 
     def rooms(M: Any) -> tuple[Any, Any]:
@@ -109,7 +110,7 @@ def shorten_lists(set_attribute: Callable[[Any, str, Any], None] = setattr, *, l
     values = {"LONG": long, "CHUNK": 32, "SPLIT": 6, "n_long": lambda tokens: 2, "rooms": rooms, "SLOTS": 80}
     set_attribute(words, "_SLOTS", tl.constexpr(80))
     set_attribute(heavy, "FEW", 16)
-    kernels = gate, lists, tail, heavy, heavy_fp8, transpose, tail_backward, weight_gradients
+    kernels = gate, lists, tail, heavy, heavy_fp8, columns, tail_backward, weight_gradients
     for module in (saved, *kernels, split_training, parts):
         for name, value in values.items():
             # In weight_gradients.py LONG declares a number of 64 bits.

@@ -14,6 +14,7 @@ from twell import gpu, reference
 from twell.gpu import fp8 as gpu_fp8
 from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
+from twell.gpu.shared.layout import Fp8Weights
 from twell.plan import Plan, dense_plan
 from twell.reference import Weights
 
@@ -47,7 +48,7 @@ def fp8_layer(M: int, D: int, F: int) -> None:
     gate, up, down = (torch.randn(s, device="cuda") / 8 for s in ((F, D), (F, D), (D, F)))
     gate[:, 0] -= 1.5
     w = reference.to_fp8(gate), reference.to_fp8(up), reference.to_fp8(down)
-    rows, truth = split_fp8.Fp8Weights.of(*w, by_neurons=True), reference.fp8_forward(x, *w)
+    rows, truth = Fp8Weights.of(*w, by_neurons=True), reference.fp8_forward(x, *w)
     for n_hot, cap in ((0, 40), (128, 4), (128, 0)):
         plan = Plan(n_neurons=F, hot=torch.randperm(F)[:n_hot], cap=cap, first=cap // 2, min_tokens=0).on(x.device)
         layout = split_fp8.lay_out(rows, plan, n_hot, x.dtype)

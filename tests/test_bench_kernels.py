@@ -17,8 +17,7 @@ pytest.importorskip("triton")
 
 from twell import gpu
 from twell.gpu.decode import few, few_tiles
-from twell.gpu.prefill import tail
-from twell.gpu.shared import tiles
+from twell.gpu.shared import tail, tiles
 from twell.plan import costs_for
 from twell.workbench.bench import cases, ffn_trace, timing
 from twell.workbench.bench import ffn as ffn_bench

@@ -18,7 +18,7 @@ from test_kernels import assert_right, make_weights
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import few_tiles, screen
-from twell.gpu.prefill import split
+from twell.gpu.shared.layout import by_rows
 from twell.nn import neuron_major_
 from twell.ops import functional as ops
 from twell.plan import dense_plan
@@ -38,7 +38,7 @@ def run(x: Tensor, w: Weights, activation: str = "relu", *, screened: bool = Fal
     neurons = neurons._replace(**{k: v for k, v in tile.items() if k in neurons._fields})
     sums = sums._replace(**{k: v for k, v in tile.items() if k in sums._fields})
     copy = screen.screen_of(w.gate) if screened else None
-    return decode.forward(x, split.by_rows(w), activation, (neurons, sums), copy)
+    return decode.forward(x, by_rows(w), activation, (neurons, sums), copy)
 
 
 def ways(M: int) -> list[dict[str, bool]]:

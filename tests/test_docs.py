@@ -98,7 +98,7 @@ def missing_paths(text: str) -> list[str]:
 
 
 def missing_files(text: str) -> list[str]:
-    """Paths from the root, and files by the last parts of their paths, as in ``prefill/gate.py``."""
+    """Paths from the root, and files by the last parts of their paths, as in ``shared/gate.py``."""
     missing = missing_paths(text)
     for span in code(text):
         if re.fullmatch(r"[\w/]*\w\.(py|c|html)|[a-z]+/[\w/]*\w\.(txt|md)", span) and span not in NOT_OUR_FILES:

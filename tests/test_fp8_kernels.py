@@ -18,9 +18,8 @@ from twell import GatedSparseFFN, gpu, reference
 from twell.gpu import dense_fp8
 from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
-from twell.gpu.prefill.split import SplitSizes
-from twell.gpu.prefill.split_fp8 import Fp8Weights
 from twell.gpu.shared import round_fp8
+from twell.gpu.shared.layout import Fp8Weights, SplitSizes
 from twell.nn.quantize import quantize_
 from twell.plan import Plan, dense_plan, tokens_of
 from twell.reference import Fp8, to_fp8

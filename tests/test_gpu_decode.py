@@ -16,7 +16,7 @@ from test_gpu_kernels import assert_within_the_law, captured, neuron_major, rand
 from twell import gpu, reference
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import few_tiles, screen
-from twell.gpu.prefill import split
+from twell.gpu.shared.layout import by_rows
 from twell.plan import choose_plan, costs_for, dense_plan
 from twell.reference import Weights
 from twell.workbench.bench import cases, ffn
@@ -73,7 +73,7 @@ def test_one_token_by_the_int8_copy(seed: int) -> None:
     w = random_weights(D, F, dtype, rng.uniform(-1, 3), gated=rng.random() < 0.7, bias=rng.random() < 0.5)
     x = torch.randn(1, D, device="cuda").to(dtype)
     activation = rng.choice(["relu", "relu2"])
-    copy, rows, tiles = screen.screen_of(w.gate), split.by_rows(w), few_tiles.tiles_of(x, F)
+    copy, rows, tiles = screen.screen_of(w.gate), by_rows(w), few_tiles.tiles_of(x, F)
     assert copy is not None
     y = decode.forward(x, rows, activation, tiles, copy)
     whole = decode.forward(x, rows, activation, tiles)

@@ -14,7 +14,8 @@ from twell import gpu, reference
 from twell.formats import TwELL
 from twell.gpu import dense_fp8
 from twell.gpu.decode import few_fp8
-from twell.gpu.prefill import gate, split_fp8
+from twell.gpu.prefill import split_fp8
+from twell.gpu.shared import gate
 from twell.gpu.shared.tiles import device_facts
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import sparse_ffns

@@ -18,8 +18,8 @@ import twell
 from twell import gpu, reference
 from twell.formats import TwELL
 from twell.gpu import dense as dense_path
-from twell.gpu.prefill import gate, split, union
-from twell.gpu.shared import launch, replay
+from twell.gpu.prefill import split, union
+from twell.gpu.shared import gate, launch, replay
 from twell.gpu.shared.tiles import device_facts, tiles_for
 from twell.nn import neuron_major_
 from twell.plan import Plan, choose_plan, costs_for, dense_plan

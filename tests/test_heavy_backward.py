@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl
 
 from twell import reference
-from twell.gpu.prefill import lists
+from twell.gpu.shared import lists
 from twell.gpu.training import heavy_backward, heavy_backward_steps
 from twell.gpu.training.heavy_backward import HeavyTiles, add_heavy_gradients_
 from twell.gpu.training.weight_gradients import NeuronGradients

@@ -16,8 +16,8 @@ import interpreted
 from interpreted import shorten_lists
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.formats import Hybrid, TwELL
-from twell.gpu.prefill import gate, heavy, lists, split
-from twell.gpu.shared import rows, tiles
+from twell.gpu.shared import gate, heavy, lists, rows, tiles
+from twell.gpu.shared.layout import aligned, biases_of, by_rows, lay_out
 from twell.ops import backends
 from twell.ops import functional as ops
 from twell.plan import Plan, costs_for, dense_plan
@@ -119,8 +119,8 @@ def test_a_last_wave_of_half_tiles(F: int, use_tma: bool, programs: int) -> None
 def test_hot_activations(gated: bool, squared: bool) -> None:
     w, x = make_weights(48, 256, f32, gated=gated, bias=True), torch.randn(37, 48)
     hot = torch.randperm(256)[:128]
-    rows, order = split.by_rows(w), Plan(n_neurons=256, hot=hot, cap=8).on(x.device).order
-    layout = split.lay_out(rows, order, 128, split.biases_of(rows, order, 128))
+    rows, order = by_rows(w), Plan(n_neurons=256, hot=hot, cap=8).on(x.device).order
+    layout = lay_out(rows, order, 128, biases_of(rows, order, 128))
     h = torch.full((37, 128), torch.nan)
     gate.hot_activations(x, layout.hot, layout.hot_bias, h, gated=gated, squared=squared, **LAUNCH)
     out = reference.forward(x.double(), w.to(torch.float64))
@@ -235,8 +235,8 @@ def test_inputs_that_are_not_contiguous() -> None:
     wide, tall = torch.randn(9, 70), torch.randn(32, 9)
     for x in (wide[:, 3:35], tall.T, torch.randn(18, 32)[::2], torch.randn(1, 32).expand(9, 32)):
         assert_right(run(x, w, plan), x, w)
-    aligned = split.aligned(torch.randn(9, 64)[:, 3:35])  # rows 256 B apart, but none at a multiple of 16 B
-    assert aligned.data_ptr() % 16 == 0 and aligned.is_contiguous()
+    copied = aligned(torch.randn(9, 64)[:, 3:35])  # rows 256 B apart, but none at a multiple of 16 B
+    assert copied.data_ptr() % 16 == 0 and copied.is_contiguous()
     odd = Weights(w.gate.T.contiguous().T, w.up.T.contiguous().T, w.down.T.contiguous().T)
     x = torch.randn(9, 32)
     assert_right(run(x, odd, plan), x, odd)
@@ -245,16 +245,16 @@ def test_inputs_that_are_not_contiguous() -> None:
 def test_rows_are_copied_only_where_kernels_could_not_read_them() -> None:
     w = make_weights(32, 48, f32, bias=True)
     w = w._replace(down=w.down.T.contiguous().T)  # neuron-major
-    rows = split.by_rows(w)
+    rows = by_rows(w)
     assert [r.data_ptr() for r in rows if r is not None] == [t.data_ptr() for t in w if t is not None]
     off = torch.randn(48 * 32 + 1)[1:].view(48, 32)  # 4 bytes beyond a multiple of 16
     for t in (off, w.gate.T.contiguous().T, torch.randn(48, 40)[:, :32]):
-        copy = split.by_rows(w._replace(gate=t, down=t.T)).gate
+        copy = by_rows(w._replace(gate=t, down=t.T)).gate
         assert torch.equal(copy, t) and copy.is_contiguous() and copy.data_ptr() % 16 == 0
-    assert torch.equal(split.by_rows(w._replace(down=off.T)).down, off)
+    assert torch.equal(by_rows(w._replace(down=off.T)).down, off)
     contiguous = w.down.contiguous()
-    assert torch.equal(split.by_rows(w._replace(down=contiguous)).down, contiguous.T)
-    assert split.by_rows(w, rows.down).down is rows.down
+    assert torch.equal(by_rows(w._replace(down=contiguous)).down, contiguous.T)
+    assert by_rows(w, rows.down).down is rows.down
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -526,7 +526,7 @@ def test_heavy_tokens_alone(n_heavy: int, gated: bool, use_tma: bool, programs: 
     w, x = make_weights(D, F, f16, gated=gated, bias=True), torch.randn(M, D, dtype=f16)
     plan = make_plan(F, 62, 8).on(x.device)
     hot, cold = plan.order[:62].long(), plan.order[62:].long()
-    rows = split.by_rows(w)._replace(gate_bias=split.biases_of(w, plan.order, 62)[1])
+    rows = by_rows(w)._replace(gate_bias=biases_of(w, plan.order, 62)[1])
     rows.gate[hot] = torch.nan
     tokens, mask = torch.randperm(M)[:n_heavy], torch.rand(M) < 0.5
     if n_heavy > 2:

@@ -18,9 +18,10 @@ pytest.importorskip("triton")
 
 from twell import GatedSparseFFN, SparseFFN, gpu, reference
 from twell.gpu import dense
-from twell.gpu.prefill import lists, split
-from twell.gpu.shared import rows
-from twell.gpu.training import hot, split_training, tail_backward, transpose
+from twell.gpu.shared import lists, rows
+from twell.gpu.shared.layout import by_rows
+from twell.gpu.training import hot, split_training, tail_backward
+from twell.gpu.training.columns import Columns
 from twell.ops import functional as ops
 from twell.plan import Costs, Plan
 from twell.reference import Weights
@@ -211,10 +212,10 @@ def test_the_same_bits_every_time() -> None:
 
 def test_pairs_are_ordered_by_neuron_then_token() -> None:
     inputs = Inputs(Case(M=70, F=48, n_hot=0, cap=32))
-    plan, rows = inputs.plan.on(inputs.x.device), split.by_rows(inputs.w)
+    plan, rows = inputs.plan.on(inputs.x.device), by_rows(inputs.w)
     *_, kept = gpu.train(inputs.x, inputs.w, "relu", plan, None, want_stats=True, save=True)
     parts = SavedSplit.of(kept, 70, 48, 0, 32, gated=True)
-    columns = transpose.Columns(parts.offsets, parts.pair_of)
+    columns = Columns(parts.offsets, parts.pair_of)
     found = lists.Lists(parts.rows, parts.values, parts.turns, 32)
     tile = gpu._INTERPRETED.tail_backward
     pairs = tail_backward.write_tail_gradients(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from twell.gpu.decode import few as decode
 from twell.gpu.decode import few_tiles
-from twell.gpu.prefill import split
+from twell.gpu.shared.layout import by_rows
 from twell.gpu.shared.tiles import device_facts
 from twell.progress import Progress, silent
 from twell.reference import Weights
@@ -61,7 +61,7 @@ class Layers:
         self.x, own = inputs.x, (inputs.w_gate, inputs.w_up, inputs.w_down)
         self.on_gpu = device.type == "cuda"
         n = ffn.GRAPH_LAYERS if self.on_gpu else 1
-        self.weights = [split.by_rows(Weights(*(w.clone() for w in own))) for _ in range(n)]
+        self.weights = [by_rows(Weights(*(w.clone() for w in own))) for _ in range(n)]
 
     def usual(self) -> Tiles:
         return few_tiles.tiles_of(self.x, len(self.weights[0].gate))

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from twell.formats import TILE, n_tiles
 
-LONG = 256  # entries in a long token's list: see gpu/prefill/lists.py
-CHUNK = 256  # tokens: see gpu/training/transpose.py
+LONG = 256  # entries in a long token's list: see gpu/shared/lists.py
+CHUNK = 256  # tokens: see gpu/training/columns.py
 COUNTERS = 4  # see Turns
 LEAST = 2  # elements: a compiler specialises on sizes 0 and 1
 _MOST_BITS = 1 << 34
 
 
 class Turns(NamedTuple):
-    """Which tokens are light, early, long and heavy: see gpu/prefill/lists.py."""
+    """Which tokens are light, early, long and heavy: see gpu/shared/lists.py."""
 
     counters: Tensor  # int32 [4]: heavy tokens, tokens over cap, early tokens; programs that wait for each other
     entries: Tensor  # int32 [M]: n >= 0 of token m if its own program handles it; -1 - n if it is handled elsewhere, as
@@ -37,7 +37,7 @@ class Turns(NamedTuple):
 
 
 class SavedSplit(NamedTuple):
-    """What the split keeps. H hot neurons; K keys and P chunks: see Columns in gpu/training/transpose.py."""
+    """What the split keeps. H hot neurons; K keys and P chunks: see Columns in gpu/training/columns.py."""
 
     sums: Tensor  # [M, 2 H]: z and u of the hot neurons, interleaved; plain FFN: [M, H], z
     offsets: Tensor  # int32 [P, K + 16], and pair_of, int32 [entries]: Columns

@@ -45,7 +45,7 @@ ops/registered.py calls reference.py.
     M >= least, H < F, not too many        training/             _gather_kernel (cold rows, h), _transpose_kernel (d),
       tokens, forward                      split_training.py     _gather_kernel (hot rows, h), _gate_kernel (cold),
                                                                  _list_kernel, _count_kernel, _total_kernel,
-                                                                 _add_up_kernel and _pair_kernel (transpose.py),
+                                                                 _add_up_kernel and _pair_kernel (columns.py),
                                                                  _gate_kernel (hot, h), _forward_kernel (activation.py;
                                                                  h, s), _heavy_kernel, _tail_kernel, _add_kernel
                                                                  (hot.py; M < 8192, h), _statistics_kernel (s),
@@ -76,7 +76,8 @@ A backward leaves out what the wanted gradients do not need. The words in the ta
   hot rows, beside the cold gate and the lists. The first call of a shape, which is recorded, runs everything in order
   on one stream.
 
-The split's files are the same for all architectures; shared/tiles.py says where TMA reads.
+The kernels of the split (gate.py, lists.py, heavy.py, tail.py) are in shared/: inference and training launch them.
+They are the same for all architectures; shared/tiles.py says where TMA reads.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ from twell.gpu import fp8 as fp8
 from twell.gpu.decode import few as few_tokens
 from twell.gpu.decode import screen
 from twell.gpu.prefill import split, union
-from twell.gpu.prefill.split import SplitSizes
+from twell.gpu.shared.layout import Layout, SplitSizes, biases_of, by_rows, lay_out, plain
 from twell.gpu.shared.tiles import GateTile, RowTile, Tiles, device_facts, tiles_for
 from twell.gpu.training import split_training
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
@@ -186,7 +187,7 @@ def infer_here(
         return dense.infer(x, w, activation)
     layout = None
     if kept is not None and kept.cold.numel():
-        layout = split.Layout(*(t if t.numel() else None for t in kept[1:6]))  # type: ignore[arg-type]
+        layout = Layout(*(t if t.numel() else None for t in kept[1:6]))  # type: ignore[arg-type]
     return split.forward(x, w, plan.order, plan.places, sizes, activation, *launch_facts(x), down, layout, watch)
 
 
@@ -197,12 +198,12 @@ def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
         return ()
     with torch.cuda.device(gate.device) if gate.device.type == "cuda" else contextlib.nullcontext():
         nothing = gate.new_empty(0)
-        rows = split.by_rows(w)
+        rows = by_rows(w)
         kept = Frozen(nothing if is_neuron_major(w.down) else rows.down, *[nothing] * 8)
         n_hot = len(plan.hot)
         if 0 < n_hot < F:
             order = plan.on(gate.device).order
-            layout = split.lay_out(rows, order, n_hot, split.biases_of(rows, order, n_hot))
+            layout = lay_out(rows, order, n_hot, biases_of(rows, order, n_hot))
             kept = Frozen._make([kept.down, *(nothing if t is None else t for t in layout), *kept[6:]])
         if max(plan.few_tokens, plan.few_tokens_captured or 0) and screen.is_worth_it(plan, gate.dtype):
             screened = screen.screen_of(rows.gate)
@@ -227,7 +228,7 @@ def train(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y, l1_sum, counts, tensor kept for the backward: see saved.py)."""
-    token_mask = split.plain(token_mask)
+    token_mask = plain(token_mask)
     given: Sequence[Tensor]
     if plan is not None and _runs_split(len(x), len(w.gate), plan):
         facts = plan.order, plan.places, SplitSizes.of(plan), activation, token_mask, *launch_facts(x)
@@ -255,7 +256,7 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Gradients:
     """Empty or None where a gradient is not needed."""
-    dy, dl1, token_mask = split.plain(dy), split.plain(dl1), split.plain(token_mask)
+    dy, dl1, token_mask = plain(dy), plain(dl1), plain(token_mask)
     if plan is not None and _runs_split(len(x), len(w.gate), plan):
         given = plan.order, plan.places, SplitSizes.of(plan), activation, token_mask, *launch_facts(x), needs
         return split_training.backward(dy, dl1, x, w, kept, *given)

@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.gpu.dense import FUSED_INTERPRETED, FusedTiles, fused_tile, gate_up
-from twell.gpu.prefill.split_fp8 import Fp8Weights
 from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
+from twell.gpu.shared.layout import Fp8Weights
 from twell.gpu.shared.replay import Matrix, Recorded, Space
 from twell.gpu.shared.round_fp8 import room_for, round_rows
 from twell.gpu.shared.tiles import GateTile, device_facts, start_after

@@ -14,8 +14,8 @@ from torch import Tensor
 from twell.gpu import dense_fp8
 from twell.gpu.decode import few_fp8
 from twell.gpu.prefill import split_fp8
-from twell.gpu.prefill.split import SplitSizes, aligned
-from twell.gpu.prefill.split_fp8 import Fp8Layout, Fp8Weights
+from twell.gpu.prefill.split_fp8 import Fp8Layout
+from twell.gpu.shared.layout import Fp8Weights, SplitSizes, aligned
 from twell.gpu.shared.replay import INTERPRETED, Recorded, Space
 from twell.gpu.shared.round_fp8 import room_for, round_hidden, round_rows
 from twell.gpu.shared.tiles import device_facts

@@ -59,7 +59,7 @@ class Plan:
 
     n_neurons: int
     hot: Tensor  # int64 [H], most frequent first; all F neurons if large batches run densely
-    cap: int  # places of a token's list; with more active cold neurons it is long or heavy: gpu/prefill/lists.py
+    cap: int  # places of a token's list; with more active cold neurons it is long or heavy: gpu/shared/lists.py
     first: int = 32  # tokens with more tail entries than this run first
     min_tokens: int = MIN_TOKENS  # batches of at least this many tokens run by the split
     few_tokens: int = 0  # batches of at most this many run by the kernels for few tokens

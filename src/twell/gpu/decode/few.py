@@ -35,8 +35,8 @@ from torch import Tensor
 from twell.gpu.decode import screen, steps
 from twell.gpu.decode.few_tiles import WORDS, HopperSumTile, HopperTile, NeuronTile, SumTile, tiles_of
 from twell.gpu.decode.screen import Screen
-from twell.gpu.prefill.split import aligned, ready
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
+from twell.gpu.shared.layout import aligned, ready
 from twell.gpu.shared.replay import Recorded, Space
 from twell.plan import MAX_FEW_TOKENS
 from twell.reference import Weights

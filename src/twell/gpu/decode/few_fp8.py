@@ -15,9 +15,8 @@ from torch import Tensor
 
 from twell.gpu.decode.few import Between, kernels_of
 from twell.gpu.decode.few_tiles import HopperSumTile, HopperTile, NeuronTile, SumTile, fp8_tiles_of
-from twell.gpu.prefill.split import aligned
-from twell.gpu.prefill.split_fp8 import Fp8Weights
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
+from twell.gpu.shared.layout import Fp8Weights, aligned
 from twell.gpu.shared.replay import Recorded, Space
 from twell.gpu.shared.round_fp8 import room_for, round_rows
 from twell.plan import MAX_FEW_TOKENS

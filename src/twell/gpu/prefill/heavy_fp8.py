@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.lists import LONG, N_WAITING, count_for_drift, count_heavy, heavy_tokens
 from twell.gpu.shared.cooperative import leave_for_all, wait_for_all
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel
+from twell.gpu.shared.lists import LONG, N_WAITING, count_for_drift, count_heavy, heavy_tokens
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, relu
 from twell.reference import E4M3

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from twell.formats import TwELL
-from twell.gpu.prefill.gate import gate_in_twell, hot_activations
 from twell.gpu.prefill.heavy_fp8 import write_heavy_fp8_
-from twell.gpu.prefill.lists import list_active
-from twell.gpu.prefill.split import SplitSizes, aligned, given_gate, room_for_turns
-from twell.gpu.prefill.tail import write_tail
+from twell.gpu.shared.gate import gate_in_twell, hot_activations
+from twell.gpu.shared.layout import Fp8Weights, SplitSizes, aligned, given_gate, room_for_turns
+from twell.gpu.shared.lists import list_active
 from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
 from twell.gpu.shared.round_fp8 import room_for, round_rows
+from twell.gpu.shared.tail import write_tail
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, RowTile
 from twell.plan import PlanTensors
-from twell.reference import Fp8, Weights
+from twell.reference import Weights
 from twell.saved import index_dtype, list_size
 
 
@@ -41,25 +41,6 @@ class Fp8Tiles(NamedTuple):
 
 _TILES = Fp8Tiles(GateTile(128, 256, 128, 8, 3), GateTile(64, 64, 128, 4, 3), RowTile(2, 4, 1), use_tma=True)
 _TILES_INTERPRETED = Fp8Tiles(GateTile(32, 128, 32, 4, 2), GateTile(16, 32, 32, 4, 2), RowTile(4, 4, 2), use_tma=False)
-
-
-class Fp8Weights(NamedTuple):
-    """Weights of a layer. Scales are fp32: of gate and up per neuron, of down per column of y."""
-
-    gate: Tensor  # e4m3 [F, D]
-    gate_scale: Tensor  # [F]
-    up: Tensor | None  # e4m3 [F, D]
-    up_scale: Tensor | None  # [F]
-    down: Tensor | None  # e4m3 [F, D], neuron-major; None if all batches are dense
-    down_scale: Tensor  # [D]
-    model_down: Tensor  # e4m3 [D, F], the model's own
-
-    @classmethod
-    def of(cls, gate: Fp8, up: Fp8 | None, down: Fp8, *, by_neurons: bool = False) -> Fp8Weights:
-        """``down`` [D, F]; ``by_neurons``: add its transpose."""
-        of_up, up_scale = (None, None) if up is None else up
-        rows_of_down = down.q.t().contiguous() if by_neurons else None
-        return cls(gate.q, gate.scale, of_up, up_scale, rows_of_down, down.scale, down.q)
 
 
 class Fp8Layout(NamedTuple):

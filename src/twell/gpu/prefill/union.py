@@ -29,9 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.gate import load_tile
-from twell.gpu.prefill.split import aligned, ready
+from twell.gpu.shared.gate import load_tile
 from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div, power_of_2
+from twell.gpu.shared.layout import aligned, ready
 from twell.gpu.shared.replay import Matrix, Recorded, Space
 from twell.gpu.shared.tiles import Tiles, nth_neurons, popcount, relu, start_after
 from twell.reference import Weights

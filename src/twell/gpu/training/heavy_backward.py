@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.lists import N_WAITING, count_heavy
 from twell.gpu.shared.cooperative import leave_for_all, wait_for_all
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, ceil_div
+from twell.gpu.shared.lists import N_WAITING, count_heavy
 from twell.gpu.shared.replay import INTERPRETED, Space
 from twell.gpu.shared.tiles import device_facts
 from twell.gpu.training.heavy_backward_steps import bias_tiles, dx_tiles, factor_tiles, sort_heavy, weight_tiles

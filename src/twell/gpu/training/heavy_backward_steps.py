@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from twell.gpu.prefill.lists import heavy_tokens
+from twell.gpu.shared.lists import heavy_tokens
 from twell.gpu.shared.tiles import quarters, relu, tile_of
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.gate import GROUP_M, load_tile
+from twell.gpu.shared.gate import GROUP_M, load_tile
 from twell.gpu.shared.launch import ANY, MULTIPLE, Descriptor, Kernel, can_overlap, ceil_div
 from twell.gpu.shared.replay import Matrix, Space
 from twell.gpu.shared.tiles import GateTile, start_after, tile_of

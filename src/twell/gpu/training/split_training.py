@@ -2,7 +2,7 @@
 backward.
 
 Kept per token, besides x and the weights: z and u of the H hot neurons; for the tail ``cap`` places of 10 bytes, for a
-16-bit neuron number, r and u (``lists.py``) and the place among the pairs by neurons (``transpose.py``). At H 512, cap
+16-bit neuron number, r and u (``lists.py``) and the place among the pairs by neurons (``columns.py``). At H 512, cap
 48 and F 5632 this is 2.5 kB, and 2.8 with long lists, the pairs' offsets and the tokens' classes, where a dense FFN
 keeps r, u and h of all neurons: 34 kB.
 
@@ -19,20 +19,20 @@ from torch import Tensor
 
 from twell import reference
 from twell.formats import TwELL
-from twell.gpu.prefill.gate import gate_in_twell, hot_activations
-from twell.gpu.prefill.heavy import write_heavy_
-from twell.gpu.prefill.lists import Lists, list_active
-from twell.gpu.prefill.split import SplitSizes, aligned, biases_of, lay_out, ready, tail_tile
-from twell.gpu.prefill.tail import write_tail
+from twell.gpu.shared.gate import gate_in_twell, hot_activations
+from twell.gpu.shared.heavy import write_heavy_
+from twell.gpu.shared.layout import SplitSizes, aligned, biases_of, lay_out, ready, tail_tile
+from twell.gpu.shared.lists import Lists, list_active
 from twell.gpu.shared.replay import Recorded, Space, beside, signals, waits
 from twell.gpu.shared.rows import gathered, put_rows_, transposed
+from twell.gpu.shared.tail import write_tail
 from twell.gpu.shared.tiles import Tiles
 from twell.gpu.training.activation import activate
+from twell.gpu.training.columns import Columns, bits_shape, write_columns
 from twell.gpu.training.heavy_backward import add_heavy_gradients_
 from twell.gpu.training.hot import add_product_, hot_gradients
 from twell.gpu.training.statistics import write_statistics
 from twell.gpu.training.tail_backward import write_tail_gradients
-from twell.gpu.training.transpose import Columns, bits_shape, write_columns
 from twell.gpu.training.weight_gradients import NeuronGradients, write_weight_gradients
 from twell.reference import Gradients, Weights, is_neuron_major
 from twell.saved import SavedSplit, TailSizes, saved_length

@@ -17,19 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.lists import LONG, Lists, is_listed, n_programs, rooms, token_of_program
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.launch import LONG as LONG_NUMBER
+from twell.gpu.shared.lists import LONG, Lists, is_listed, n_programs, rooms, token_of_program
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import RowTile, start_after
-from twell.gpu.training.transpose import Columns
+from twell.gpu.training.columns import Columns
 
 SPLIT = 512  # pairs of a share, at least: see ``weight_gradients.py``
 _MOST_SHARES = 4096  # the workspace for their sums is 100 MB at D 2048
 
 
 class Pairs(NamedTuple):
-    """Active (token, cold neuron) pairs in the order of neurons: see ``transpose.py``."""
+    """Active (token, cold neuron) pairs in the order of neurons: see ``columns.py``."""
 
     tokens: Any  # int32 [size]
     factors: Any  # [3, size]: dz, du, h

@@ -28,8 +28,8 @@ from torch import Tensor
 from twell.gpu.shared.launch import ANY, LONG, MULTIPLE, Kernel, can_overlap, ceil_div, power_of_2
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import start_after
+from twell.gpu.training.columns import Columns
 from twell.gpu.training.tail_backward import Pairs, split_at
-from twell.gpu.training.transpose import Columns
 
 _BLOCK_D = 256  # columns per program: 16384 rows of x and dy are 17 MB in bf16
 _TOKENS = 2  # rows gathered at once

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from twell import gpu, saved
 from twell.formats import SLOTS, TwELL
-from twell.gpu.prefill import gate, heavy, lists, split, split_fp8, tail
-from twell.gpu.prefill.split import Layout, SplitSizes
+from twell.gpu.prefill import split, split_fp8
+from twell.gpu.shared import gate, heavy, layout, lists, tail
+from twell.gpu.shared.layout import Layout, SplitSizes
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.round_fp8 import room_for, round_rows
 from twell.gpu.shared.tiles import GateTile, RowTile
@@ -23,16 +24,16 @@ class Parts:
 
     def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
         self.order, self.places, *_ = tensors = plan.on(x.device)
-        self.x, self.split = split.aligned(x), SplitSizes.of(tensors)
+        self.x, self.split = layout.aligned(x), SplitSizes.of(tensors)
         self.is_gated, self.has_hot = w.up is not None, len(plan.hot) > 0
         self.tiles, self.programs = gpu.launch_facts(x)
-        self.tail_tile = split.tail_tile(self.tiles, x, plan.first)
-        self.weights, self.rows = w, split.by_rows(w)
+        self.tail_tile = layout.tail_tile(self.tiles, x, plan.first)
+        self.weights, self.rows = w, layout.by_rows(w)
         self.layout = self.lay_out()
         self.cold = self.order[self.split.n_hot :].long()  # [C]: rows of the weights
         self.y = torch.zeros_like(self.x)
         self.in_twell = self.cold_gate(self.tiles.gate, self.tiles.use_tma)
-        self._turns = split.room_for_turns(len(self.x), Space(self.x))
+        self._turns = layout.room_for_turns(len(self.x), Space(self.x))
         self.h = self.x.new_empty(len(self.x), self.split.n_hot)
         self._list()
 
@@ -83,7 +84,7 @@ class Parts:
 
     def lay_out(self) -> Layout:
         """The layout that a frozen layer keeps and any other layer makes in each call."""
-        return split.lay_out(self.rows, self.order, self.split.n_hot)
+        return layout.lay_out(self.rows, self.order, self.split.n_hot)
 
     def cold_gate(self, tile: GateTile, use_tma: bool) -> TwELL:
         return gate.gate_in_twell(self.x, self.layout.cold, None, tile=tile, programs=self.programs, use_tma=use_tma)

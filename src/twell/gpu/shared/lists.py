@@ -13,7 +13,7 @@ A tile's entries start at the sum of the counts before it. All tiles of a progra
 at once (nearly always all of them), then the next two.
 Bytes, M 16384, C 5632: the counts (44 per token), a 32-byte sector for each tile with entries, 4 written per entry.
 
-In training the kernel also sets one bit per entry in a table by neurons (``transpose.py``). These atomics are on
+In training the kernel also sets one bit per entry in a table by neurons (``columns.py``). These atomics are on
 integers, so the result does not depend on their order.
 """
 
@@ -230,7 +230,7 @@ def list_active(
     bits: Tensor | None = None,
 ) -> Lists:
     """Lists of a gate [M, C]. ``turns``: output, its counters 0; ``order``: int32 [F], hot neurons first; ``out``:
-    buffers for rows and values; ``bits``: see transpose.py, zeros."""
+    buffers for rows and values; ``bits``: see columns.py, zeros."""
     assert gate.words is not None and (gate.tile, gate.slots, gate.counts.dtype) == (TILE, SLOTS, torch.uint8)
     (M, C), F = gate.shape, order.shape[0]
     if out is None:

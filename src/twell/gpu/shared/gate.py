@@ -28,10 +28,10 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.formats import SLOTS, TILE, TwELL, n_tiles, word_dtype
-from twell.gpu.prefill.words import is_laid_out, store_columns, store_pairs
 from twell.gpu.shared.launch import ANY, INTERPRETED, MULTIPLE, Descriptor, Kernel, can_overlap, capability, ceil_div
 from twell.gpu.shared.replay import Matrix, Space
 from twell.gpu.shared.tiles import GateTile, relu, relu_pairs, start_after, tile_of
+from twell.gpu.shared.words import is_laid_out, store_columns, store_pairs
 from twell.saved import COUNTERS
 
 GROUP_M = 8
@@ -246,7 +246,7 @@ def gate_in_twell(
     """relu(x rows^T + bias) in TwELL, for x [M, D] (unit stride along D) and gate rows [C, D].
 
     ``scales``: of x [M] and rows [C], which are e4m3 then; TwELL's values have ``dtype``. ``counters`` (of ``Turns``)
-    and ``bits`` (int32, see transpose.py) are set to 0 for the kernels that follow."""
+    and ``bits`` (int32, see columns.py) are set to 0 for the kernels that follow."""
     M, C, dtype = x.shape[0], rows.shape[0], dtype or x.dtype
     new = x.new_empty if space is None else space.take
     T = n_tiles(C)

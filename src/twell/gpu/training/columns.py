@@ -27,8 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.formats import TILE, n_tiles
-from twell.gpu.prefill.lists import LONG, N_OVER, Lists, active_of, is_listed, rooms
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, ceil_div
+from twell.gpu.shared.lists import LONG, N_OVER, Lists, active_of, is_listed, rooms
 from twell.gpu.shared.replay import Space
 from twell.gpu.shared.tiles import popcount, start_after
 from twell.saved import CHUNK, n_long

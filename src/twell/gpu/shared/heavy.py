@@ -30,10 +30,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.gate import GROUP_M, load_tile
-from twell.gpu.prefill.lists import LONG, N_WAITING, count_for_drift, count_heavy, heavy_tokens
 from twell.gpu.shared.cooperative import fence, leave_for_all, wait_for_all
+from twell.gpu.shared.gate import GROUP_M, load_tile
 from twell.gpu.shared.launch import ANY, MULTIPLE, Descriptor, Kernel
+from twell.gpu.shared.lists import LONG, N_WAITING, count_for_drift, count_heavy, heavy_tokens
 from twell.gpu.shared.replay import Matrix, Space
 from twell.gpu.shared.tiles import INTERPRETED, GateTile, narrowed, quarters, relu, tile_of
 from twell.reference import Weights

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.gpu.prefill.lists import LONG, Lists, n_programs, token_of_program
 from twell.gpu.shared.launch import ANY, MULTIPLE, Kernel, can_overlap, power_of_2
+from twell.gpu.shared.lists import LONG, Lists, n_programs, token_of_program
 from twell.gpu.shared.tiles import RowTile, start_after
 from twell.reference import Weights
 
