@@ -122,12 +122,15 @@ def compiled(function: int = 3, **changes: Any) -> Any:
     metadata = SimpleNamespace(num_warps=4, shared=1024, launch_cooperative_grid=False, launch_pdl=True)
     declared = (torch.float32, torch.float32, ANY, LONG)
     fields = {"function": function, "declared": declared, "metadata": metadata, "param_sizes": SIZES}
-    return SimpleNamespace(name="fake", **fields | {"matches": None} | changes)
+    return SimpleNamespace(name="fake", started=[], **fields | {"matches": None} | changes)
 
 
 def launch(kernel: Any, programs: int, *arguments: Any) -> None:
+    """As ``Kernel.__call__``; a kernel that the function itself starts is noted in ``kernel.started``."""
     assert replay.recording.log is not None
     replay.recording.log.add(kernel, programs, arguments)
+    if replay.recording.log.launches_now:
+        kernel.started.append(programs)
 
 
 def call(function: Recorded, key: Any, tensors: tuple[Tensor | None, ...], *rest: Any) -> tuple[Tensor, ...]:
@@ -149,23 +152,22 @@ def function_of(kernel: Any, runs: list[int] | None = None) -> Recorded:
 
 def test_a_second_call_launches_the_same_with_its_own_addresses(launches: Callable[[], list[list[int]]]) -> None:
     runs: list[int] = []
-    function = function_of(compiled(), runs)
-    x, y = torch.zeros(8), torch.zeros(8)
-    call(function, "key", (x, y), 6)
-    assert launches() == [] and runs == [6]  # the first call ran the function, whose kernels are fakes
-    other, another = torch.zeros(100), torch.zeros(100)
-    wanted, part = call(function, "key", (other, another), 6)
-    assert runs == [6] and wanted.shape == (5, 4) and wanted.stride() == (1, 5) and part.shape == (3,)
-    start = part.data_ptr()
-    assert wanted.data_ptr() == start + 256
-    assert launches() == [
-        [3, 6, 128, 1024, 0, 1, 5, other.data_ptr() + 8, start + 256 + 20, 6, 1 << 40, 0, 0],
-        [3, 7, 128, 1024, 0, 1, 5, start, another.data_ptr(), 6, 7, 0, 0],
-    ]
-    call(function, "another key", (x, None), 9)
-    assert runs == [6, 9]
-    call(function, "another key", (other, None), 9)
-    assert runs == [6, 9] and launches()[1][-5] == 0
+    kernel = compiled()
+    function = function_of(kernel, runs)
+    for size in (8, 100):  # the first call runs the function, which launches nothing
+        x, y = torch.zeros(size), torch.zeros(size)
+        wanted, part = call(function, "key", (x, y), 6)
+        assert runs == [6] and wanted.shape == (5, 4) and wanted.stride() == (1, 5) and part.shape == (3,)
+        start = part.data_ptr()
+        assert wanted.data_ptr() == start + 256
+        assert launches() == [
+            [3, 6, 128, 1024, 0, 1, 5, x.data_ptr() + 8, start + 256 + 20, 6, 1 << 40, 0, 0],
+            [3, 7, 128, 1024, 0, 1, 5, start, y.data_ptr(), 6, 7, 0, 0],
+        ]
+    for _ in range(2):
+        call(function, "another key", (x, None), 9)
+        assert runs == [6, 9] and launches()[1][-5] == 0
+    assert kernel.started == []
 
 
 def parallel(kernel: Any) -> Recorded:
@@ -192,9 +194,6 @@ def test_launches_beside_others_are_joined(
         monkeypatch.setattr(replay, "current_stream", lambda _, stream=stream: stream)
         call(function, "key", (torch.zeros(8),))
         said = launches()
-        if not said:  # recorded: kernels are fakes
-            call(function, "key", (torch.zeros(8),))
-            said = launches()
         short = [line if len(line) == 3 else [line[1], line[6]] for line in said]
         second, forked, joined = short[2][2], short[1][1], short[4][1]
         fork, signal, wait = [[1, forked, stream], [2, forked, second]], [1, joined, second], [2, joined, stream]
@@ -211,9 +210,7 @@ def test_without_a_second_stream_launches_are_in_order(
 ) -> None:
     monkeypatch.setattr(replay, "current_stream", lambda _: 77)
     monkeypatch.setenv("TWELL_TEST_NO_STREAMS", "1")
-    function = parallel(compiled())
-    for _ in range(2):
-        call(function, "key", (torch.zeros(8),))
+    call(parallel(compiled()), "key", (torch.zeros(8),))
     assert [line[1:7:5] for line in launches()] == [[n, 77] for n in range(1, 7)]
 
 
@@ -230,8 +227,7 @@ def test_passing_reuses_memory(launches: Callable[[], list[list[int]]]) -> None:
         launch(kernel, 1, stays, last, 1, 1)
         return stays, last
 
-    for _ in range(2):
-        stays, last = call(function, "key", (torch.zeros(8),))
+    stays, last = call(function, "key", (torch.zeros(8),))
     assert [line[8] - line[7] for line in launches()] == [256] * 4 and last.data_ptr() == stays.data_ptr() + 256
     assert function._programs[0, "key"].size == (256 + 1024) // 4
 
@@ -248,41 +244,42 @@ def test_a_matrix_has_its_address_in_a_tensor_map(launches: Callable[[], list[li
         launch(kernel, 2, Matrix(w[4:]), x, 17)
         return ()
 
-    call(function, 1, (torch.zeros(4), torch.zeros(16, 8, dtype=torch.float16)))
-    x, w = torch.zeros(4), torch.zeros(16, 8, dtype=torch.float16)
-    call(function, 1, (x, w))
-    (said,) = launches()
-    address, *numbers = said[7:]
-    assert said[:7] == [7, 2, 256, 0, 1, 0, 5] and address == w.data_ptr() + 64
-    as_told = [n & 0xFFFFFFFF for n in (numbers[0], numbers[1])] + numbers[2:]
-    assert as_told == [12, 8, 8, 1, x.data_ptr(), 17, 0, 0]
+    kept = []  # so that the second tensors have other addresses
+    for _ in range(2):
+        x, w = torch.zeros(4), torch.zeros(16, 8, dtype=torch.float16)
+        kept += [x, w]
+        call(function, 1, (x, w))
+        (said,) = launches()
+        address, *numbers = said[7:]
+        assert said[:7] == [7, 2, 256, 0, 1, 0, 5] and address == w.data_ptr() + 64
+        as_told = [n & 0xFFFFFFFF for n in (numbers[0], numbers[1])] + numbers[2:]
+        assert as_told == [12, 8, 8, 1, x.data_ptr(), 17, 0, 0]
 
 
 def test_overlapping_tensors_are_not_recorded(launches: Callable[[], list[list[int]]]) -> None:
-    runs: list[int] = []
-    function, x = function_of(compiled(), runs), torch.zeros(64)
+    kernel = compiled()
+    function, x = function_of(kernel), torch.zeros(64)
     for _ in range(2):
         call(function, "key", (x, x[16:]), 1)  # which overlap
-    assert runs == [1, 1] and launches() == []
+    assert kernel.started == [1, 2] * 2 and launches() == []
     for _ in range(2):
         call(function, "key", (x, torch.zeros(3)), 1)
-    assert runs == [1, 1, 1] and len(launches()) == 2
+    assert kernel.started == [1, 2] * 2 and len(launches()) == 4
 
 
 def test_an_unknown_address_is_not_recorded(
     launches: Callable[[], list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere, runs, kernel = torch.zeros(9), [], compiled()
+    elsewhere, kernel = torch.zeros(9), compiled()
 
     @Recorded
     def function(space: Space, x: Tensor) -> tuple[Tensor, ...]:
-        runs.append(1)
         launch(kernel, 1, x, elsewhere, 1, 1)
         return ()
 
     for _ in range(2):
         call(function, "key", (torch.zeros(5),))
-    assert len(runs) == 2
+    assert kernel.started == [1, 1] and launches() == []
     monkeypatch.setattr(replay, "CHECKED", True)
     with pytest.raises(AssertionError, match="an address outside all tensors"):
         call(function, "key", (torch.zeros(5),))
@@ -293,27 +290,41 @@ def test_an_incomplete_key_is_found(launches: Callable[[], list[list[int]]], mon
     function = function_of(compiled())
     for _ in range(4):  # recorded, repeated, compared, repeated
         call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
-    assert len(launches()) == 4
+    assert len(launches()) == 8
     with pytest.raises(AssertionError, match="other kernels for the same key"):
         call(function, "key", (torch.zeros(8), torch.zeros(8)), 2)
 
 
 def test_kernels_with_other_parameters_are_launched_by_triton(launches: Callable[[], list[list[int]]]) -> None:
-    runs: list[int] = []
-    function = function_of(compiled(param_sizes=[8, 8, 8, 8, 8, 8]), runs)
+    kernel = compiled(param_sizes=[8, 8, 8, 8, 8, 8])
+    function = function_of(kernel)
     with pytest.warns(UserWarning, match="other parameters than expected"):
         call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
     call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
-    assert runs == [1, 1] and launches() == []
+    assert kernel.started == [1, 2] * 2 and launches() == []
+
+
+def test_a_recorded_function_calls_no_other(launches: Callable[[], list[list[int]]]) -> None:
+    inner = function_of(compiled())
+
+    @Recorded
+    def outer(space: Space, x: Tensor) -> tuple[Tensor, ...]:
+        return call(inner, "key", (x, None), 1)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must not call another one"):
+            call(outer, "key", (torch.zeros(8),))
+    assert launches() == [] and replay.recording.log is None
 
 
 def test_faults(launches: Callable[[], list[list[int]]]) -> None:
     function = function_of(compiled(99))
-    call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
-    with pytest.raises(RuntimeError, match="CUDA error 1, as it was told to"):
-        call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="CUDA error 1, as it was told to"):
+            call(function, "key", (torch.zeros(8), torch.zeros(8)), 1)
     fine = function_of(compiled())
     call(fine, "key", (torch.zeros(8), torch.zeros(8)), 1)
+    assert len(launches()) == 2
     odd = torch.zeros(8), torch.zeros(9)[1:]
     assert fine.repeat("key", odd) is None and launches() == []
     with pytest.raises(ValueError, match="tensor 1 is not aligned"):

@@ -73,8 +73,7 @@ A backward leaves out what the wanted gradients do not need. The words in the ta
 - Not too many tokens: M < 2^31 / (cap + 16) and M C < 2^34 (``saved.runs_split``).
 - A second stream runs, in inference, _list_kernel and then _heavy_kernel, beside the hot gate; the tail waits for the
   lists only. (If H = 0, _heavy_kernel alone, beside the tail.) In a training forward it runs Wd's transpose and the
-  hot rows, beside the cold gate and the lists. The first call of a shape, which is recorded, runs everything in order
-  on one stream.
+  hot rows, beside the cold gate and the lists.
 
 The kernels of the split (gate.py, lists.py, heavy.py, tail.py) are in shared/: inference and training launch them.
 They are the same for all architectures; shared/tiles.py says where TMA reads.

@@ -116,6 +116,8 @@ class Kernel:
             self._compiled[device] = compiled
         if recording.log is not None:
             recording.log.add(compiled, programs, arguments)
+            if not recording.log.launches_now:
+                return
         compiled(programs, current_stream(device), arguments)
 
     def compile(self) -> Any:

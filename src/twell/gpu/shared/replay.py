@@ -2,9 +2,9 @@
 
 In Python a launch takes 10 us or more of host time: functions compute sizes, allocate, look up kernels and pass
 arguments on. For one layer and one number of tokens only the addresses change between calls. So a function that does
-nothing but launch kernels runs once per key. Its launches are kept, with every address as "this tensor plus an offset
-in bytes". Later calls with the same key pass their tensors to ``replay.c``: 4 to 7 us per launch,
-nearly all of it the driver's.
+nothing but launch kernels runs once per key, and nothing is launched then. Its launches are kept, with every address as
+"this tensor plus an offset in bytes". This call and later ones with the same key pass their tensors to ``replay.c``: 4
+to 7 us per launch, nearly all of it the driver's.
 
     @Recorded
     def _launch(space, x, w, y, tile): ...                   # returns tensors of space
@@ -16,8 +16,8 @@ space that its kernels read or write: a launch with another address is not kept.
 address is an error, and every other call records again and compares. Where the C module cannot be built, or a kernel's
 parameters are not as expected, functions run as they are.
 
-Launches inside ``with beside():`` go to a second stream when a call is repeated: after all launches before them, and at
-the same time as those after them, up to one that ``waits()``. The call that is recorded runs in order on one stream.
+Launches inside ``with beside():`` go to a second stream: after all launches before them, and at the same time as those
+after them, up to one that ``waits()``.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class Launch(NamedTuple):
 
 
 class _Log:
-    """The launches so far of a call that is being recorded."""
+    """The launches so far of a call that is being recorded. ``launches_now``: kernels also start."""
 
-    def __init__(self) -> None:
+    def __init__(self, launches_now: bool) -> None:
+        self.launches_now = launches_now
         self.launches: list[Launch] = []
         self.how = 0  # flags of the next launch
 
@@ -112,9 +113,26 @@ class _Program(NamedTuple):
     def is_like(self, other: _Program) -> bool:
         return self[1:] == other[1:] and self.code[: self.head] == other.code[: self.head]
 
+    def launch(self, replay: Any, device: int, tensors: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
+        """The results; None if a tensor is not aligned to 16 bytes."""
+        space = tensors[0].new_empty(self.size) if self.size else None
+        if not replay(self.code, current_stream(device), space, *tensors):
+            return None
+        return tuple([space.as_strided(*at) for at in self.results]) if self.results else ()  # type: ignore[union-attr]
+
 
 class _Recording(threading.local):
     log: _Log | None = None  # while this thread records
+
+    @contextlib.contextmanager
+    def into(self, log: _Log) -> Iterator[None]:
+        if self.log is not None:
+            raise RuntimeError("a recorded function must not call another one")
+        self.log = log
+        try:
+            yield
+        finally:
+            self.log = None
 
 
 recording = _Recording()
@@ -123,8 +141,7 @@ recording = _Recording()
 @contextlib.contextmanager
 def beside(pays: bool = True) -> Iterator[None]:
     """Put launches on a second stream: after all launches before them, and at the same time as the following ones, up
-    to one that ``waits()`` or the end of the call. Only repeated calls do this; a recorded call runs in order.
-    ``pays``: False makes this a no-op."""
+    to one that ``waits()`` or the end of the call. ``pays``: False makes this a no-op."""
     log = recording.log
     if log is None or not pays:
         yield
@@ -172,10 +189,7 @@ class Recorded:
         program = self._programs.get((device, key))
         if program is None or (CHECKED and not self._is_in_turn((device, key))):
             return None
-        space = tensors[0].new_empty(program.size) if program.size else None  # type: ignore[union-attr]
-        if not replay(program.code, current_stream(device), space, *tensors):
-            return None
-        return tuple([space.as_strided(*at) for at in program.results]) if program.results else ()  # type: ignore[union-attr]
+        return program.launch(replay, device, tensors)
 
     def _is_in_turn(self, key: Any) -> bool:
         """True every other time; the calls between are recorded again and compared."""
@@ -183,30 +197,40 @@ class Recorded:
         return key in self._repeated
 
     def record(self, key: Any, tensors: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, ...]:
-        """Run the function and keep its launches (where they cannot be kept: only run it)."""
-        is_kept = not INTERPRETED and _replay() is not None
-        odd = [i for i, t in enumerate(tensors) if is_kept and t is not None and t.data_ptr() % 16]
+        """Run the function without launching anything, keep its launches, then launch them. Where they cannot be kept,
+        only run the function."""
+        replay = None if INTERPRETED else _replay()
+        if replay is None:
+            return self._run(tensors, arguments)
+        odd = [i for i, t in enumerate(tensors) if t is not None and t.data_ptr() % 16]
         if odd:
             raise ValueError(f"tensor {odd[0]} is not aligned to 16 bytes")
-        space, outer, log = Space(tensors[0]), recording.log, _Log()
-        recording.log = log
-        try:
-            results = self._function(space, *arguments)
-        finally:
-            recording.log = outer
-        spans = _spans_of(space, tensors)
-        if CHECKED:
-            _check_addresses(log.launches, spans)
-        if not is_kept:
-            return results
-        program, key = _program_of(log.launches, space, tensors, results, spans), (current_device(), key)
-        if program is not None:
-            if CHECKED and not program.is_like(self._programs.setdefault(key, program)):
-                raise AssertionError(f"{self._function.__qualname__} launched other kernels for the same key {key}")
-            if len(self._programs) >= _MOST_PROGRAMS:
-                self._programs.clear()
-            self._programs[key] = program
+        program, device = self._program_for(tensors, arguments), current_device()
+        if program is None:
+            return self._run(tensors, arguments)
+        if CHECKED and not program.is_like(self._programs.setdefault((device, key), program)):
+            raise AssertionError(f"{self._function.__qualname__} launched other kernels for the same key {key}")
+        if len(self._programs) >= _MOST_PROGRAMS:
+            self._programs.clear()
+        self._programs[device, key] = program
+        results = program.launch(replay, device, tensors)
+        assert results is not None  # the tensors are aligned
         return results
+
+    def _run(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        space, log = Space(tensors[0]), _Log(launches_now=True)
+        with recording.into(log):
+            results = self._function(space, *arguments)
+        if CHECKED:
+            _check_addresses(log.launches, _spans_of(space, tensors))
+        return results
+
+    def _program_for(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> _Program | None:
+        """Its workspace is free again when this returns."""
+        space, log = Space(tensors[0]), _Log(launches_now=False)
+        with recording.into(log):
+            results = self._function(space, *arguments)
+        return _program_of(log.launches, space, tensors, results)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -232,9 +256,12 @@ def _check_addresses(launches: list[Launch], spans: Spans) -> None:
 
 
 def _program_of(
-    launches: list[Launch], space: Space, tensors: tuple[Tensor | None, ...], results: tuple[Tensor, ...], spans: Spans
+    launches: list[Launch], space: Space, tensors: tuple[Tensor | None, ...], results: tuple[Tensor, ...]
 ) -> _Program | None:
     """None where an address is unknown or ambiguous (tensors overlap), or a kernel's parameters are not as declared."""
+    spans = _spans_of(space, tensors)
+    if CHECKED:
+        _check_addresses(launches, spans)
     if any(a[1] > b[0] for a, b in itertools.pairwise(spans)):
         return None
     if any(t.dtype != tensors[0].dtype for t in results):  # type: ignore[union-attr]
