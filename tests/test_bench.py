@@ -178,9 +178,10 @@ def test_thresholds_of_graphs_are_tried_before_a_capture() -> None:
     plan = Plan(n_neurons=64, hot=torch.arange(32), cap=16, min_tokens=4096, min_tokens_captured=8)
     layer.set_plan(plan)
     eager, captured = layer._plan_eager, layer._plan_captured
+    layer._plan_tokens = [plan.tokens(captured=False), plan.tokens(captured=True)]  # as on a GPU
     with graphs.as_if_captured(torch.nn.Sequential(layer)):
-        assert layer._plan_eager is captured
-    assert layer._plan_eager is eager is not captured
+        assert layer._plan_eager is captured and layer._plan_tokens == [(0, 0, 8), (0, 0, 8)]
+    assert layer._plan_eager is eager is not captured and layer._plan_tokens == [(0, 0, 4096), (0, 0, 8)]
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 5.0])

@@ -120,6 +120,7 @@ class Planned(Projections):
         self._plan_eager: Sequence[Tensor | None] = ops.NO_PLAN
         self._plan_captured: Sequence[Tensor | None] = ops.NO_PLAN
         self._kernels_on: int | None = None  # index of the layer's GPU, if kernels take the layer's sizes
+        self._plan_tokens: list[tuple[int, int, int]] = []  # of eager and of captured calls there: Plan.tokens
         self._drift: Drift | None = None
         self._fp8 = None
         self._number = None

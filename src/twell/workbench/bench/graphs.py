@@ -18,14 +18,14 @@ from twell.nn import sparse_ffns
 def as_if_captured(*modules: nn.Module) -> Iterator[None]:
     """Sparse FFNs use the thresholds they have in CUDA graphs, so that their kernels compile before a capture."""
     ffns = [ffn for module in modules for _, ffn in sparse_ffns(module)]
-    eager = [ffn._plan_eager for ffn in ffns]
+    eager = [(ffn._plan_eager, ffn._plan_tokens) for ffn in ffns]
     for ffn in ffns:
-        ffn._plan_eager = ffn._plan_captured
+        ffn._plan_eager, ffn._plan_tokens = ffn._plan_captured, ffn._plan_tokens[1:] * 2
     try:
         yield
     finally:
-        for ffn, plan in zip(ffns, eager, strict=True):
-            ffn._plan_eager = plan
+        for ffn, given in zip(ffns, eager, strict=True):
+            ffn._plan_eager, ffn._plan_tokens = given
 
 
 def in_turn(runs: Sequence[Callable[[], Tensor]]) -> Callable[[], Tensor]:
