@@ -324,7 +324,7 @@ def plain(value: Any) -> bool:
     return all(map(plain, value)) if type(value) is list else type(value) in (str, int, float, bool, type(None))
 
 
-def test_json_there_and_back(tokenizer: Any) -> None:
+def test_json(tokenizer: Any) -> None:
     """With a layer that never fires, a text of emoji, and a plan that is not dense."""
     model = tiny_model()
     with torch.no_grad():
@@ -335,20 +335,7 @@ def test_json_there_and_back(tokenizer: Any) -> None:
         data = one.to_json()
         assert plain(data) and data["format"] == FORMAT
         text = json.dumps(data, allow_nan=False)
-        again = Analysis.from_json(json.loads(text))
-        assert again == one
-        assert json.dumps(again.to_json()) == text
-
-
-def test_another_format_is_refused() -> None:
-    good = of_patterns(with_counts([1, 2, 3, 2, 1], 4)).to_json()
-    for bad, message in (
-        ({}, "format None"),
-        ({**good, "format": FORMAT + 1}, f"format {FORMAT + 1}: only format {FORMAT}"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Analysis.from_json(bad)
-    assert Analysis.from_json(good).to_json() == good
+        assert json.loads(text) == data
 
 
 # -- errors -------------------------------------------------------------------------------------------------

@@ -74,10 +74,12 @@ def test_every_token_is_predicted_once_with_all_the_context_there_is(n_tokens: i
     expected = -sum(float(log_p(model, window).sum()) for window in windows)
     for batch_size in (1, 3):
         score = score_text(model, tokenizer, tokens_of(tokenizer, text), batch_size=batch_size)
-        assert sum(score.window_nats) == pytest.approx(expected, rel=1e-5)
-        assert (score.tokens, score.bytes, score.words) == (len(ids) - 1, len(text.encode()), len(text.split()))
-    assert score.word_perplexity == pytest.approx(math.exp(expected / score.words), rel=1e-4)
-    for name, amount in (("loss", n_tokens), ("bits_per_byte", math.log(2) * score.bytes)):  # means over the windows
+        assert sum(score.metrics.samples["loss"][0]) / len(windows) == pytest.approx(expected / n_tokens, rel=1e-5)
+    assert score.perplexity == pytest.approx(math.exp(expected / len(text.split())), rel=1e-4)
+    for name, amount in (
+        ("loss", n_tokens),
+        ("bits_per_byte", math.log(2) * len(text.encode())),
+    ):  # means over the windows
         mean = score.metrics.mean(name)
         assert mean.value == pytest.approx(expected / amount, rel=1e-5)
         assert mean.error > 0 or len(windows) == 1
@@ -112,7 +114,7 @@ def test_a_right_last_word_counts(model: Any, tokenizer: Any, monkeypatch: pytes
             return SimpleNamespace(logits=9.0 * logits[:, : input_ids.shape[1]][:, -logits_to_keep:])
 
         monkeypatch.setattr(model, "forward", forward)
-        assert score_last_words(model, tokenizer, [passage]).right == (known == len(ids),)
+        assert score_last_words(model, tokenizer, [passage]).metrics.mean("accuracy").value == (known == len(ids))
 
 
 # -- tasks --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from typing import Any
 
 FORMAT = 2  # of the JSON form
@@ -94,27 +93,9 @@ class Analysis:
         """A dict that ``json.dumps`` takes."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Analysis:
-        """Read what ``to_json`` returned."""
-        if data.get("format") != FORMAT:
-            raise ValueError(f"an analysis of format {data.get('format')!r}: only format {FORMAT} can be read")
-        made: Analysis = _built(cls, {name: value for name, value in data.items() if name != "format"})
-        return made
-
     def __repr__(self) -> str:
         n_layers = len(self.layers)
         return (
             f"Analysis({n_layers} layer{'s'[: n_layers > 1]}, {self.facts.tokens:,} tokens, "
             f"{self.mean_active:.1f} neurons active, predicted {self.mean_predicted:.2f}x)"
         )
-
-
-def _built(hint: Any, value: Any) -> Any:
-    """The dataclasses that a type hint names, from what ``dataclasses.asdict`` made of them."""
-    if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
-        return hint(**{name: _built(hints.get(name), part) for name, part in value.items()})  # type: ignore[operator]
-    if typing.get_origin(hint) is list:
-        return [_built(typing.get_args(hint)[0], part) for part in value]
-    return value

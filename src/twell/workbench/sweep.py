@@ -120,29 +120,20 @@ def _timed(
     if recipe.activation != "relu":
         return None
     kept = folder / SPEED_FILE
-    row = _read_speed(kept)
-    if row is None:
-        from twell.hf.loading import load_causal_lm
+    if kept.exists():
+        row: dict[str, Any] = json.loads(kept.read_text())
+        return row
+    from twell.hf.loading import load_causal_lm
 
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model: Any = load_causal_lm(str(folder / MODEL_FOLDER), dtype)
-        ids = _held_out(recipe, data, validation, folder).to(device)
-        subject = speed.real(model.to(device).eval(), folder.name)
-        row = speed.measure(subject, ids, seconds=seconds, wants_layers=True)
-        part = kept.with_suffix(".part")  # so that the file is complete or missing
-        part.write_text(json.dumps(row))
-        part.replace(kept)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model: Any = load_causal_lm(str(folder / MODEL_FOLDER), dtype)
+    ids = _held_out(recipe, data, validation, folder).to(device)
+    row = speed.measure(speed.real(model.to(device).eval(), folder.name), ids, seconds=seconds, wants_layers=True)
+    part = kept.with_suffix(".part")  # so that the file is complete or missing
+    part.write_text(json.dumps(row))
+    part.replace(kept)
     return row
-
-
-def _read_speed(kept: Path) -> dict[str, Any] | None:
-    """The row of an earlier measurement; None where there is none, or where the file is damaged."""
-    try:
-        row = json.loads(kept.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    return row if isinstance(row, dict) and "ffns" in row else None
 
 
 def _held_out(recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str], folder: Path) -> Tensor:

@@ -182,8 +182,8 @@ def _scores(subject: EvalSubject, inputs: _Inputs, batch_size: int | None) -> It
         batch = batch_size or 8
         with counted_bar(f"{subject.label}: {path.name}") as progress:
             text = ev.score_text(model, tokenizer, tokens, batch_size=batch, progress=progress)
-        row: Row = {"eval": "text", "file": str(path), "word_perplexity": text.word_perplexity}
-        row |= {"tokens": text.tokens, "bytes": text.bytes, "words": text.words}
+        row: Row = {"eval": "text", "file": str(path), "word_perplexity": text.perplexity}
+        row |= {"tokens": len(tokens.ids), "bytes": tokens.bytes, "words": tokens.words}
         if subject.twin is not None:
             queries = tokens.windows(model, tokenizer)
             with counted_bar(f"dense and sparse: {path.name}") as progress:
@@ -195,7 +195,7 @@ def _scores(subject: EvalSubject, inputs: _Inputs, batch_size: int | None) -> It
         with counted_bar(f"{subject.label}: {inputs.last_words.name}") as progress:
             words = ev.score_last_words(model, tokenizer, inputs.passages, batch_size=batch, progress=progress)
         row = {"eval": "last words", "file": str(inputs.last_words), "perplexity": words.perplexity}
-        yield _Score({**row, "items": len(words.right)}, words.metrics, [])
+        yield _Score({**row, "items": len(inputs.passages)}, words.metrics, [])
     scored = []
     for name, task in inputs.tasks.items():
         start = time.perf_counter()
@@ -309,21 +309,13 @@ def _notes(labels: Sequence[str], baselines: Sequence[int | None], rows: Sequenc
     for label, found in zip(labels, rows, strict=True):
         for row in found:
             if "predictions" in row:
-                yield f"{Path(row['file']).name}: {_said(label, row['predictions'])}"
+                of = row["predictions"]
+                moved = f"; logits moved by {of['moved'][0]} at most" if of["moved"] else ""
+                yield (
+                    f"{Path(row['file']).name}: {label} and FP8 dense predict different tokens at {of['other']:,} of "
+                    f"{of['tokens']:,} places, {of['beyond_rounding']:,} of them beyond rounding{moved}"
+                )
         if "sparse_layers" in found[0]:
-            of = "{sparse_layers} of {fp8_layers}".format(**found[0])
+            layers = "{sparse_layers} of {fp8_layers}".format(**found[0])
             emulated = "; FP8 is emulated: the device does not have it" if found[0]["emulated"] else ""
-            yield f"{label}: the sparse kernels ran in {of} layers{emulated}"
-
-
-def _said(label: str, found: Row) -> str:
-    line = f"{label} and FP8 dense predict different tokens at {found['other']:,} of {found['tokens']:,} places"
-    if not found["other"]:
-        return line
-    moved, worst = found["moved"], found["worst"][0]
-    dense, sparse = worst["texts"]
-    return (
-        f"{line}, {found['beyond_rounding']:,} of them beyond rounding. Logits moved by {moved[len(moved) // 2]} in "
-        f"the median and by {moved[0]} at most: there dense predicts {dense!r} by {worst['dense_margin']}, sparse "
-        f"{sparse!r} by {worst['sparse_margin']}. The largest logit is {found['largest_logit']}"
-    )
+            yield f"{label}: the sparse kernels ran in {layers} layers{emulated}"

@@ -10,9 +10,9 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,13 +112,6 @@ def score_task(
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Show lm-eval's progress bars on terminals only, and none of its log messages."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.ExitStack() as stack:
-            if not sys.stderr.isatty():
-                stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
-            yield
-    finally:
-        logger.setLevel(level)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with contextlib.redirect_stderr(sys.stderr if sys.stderr.isatty() else io.StringIO()):
+        yield

@@ -56,50 +56,29 @@ def read_text(tokenizer: Any, path: Path) -> Tokens:
 
 
 class TextScore(NamedTuple):
-    """Sums over a text."""
-
-    tokens: int
-    bytes: int
-    words: int
-    window_nats: tuple[float, ...]  # sum of -log p over each window
-
-    @property
-    def word_perplexity(self) -> float:
-        return _exp(sum(self.window_nats) / self.words)
-
-    @property
-    def metrics(self) -> EvalMetrics:
-        """Cross-entropy a token, and bits per byte: means over windows, as if all had as many tokens and bytes."""
-        n = len(self.window_nats)
-        return EvalMetrics.of(
-            bits_per_byte=[nats * n / (math.log(2) * self.bytes) for nats in self.window_nats],
-            loss=[nats * n / self.tokens for nats in self.window_nats],
-        )
+    metrics: EvalMetrics
+    perplexity: float  # of the words of a text, or of the last words of passages
 
 
 def score_text(
     model: Any, tokenizer: Any, tokens: Tokens, *, batch_size: int = 8, progress: Progress = silent
 ) -> TextScore:
-    """Predict every token of a text once."""
-    predictions = predict(model, tokens.windows(model, tokenizer), batch_size=batch_size, progress=progress)
-    return TextScore(len(tokens.ids), tokens.bytes, tokens.words, tuple(-p.log_p for p in predictions))
+    """Predict every token once: bits per byte, and cross-entropy a token (loss).
 
-
-class LastWordScore(NamedTuple):
-    """LAMBADA: does the model predict the last word of a passage?"""
-
-    right: tuple[bool, ...]  # one a passage
-    perplexity: float  # of the last words
-
-    @property
-    def metrics(self) -> EvalMetrics:
-        return EvalMetrics.of(accuracy=self.right)
+    Both are means over windows, as if all windows had as many tokens and bytes.
+    """
+    found = predict(model, tokens.windows(model, tokenizer), batch_size=batch_size, progress=progress)
+    metrics = EvalMetrics.of(
+        bits_per_byte=[-p.log_p * len(found) / (math.log(2) * tokens.bytes) for p in found],
+        loss=[-p.log_p * len(found) / len(tokens.ids) for p in found],
+    )
+    return TextScore(metrics, _exp(-sum(p.log_p for p in found) / tokens.words))
 
 
 def score_last_words(
     model: Any, tokenizer: Any, passages: Sequence[str], *, batch_size: int = 32, progress: Progress = silent
-) -> LastWordScore:
-    """Predict the last word of each passage: right only if each of its tokens is the most likely one."""
+) -> TextScore:
+    """LAMBADA: predict the last word of each passage. It is right only if each of its tokens is the most likely one."""
     pairs = []
     for passage in passages:
         body, _, word = passage.rstrip().rpartition(" ")
@@ -107,7 +86,8 @@ def score_last_words(
             raise ValueError(f"a passage needs at least two words, got {passage!r}")
         pairs.append((body, f" {word}"))
     found = predict_pairs(model, tokenizer, pairs, batch_size=batch_size, progress=progress)
-    return LastWordScore(tuple(p.is_top for p in found), _exp(-sum(p.log_p for p in found) / len(found)))
+    metrics = EvalMetrics.of(accuracy=[p.is_top for p in found])
+    return TextScore(metrics, _exp(-sum(p.log_p for p in found) / len(found)))
 
 
 def _exp(nats: float) -> float:
