@@ -28,7 +28,6 @@ from twell.workbench.evaluate import (
     Tokens,
     compare_predictions,
     read_folder,
-    read_passages,
     read_text,
     score_last_words,
     score_task,
@@ -286,15 +285,10 @@ def test_fp8_layers_are_planned_to_run_sparsely_always(model: Any) -> None:
     assert [ffn.plan for _, ffn in sparse_ffns(plain)] == [None, None]
 
 
-def test_errors(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_errors(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="no passages"):
+        score_last_words(model, tokenizer, [])
     with pytest.raises(ValueError, match="at least two words, got 'alone'"):
         score_last_words(model, tokenizer, ["alone"])
-    path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps({"text": "two words"}) + "\n" + json.dumps({"words": 1}) + "\n")
-    with pytest.raises(ValueError, match="line 2 has no field 'text'"):
-        read_passages(path)
-    path.write_text("")
-    with pytest.raises(ValueError, match="has no passages"):
-        read_passages(path)
     with pytest.raises(ValueError, match="does not say how long its context is"):
         context_length(SimpleNamespace(config=PreTrainedConfig()))

@@ -35,7 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(recipe: Recipe, text: Path, out: Path, todo: list[sweeping.Variant]) -> list[dict[str, Any]]:
+def run(recipe: Recipe, text: Path, out: Path, todo: dict[str, list[str]]) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "compare", functools.partial(timing.compare, min_repeats=1, warmups=0))
         quiet: dict[str, Any] = {"say": lambda line: None, "seconds": 0}
@@ -56,7 +56,10 @@ def out(finished: Path, tmp_path: Path) -> Path:
 
 
 def test_variants(recipe: Recipe) -> None:
-    recipes = {v.name: override(recipe, v.changes) for v in sweeping.variants(recipe, **VARIANTS)}  # type: ignore[arg-type]
+    recipes = {
+        name: override(recipe, changes)
+        for name, changes in sweeping.variants(recipe, **VARIANTS).items()  # type: ignore[arg-type]
+    }
     assert list(recipes) == ["target-0.02", "l1-0", "silu", "plain", "restart"]
     assert [of.l1 for of in recipes.values()] == [None, 0, 0, None, None]
     assert recipes["target-0.02"].target_active == 0.02 and recipes["silu"].activation == "silu"

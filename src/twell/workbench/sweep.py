@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,20 +29,15 @@ ROWS_FILE, TABLE_FILE, FIGURE_FILE, SPEED_FILE = "sweep.jsonl", "sweep.md", "swe
 _BATCH = 32  # sequences timed at once on a GPU; on a CPU an eighth of them
 
 
-class Variant(NamedTuple):
-    """One run of a sweep: its folder, and what it changes in the recipe."""
-
-    name: str
-    changes: list[str]
-
-
 def variants(
     recipe: Recipe, l1: Sequence[float], ablations: Sequence[str] = (), targets: Sequence[float] = ()
-) -> list[Variant]:
-    """A run for each target and each constant l1, and one for each ablation at the recipe's own target or l1.
+) -> dict[str, list[str]]:
+    """The folder of each run, and what it changes in the recipe.
+
+    A run for each target and each constant l1, and one for each ablation at the recipe's own target or l1.
 
     >>> from twell.train.recipes import tiny
-    >>> [v.name for v in variants(tiny(), [0, 1e-3], ["silu", "plain"], [0.02])]
+    >>> list(variants(tiny(), [0, 1e-3], ["silu", "plain"], [0.02]))
     ['target-0.02', 'l1-0', 'l1-0.001', 'silu', 'plain']
     """
     for name in ablations:
@@ -59,16 +54,16 @@ def variants(
         "plain": ["gated=false", f"intermediate_size={same_size}"],
         "restart": [f"restart_every={max(1, recipe.steps // 12)}", f"restart_until={max(1, 2 * recipe.steps // 3)}"],
     }
-    return [
-        *(Variant(f"target-{value:g}", [f"target_active={value!r}"]) for value in targets),
-        *(Variant(f"l1-{value:g}", [f"l1={value!r}"]) for value in l1),
-        *(Variant(name, changes[name]) for name in ablations),
-    ]
+    return {
+        **{f"target-{value:g}": [f"target_active={value!r}"] for value in targets},
+        **{f"l1-{value:g}": [f"l1={value!r}"] for value in l1},
+        **{name: changes[name] for name in ablations},
+    }
 
 
 def sweep(
     recipe: Recipe,
-    todo: Sequence[Variant],
+    todo: Mapping[str, list[str]],
     data: Sequence[Path | str],
     out: Path,
     *,
@@ -79,15 +74,15 @@ def sweep(
     **arguments: Any,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each variant as soon as it is done, and write the sweep's files after each."""
-    recipes = [override(recipe, variant.changes) for variant in todo]  # errors show before the first run
+    recipes = {name: override(recipe, changes) for name, changes in todo.items()}  # errors show before the first run
     rows = []
-    for variant, own in zip(todo, recipes, strict=True):
-        folder = out / variant.name
-        say(f"{variant.name}: {' '.join(variant.changes)}")
+    for name, own in recipes.items():
+        folder = out / name
+        say(f"{name}: {' '.join(todo[name])}")
         _train(own, data, folder, validation=validation, tokenizer=tokenizer, say=say, **arguments)
         row = {
-            "sweep": variant.name,
-            "changes": variant.changes,
+            "sweep": name,
+            "changes": todo[name],
             **read_summary(folder),
             "speed": _timed(own, data, validation, folder, seconds),
         }

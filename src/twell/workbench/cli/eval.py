@@ -145,7 +145,7 @@ def _inputs(
     scorer: str | None,
     limit: int | None,
 ) -> _Inputs:
-    from twell.train.data import find_files
+    from twell.train.data import find_files, read_texts
     from twell.workbench import evaluate as ev
     from twell.workbench.evaluate import harness
 
@@ -162,11 +162,13 @@ def _inputs(
         raise ValueError(f"nothing to evaluate on: give --data with the tasks' files{hint}, --text or --last-words")
     if texts:
         find_files(texts)  # fails if one is missing; reading them takes a tokenizer
-    passages = [] if last_words is None else ev.read_passages(last_words, limit)
+    passages = [] if last_words is None else [text for path in find_files([last_words]) for text in read_texts(path)]
     local = {} if data is None else {read.task.name: read for read in ev.read_folder(data, names, limit)}
     loaded: dict[str, Any] = harness.load_tasks(names, local) if names and by_lm_eval else dict(local)
     by = harness.version() if loaded and by_lm_eval else "own"
-    return _Inputs(texts, last_words, passages, loaded, {n: str(read.path) for n, read in local.items()}, by, limit)
+    return _Inputs(
+        texts, last_words, passages[:limit], loaded, {n: str(read.path) for n, read in local.items()}, by, limit
+    )
 
 
 # -- scores -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from twell.workbench.evaluate.agreement import Agreement, compare_predictions
 from twell.workbench.evaluate.means import EvalMetrics, Mean
 from twell.workbench.evaluate.task_scores import TaskScore, score_task
 from twell.workbench.evaluate.tasks import TASKS, TaskData, find_task, read_folder
-from twell.workbench.evaluate.text_scores import Tokens, read_passages, read_text, score_last_words, score_text
+from twell.workbench.evaluate.text_scores import Tokens, read_text, score_last_words, score_text
 
 __all__ = [
     "TASKS",
@@ -19,7 +19,6 @@ __all__ = [
     "compare_predictions",
     "find_task",
     "read_folder",
-    "read_passages",
     "read_text",
     "score_last_words",
     "score_task",

@@ -83,18 +83,13 @@ def encode(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[Query]:
     White space at the end of a context belongs to the continuation, because tokens of words begin with it. The
     tokenizer adds its special tokens.
     """
-    contexts = _encode(tokenizer, [context.rstrip() for context, _ in pairs])
-    wholes = _encode(tokenizer, [context + continuation for context, continuation in pairs])
+    contexts = tokenizer([context.rstrip() for context, _ in pairs], verbose=False)["input_ids"]
+    wholes = tokenizer([context + continuation for context, continuation in pairs], verbose=False)["input_ids"]
     queries = [Query(whole, len(whole) - len(before)) for before, whole in zip(contexts, wholes, strict=True)]
     for query, (_, continuation) in zip(queries, pairs, strict=True):
         if query.n < 1:
             raise ValueError(f"the tokenizer makes no tokens of {continuation!r}")
     return queries
-
-
-def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    ids: list[list[int]] = tokenizer(texts, verbose=False)["input_ids"]
-    return ids
 
 
 def windows(query: Query, context: int) -> list[Query]:

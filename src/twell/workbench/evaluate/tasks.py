@@ -71,7 +71,7 @@ def _find_file(folder: Path, name: str) -> Path:
 def _read_task(path: Path, task: Task, limit: int | None) -> TaskData:
     docs: list[Fields] = []
     items: list[Item] = []
-    for number, fields in itertools.islice(read_lines(path), limit):
+    for number, fields in itertools.islice(_lines_of(path), limit):
         try:
             docs.append(task.to_doc(fields))
             items.append(task.to_item(docs[-1]))
@@ -82,7 +82,7 @@ def _read_task(path: Path, task: Task, limit: int | None) -> TaskData:
     return TaskData(task, path, docs, items)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Fields]]:
+def _lines_of(path: Path) -> Iterator[tuple[int, Fields]]:
     """(line number, JSON object) of a .jsonl file."""
     # str.splitlines would also split at characters that a JSON string may hold.
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):

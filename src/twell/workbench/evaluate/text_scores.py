@@ -15,7 +15,6 @@ from twell.progress import Progress, silent
 from twell.train.data import TOKEN_SUFFIXES, find_files, read_documents, read_texts
 from twell.workbench.evaluate.means import EvalMetrics
 from twell.workbench.evaluate.predictions import Query, context_length, predict, predict_pairs
-from twell.workbench.evaluate.tasks import read_lines
 
 
 class Tokens(NamedTuple):
@@ -79,6 +78,8 @@ def score_last_words(
     model: Any, tokenizer: Any, passages: Sequence[str], *, batch_size: int = 32, progress: Progress = silent
 ) -> TextScore:
     """LAMBADA: predict the last word of each passage. It is right only if each of its tokens is the most likely one."""
+    if not passages:
+        raise ValueError("no passages to score")
     pairs = []
     for passage in passages:
         body, _, word = passage.rstrip().rpartition(" ")
@@ -93,15 +94,3 @@ def score_last_words(
 def _exp(nats: float) -> float:
     """Infinite instead of an OverflowError."""
     return math.exp(nats) if nats < 700 else math.inf
-
-
-def read_passages(path: Path, limit: int | None = None) -> list[str]:
-    """The ``text`` fields of the first ``limit`` lines of a .jsonl file."""
-    passages = []
-    for number, fields in read_lines(path):
-        if not isinstance(fields.get("text"), str):
-            raise ValueError(f"{path}, line {number} has no field 'text'")
-        passages.append(fields["text"])
-    if not passages:
-        raise ValueError(f"{path} has no passages")
-    return passages[:limit]
