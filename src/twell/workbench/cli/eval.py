@@ -70,7 +70,7 @@ def evaluate(
         typer.Option(help="Documents to predict, read as twell train reads them; also token files, .u16. Repeatable."),
     ] = None,
     last_words: Annotated[
-        Path | None, typer.Option(help="LAMBADA: .jsonl with 'text' fields; their last words are to be predicted.")
+        Path | None, typer.Option(help="LAMBADA: documents, such as .jsonl with 'text' fields; their last words are predicted.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Run each model densely and sparsely.")] = False,
     fp8: Annotated[
