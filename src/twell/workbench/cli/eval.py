@@ -12,7 +12,7 @@ import typer
 
 from twell.workbench.cli import eval_subjects
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import append, counted_bar, device_of, dtype_of, print_table
+from twell.workbench.cli.common import append, counted_bar, device_of, print_table
 from twell.workbench.cli.eval_subjects import EvalSubject
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def evaluate(
         typer.Option(help="Documents to predict, read as twell train reads them; also token files, .u16. Repeatable."),
     ] = None,
     last_words: Annotated[
-        Path | None, typer.Option(help="LAMBADA: documents, such as .jsonl with 'text' fields; their last words are predicted.")
+        Path | None,
+        typer.Option(help="LAMBADA: documents, such as .jsonl with 'text' fields, whose last words to predict."),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Run each model densely and sparsely.")] = False,
     fp8: Annotated[
@@ -109,7 +110,6 @@ def evaluate(
         raise ValueError("--fp8 compares dense and sparse itself: leave out --compare")
     if fp8 and dtype is None and torch_device.type == "cuda":
         dtype = "bfloat16"  # the sparse FP8 kernels need it
-    torch_dtype = None if dtype is None else dtype_of(dtype)
     for option, number in (("--limit", limit), ("--batch-size", batch_size)):
         if number is not None and number < 1:
             raise ValueError(f"{option} must be at least 1, got {number}")
@@ -119,7 +119,7 @@ def evaluate(
     labels: list[str] = []
     baselines: list[int | None] = []
     scores: list[list[_Score]] = []
-    for subject in eval_subjects.subjects(models, ways, torch_device, torch_dtype):
+    for subject in eval_subjects.subjects(models, ways, torch_device, dtype):
         found: list[_Score] = []
         for score in _scores(subject, inputs, batch_size):
             row = {**score.row, **_flat(score.metrics), **subject.facts, **subject.sparse_layers}

@@ -31,12 +31,11 @@ class EvalSubject(NamedTuple):
         return {"sparse_layers": sum(ffn.runs_split() for _, ffn in sparse_ffns(self.model))}
 
 
-def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -> Iterator[EvalSubject]:
+def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: str | None) -> Iterator[EvalSubject]:
     """One after the other, so that only one model is in memory. ``ways``: compare or fp8, or None: as the model is."""
     import torch
 
     from twell.workbench.bench import timing
-    from twell.workbench.doctor import bf16_problem
 
     environment = timing.environment(device)
     environment["versions"]["transformers"] = importlib.metadata.version("transformers")
@@ -46,10 +45,7 @@ def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        model, tokenizer = load_model(name)
-        model = model.to(device=device, dtype=dtype or model.dtype)
-        if model.dtype == torch.bfloat16 and device.type == "cpu" and (problem := bf16_problem()):
-            raise RuntimeError(problem)
+        model, tokenizer = load_model(name, str(device), dtype)
         facts = {"model": name, "dtype": str(model.dtype).removeprefix("torch."), **environment}
         baseline = 0 if n_subjects else None  # of the first way; each further way is compared with the one before it
         for mode, run, twin, more in _ways(model, name, ways, device):
