@@ -280,7 +280,7 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
     "eval MODEL": "--device cpu -> nothing to evaluate on",
     "eval MODEL --text TEXT": """
         --limit 0; --batch-size 0; --tasks x; --scorer x; --device x; --device=; --dtype x; --out OUT
-        --data /none --scorer own; --data MODEL --scorer own; --last-words /none; --last-words TEXT; --text OUT
+        --data /none --scorer own; --data MODEL --scorer own; --last-words /none; --text OUT
         --text MODEL/model.safetensors; --text BAD.jsonl; --text BAD.u16; --text BAD.parquet; --text BAD.txt
         --last-words BAD.jsonl; --text missing.txt -> missing.txt""",
     "sweep --preset tiny --out OUT/sweep": "--seconds -1; --seconds nan; --l1 nan; steps=0",

@@ -25,17 +25,16 @@ from twell.workbench.evaluate import (
     EvalMetrics,
     Mean,
     TaskData,
+    Tokens,
     compare_predictions,
     read_folder,
-    read_passages,
-    read_validation,
+    read_text,
     score_last_words,
     score_task,
     score_text,
-    tokens_of,
 )
 from twell.workbench.evaluate.fp8_plans import Fired, counting, plan_all_
-from twell.workbench.evaluate.means import average, mean_of, paired_difference
+from twell.workbench.evaluate.means import difference, mean_of
 from twell.workbench.evaluate.predictions import Query, context_length, encode, predict
 from twell.workbench.evaluate.tasks import Item
 from twell.workbench.trace import record
@@ -55,6 +54,10 @@ def model() -> Any:
     return tiny_model(config).float().eval()  # its predictions are far from uniform
 
 
+def tokens_of(tokenizer: Any, text: str) -> Tokens:
+    return Tokens(tokenizer.encode(text), len(text.encode()), len(text.split()))
+
+
 @torch.no_grad()
 def log_p(model: Any, ids: list[int]) -> torch.Tensor:
     """[n - 1]: log p of every token after the first, one sequence alone."""
@@ -69,15 +72,16 @@ def test_every_token_is_predicted_once_with_all_the_context_there_is(n_tokens: i
     windows = [ids[start : start + CONTEXT + 1] for start in range(0, len(ids) - 1, CONTEXT)]
     expected = -sum(float(log_p(model, window).sum()) for window in windows)
     for batch_size in (1, 3):
-        score = score_text(model, tokenizer, text, batch_size=batch_size)
-        assert score.nats == pytest.approx(expected, rel=1e-5)
-        assert (score.tokens, score.bytes, score.words) == (len(ids) - 1, len(text.encode()), len(text.split()))
-    assert score.loss == pytest.approx(expected / n_tokens, rel=1e-5)
-    assert score.bits_per_byte == pytest.approx(expected / math.log(2) / score.bytes, rel=1e-5)
-    assert score.word_perplexity == pytest.approx(math.exp(expected / score.words), rel=1e-4)
-    for name in ("loss", "bits_per_byte"):  # means over the windows
-        assert score.metrics.mean(name).value == pytest.approx(getattr(score, name))
-        assert score.metrics.mean(name).error > 0 or len(windows) == 1
+        score = score_text(model, tokenizer, tokens_of(tokenizer, text), batch_size=batch_size)
+        assert sum(score.metrics.samples["loss"][0]) / len(windows) == pytest.approx(expected / n_tokens, rel=1e-5)
+    assert score.perplexity == pytest.approx(math.exp(expected / len(text.split())), rel=1e-4)
+    for name, amount in (
+        ("loss", n_tokens),
+        ("bits_per_byte", math.log(2) * len(text.encode())),
+    ):  # means over the windows
+        mean = score.metrics.mean(name)
+        assert mean.value == pytest.approx(expected / amount, rel=1e-5)
+        assert mean.error > 0 or len(windows) == 1
 
 
 def test_last_words_are_scored_given_all_before_them(model: Any, tokenizer: Any) -> None:
@@ -96,7 +100,6 @@ def test_last_words_are_scored_given_all_before_them(model: Any, tokenizer: Any)
         score = score_last_words(model, tokenizer, passages, batch_size=batch_size)
         assert score.perplexity == pytest.approx(math.exp(sum(nats) / len(nats)), rel=1e-4)
         assert score.metrics.mean("accuracy").value == right / len(passages)
-        assert score.items == len(passages)
 
 
 def test_a_right_last_word_counts(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +113,7 @@ def test_a_right_last_word_counts(model: Any, tokenizer: Any, monkeypatch: pytes
             return SimpleNamespace(logits=9.0 * logits[:, : input_ids.shape[1]][:, -logits_to_keep:])
 
         monkeypatch.setattr(model, "forward", forward)
-        assert score_last_words(model, tokenizer, [passage]).right == (known == len(ids),)
+        assert score_last_words(model, tokenizer, [passage]).metrics.mean("accuracy").value == (known == len(ids))
 
 
 # -- tasks --------------------------------------------------------------------------------------------------
@@ -139,13 +142,12 @@ def test_a_task_is_scored_choice_by_choice(name: str, model: Any, tokenizer: Any
             assert ours == pytest.approx(theirs, rel=1e-5)
         assert score.right == ({"acc": right, "acc_norm": right_norm} if name == "arc_easy" else {"acc": right})
         assert score.metrics.mean("acc").value == sum(right) / len(right)
-        assert score.items == len(data.items)
 
 
 def test_a_choice_longer_than_the_context_is_predicted_in_windows(model: Any, tokenizer: Any) -> None:
     choice = " " + " ".join(TEXT.split()[:40])
     item = Item(("Question:",) * 2, (choice, " no"), 0)
-    data = TaskData(task=TASKS["piqa"], path=Path("none"), docs=[{}], items=[item])
+    data = TaskData(TASKS["piqa"], Path("none"), [{}], [item])
     before, whole = tokenizer.encode("Question:"), tokenizer.encode("Question:" + choice)
     assert len(whole) - len(before) > 2 * CONTEXT
     expected, start = 0.0, len(before)
@@ -156,23 +158,24 @@ def test_a_choice_longer_than_the_context_is_predicted_in_windows(model: Any, to
     assert score_task(model, tokenizer, data).log_likelihoods[0][0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_rows_that_differ_in_the_last_token_share_a_sequence(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Query([1, 2, 3, last], 1) for last in range(4, 9)] + [Query([1, 2, 3, 9], 2), Query([5, 6], 1)]
+def test_the_longest_run_first(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Query([5, 6], 1), Query([1, 2, 3, 9], 2), Query([1, 2, 3, 4], 1), Query([7, 8, 9], 1)]
     expected = [float(log_p(model, list(row.ids))[-row.n :].sum()) for row in rows]
     shapes, forward = [], model.forward
     monkeypatch.setattr(model, "forward", lambda **kw: (shapes.append(tuple(kw["input_ids"].shape)), forward(**kw))[1])
     seen: list[tuple[int, int]] = []
-    found = predict(model, rows, batch_size=8, progress=lambda done, total: seen.append((done, total)))
+    model.train()
+    found = predict(model, rows, batch_size=2, progress=lambda done, total: seen.append((done, total)))
+    assert model.training  # the mode is left as it was
+    model.eval()
     assert [p.log_p for p in found] == pytest.approx(expected, rel=1e-5)
-    assert shapes == [(2, 3)]
-    assert seen == [(7, 7)]
+    assert shapes == [(2, 3), (2, 2)]
+    assert seen == [(2, 4), (4, 4)]
 
 
 def test_white_space_at_the_end_of_a_context_goes_to_the_continuation(tokenizer: Any) -> None:
     [row] = encode(tokenizer, [("one two ", "three")])
     assert row == encode(tokenizer, [("one two", " three")])[0]
-    [row] = encode(tokenizer, [("", " three")])
-    assert row.ids == [tokenizer.bos_token_id, *tokenizer.encode(" three")]
     with pytest.raises(ValueError, match="makes no tokens of ''"):
         encode(tokenizer, [("one", "")])
 
@@ -189,51 +192,44 @@ def test_nan_is_no_choice(model: Any, tokenizer: Any) -> None:
 
 def test_means_and_paired_differences() -> None:
     a, b = [1.0, 1, 0, 1, 0, 1], [1.0, 0, 0, 1, 1, 0]
-    for values, mean in ((a, mean_of(a)), ([x - y for x, y in zip(a, b, strict=True)], paired_difference(a, b))):
+    for values, mean in ((a, mean_of(a)), ([x - y for x, y in zip(a, b, strict=True)], difference(a, b))):
         t = torch.tensor(values, dtype=torch.float64)
         assert mean == pytest.approx((t.mean().item(), t.std().item() / math.sqrt(len(a))))
     assert mean_of([1.0]) == Mean(1, 0)
-    assert average([Mean(1, 0.3), Mean(0, 0.4)]) == pytest.approx((0.5, 0.25))
+    unpaired = difference(a, [0.0, 0, 1, 1])  # as texts in other windows
+    assert unpaired == pytest.approx((4 / 6 - 0.5, math.hypot(mean_of(a).error, mean_of([0.0, 0, 1, 1]).error)))
 
 
 def test_metrics_average_over_tasks() -> None:
     """A task without acc_norm takes part in its average with acc; differences average as the tasks do."""
-    arc, wino = EvalMetrics({"acc": [0, 1.0], "acc_norm": [1.0, 1]}), EvalMetrics({"acc": [0, 0, 0, 1.0]})
-    mean = EvalMetrics(parts=[arc, wino])
-    assert mean.names == ["acc", "acc_norm"]
-    assert mean.mean("acc").value == (0.5 + 0.25) / 2
+    mean = EvalMetrics.over([EvalMetrics.of(acc=[0, 1.0], acc_norm=[1.0, 1]), EvalMetrics.of(acc=[0, 0, 0, 1.0])])
+    assert list(mean.samples) == ["acc", "acc_norm"]
+    a, b = mean_of([0, 1]), mean_of([0, 0, 0, 1])
+    assert mean.mean("acc") == pytest.approx(((0.5 + 0.25) / 2, math.hypot(a.error, b.error) / 2))
     assert mean.mean("acc_norm").value == (1 + 0.25) / 2
-    other = EvalMetrics(
-        parts=[EvalMetrics({"acc": [1.0, 1], "acc_norm": [0, 0.0]}), EvalMetrics({"acc": [0, 0, 1.0, 1]})]
-    )
-    assert mean.difference("acc", other) == average(
-        [paired_difference([0, 1], [1, 1]), paired_difference([0, 0, 0, 1], [0, 0, 1, 1])]
-    )
+    other = EvalMetrics.over([EvalMetrics.of(acc=[1.0, 1], acc_norm=[0, 0.0]), EvalMetrics.of(acc=[0, 0, 1.0, 1])])
+    a, b = difference([0, 1], [1, 1]), difference([0, 0, 0, 1], [0, 0, 1, 1])
+    assert mean.difference("acc", other) == pytest.approx(((a.value + b.value) / 2, math.hypot(a.error, b.error) / 2))
     assert mean.difference("acc_norm", other).value == (1 - 0.25) / 2
-    unpaired = arc.difference("acc", wino)  # as texts in other windows
-    assert unpaired == pytest.approx((0.25, math.hypot(arc.mean("acc").error, wino.mean("acc").error)))
 
 
-def test_documents_are_predicted_with_an_end_of_text_after_each(model: Any, tokenizer: Any) -> None:
-    documents, end = [TEXT[:100], TEXT[100:250]], tokenizer.eos_token
-    score = score_text(model.train(), tokenizer, documents)
-    assert model.training  # the mode is left as it was
-    as_text = score_text(model.eval(), tokenizer, "".join(document + end for document in documents))
-    assert score.nats == pytest.approx(as_text.nats) and score.tokens == as_text.tokens
-    assert score.bytes == sum(len(document.encode()) for document in documents)
-
-
-def test_validation_is_read_as_training_reads_it(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    documents = [TEXT[:99].strip(), TEXT[100:250].strip()]
+def test_texts_are_read_as_training_reads_them(tokenizer: Any, tmp_path: Path) -> None:
+    """With an end-of-text after each document."""
+    documents, end = [TEXT[:99].strip(), TEXT[100:250].strip()], tokenizer.eos_token_id
+    ids = [token for document in documents for token in (*tokenizer.encode(document), end)]
     (tmp_path / "val.txt").write_text(f"\n{END_OF_TEXT}\n".join(documents))
-    expected = tokens_of(tokenizer, documents)
-    np.array(expected.ids, dtype="<u2").tofile(tmp_path / "val.u16")
-    for name in ("val.txt", "val.u16"):
-        assert read_validation(tokenizer, tmp_path / name) == expected
-    assert score_text(model, tokenizer, expected) == score_text(model, tokenizer, documents)
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in (*documents, "")))
+    np.array(ids, dtype="<u2").tofile(tmp_path / "val.u16")
+    for name in ("val.txt", "val.jsonl", "val.u16"):
+        bytes_and_words = sum(len(d.encode()) for d in documents), sum(len(d.split()) for d in documents)
+        assert read_text(tokenizer, tmp_path / name) == Tokens(ids, *bytes_and_words)
+    assert read_text(tokenizer, tmp_path).ids == 3 * ids
     np.array([999], dtype="<u2").tofile(tmp_path / "val.u16")
     with pytest.raises(ValueError, match="another tokenizer"):
-        read_validation(tokenizer, tmp_path / "val.u16")
+        read_text(tokenizer, tmp_path / "val.u16")
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"empty\.txt is empty"):
+        read_text(tokenizer, tmp_path / "empty.txt")
 
 
 @torch.no_grad()
@@ -289,17 +285,10 @@ def test_fp8_layers_are_planned_to_run_sparsely_always(model: Any) -> None:
     assert [ffn.plan for _, ffn in sparse_ffns(plain)] == [None, None]
 
 
-def test_errors(model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    for empty in ("", [], ["", ""]):
-        with pytest.raises(ValueError, match="the text is empty"):
-            score_text(model, tokenizer, empty)
+def test_errors(model: Any, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="no passages"):
         score_last_words(model, tokenizer, [])
     with pytest.raises(ValueError, match="at least two words, got 'alone'"):
         score_last_words(model, tokenizer, ["alone"])
-    path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps({"text": "two words"}) + "\n" + json.dumps({"words": 1}) + "\n")
-    with pytest.raises(ValueError, match="line 2 has no field 'text'"):
-        read_passages(path)
     with pytest.raises(ValueError, match="does not say how long its context is"):
         context_length(SimpleNamespace(config=PreTrainedConfig()))

@@ -19,7 +19,7 @@ from twell.nn.quantize import quantize_
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
 from twell.workbench.cli.common import load_model
-from twell.workbench.cli.eval_subjects import EvalSubject, _in_ways
+from twell.workbench.cli.eval_subjects import _ways
 from twell.workbench.evaluate import TASKS, harness
 
 ITEMS = str(Path(__file__).parent / "data" / "eval")
@@ -100,7 +100,7 @@ def test_fp8_dense_and_sparse(
     text, out = tmp_path / "val.txt", tmp_path / "rows.jsonl"
     text.write_text(TEXT)
     command = ["eval", models["one"], "--fp8", "--data", ITEMS, "--scorer", "own", "--tasks", "piqa"]
-    result = twell(*command, "--validation", str(text), "--json", "--out", str(out))
+    result = twell(*command, "--text", str(text), "--json", "--out", str(out))
     assert result.returncode == 0, result.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["eval"], row["mode"]) for row in rows] == [
@@ -121,14 +121,14 @@ def test_fp8_dense_and_sparse(
         return forward(self, *args) * (1.0 if self.backend == "reference" else 0.8)
 
     monkeypatch.setattr(SparseFFNBase, "_call_projections", otherwise)
-    result = twell(*command, "--validation", str(text), "--json")
+    result = twell(*command, "--text", str(text), "--json")
     found = json.loads(result.stdout.splitlines()[4])["predictions"]
     assert 0 < found["beyond_rounding"] <= found["other"] == len(found["moved"]) < found["tokens"]
     assert found["moved"] == sorted(found["moved"], reverse=True) and len(found["worst"]) == 5
     worst = found["worst"][0]
     assert worst["verdict"] == "a real difference" and len(worst["texts"]) == 2
     assert worst["dense_margin"] + worst["sparse_margin"] == pytest.approx(found["moved"][0], rel=1e-2)
-    shown = twell(*command, "--validation", str(text)).stdout
+    shown = twell(*command, "--text", str(text)).stdout
     assert "FP8 dense - dense" in shown and "FP8 sparse - FP8 dense" in shown
     assert (
         f"FP8 sparse and FP8 dense predict different tokens at {found['other']} of {found['tokens']:,} places" in shown
@@ -161,7 +161,7 @@ def test_several_models_side_by_side(twell: Twell, models: dict[str, str], tmp_p
         (["--data", ITEMS, "--device", "abacus"], "unknown device 'abacus'"),
         (["--data", ITEMS, "--dtype", "int8"], "unknown dtype 'int8'"),
         (["--last-words", "missing.jsonl"], "missing.jsonl"),
-        (["--validation", "missing.u16"], "missing.u16 does not exist"),
+        (["--text", "missing.u16"], "missing.u16 does not exist"),
         (["--fp8", "--compare"], "--fp8 compares dense and sparse itself: leave out --compare"),
     ],
 )
@@ -183,9 +183,8 @@ def test_a_model_without_relu_has_nothing_to_compare(twell: Twell, models: dict[
 def test_a_model_with_fp8_weights_has_none_of_16_bits_to_compare_with(models: dict[str, str]) -> None:
     model, _ = load_model(models["one"], "cpu")
     quantize_(model, emulate=True)
-    subject = EvalSubject("one", model, None, {"model": "one"}, None)
     with pytest.raises(ValueError, match="one already has FP8 weights"):
-        next(_in_ways(subject, "fp8", torch.device("cpu")))
+        next(_ways(model, "one", "fp8", torch.device("cpu")))
 
 
 @pytest.mark.skipif(harness.is_installed(), reason="lm-eval is installed")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ def local() -> dict[str, TaskData]:
 
 @pytest.fixture(scope="module")
 def loaded(local: dict[str, TaskData]) -> dict[str, Any]:
-    return harness.load_tasks(list(local.values()))
+    return harness.load_tasks(list(TASKS), local)
 
 
 @pytest.fixture(scope="module")
@@ -103,21 +102,25 @@ def test_standard_errors_are_lm_evals(
     theirs = lm_eval.evaluate(lm=wrapped, task_dict=loaded)["results"]
     for name, data in local.items():
         metrics = score_task(model, tokenizer, data).metrics
-        for metric in metrics.names:
+        for metric in metrics.samples:
             mean = metrics.mean(metric)
             assert mean.value == pytest.approx(theirs[name][f"{metric},none"])
             assert mean.error == pytest.approx(theirs[name][f"{metric}_stderr,none"])
-        assert set(metrics.names) == {key.split(",")[0] for key in theirs[name] if key in ("acc,none", "acc_norm,none")}
+        assert set(metrics.samples) == {
+            key.split(",")[0] for key in theirs[name] if key in ("acc,none", "acc_norm,none")
+        }
 
 
-def test_what_lm_eval_cannot_score_is_said_before(model: Any, tokenizer: Any, local: dict[str, TaskData]) -> None:
-    short = SimpleNamespace(config=LlamaSparseReluConfig(max_position_embeddings=4))
-    with pytest.raises(ValueError, match=r"piqa, item 0: a choice has \d+ tokens.* only 4; .*--scorer own"):
-        harness.check_lengths(short, tokenizer, local["piqa"])
-    harness.check_lengths(model, tokenizer, local["piqa"])
+def test_a_choice_that_lm_eval_cannot_score_is_said(
+    tokenizer: Any, local: dict[str, TaskData], loaded: dict[str, Any]
+) -> None:
+    short = tiny_model(LlamaSparseReluConfig(**TINY | {"max_position_embeddings": 4, "vocab_size": len(tokenizer)}))
+    with pytest.raises(ValueError, match=r"cannot score piqa: a choice has more tokens than .* of 4; use --scorer own"):
+        harness.score_task(short, tokenizer, "piqa", loaded["piqa"])
+    assert len(score_task(short, tokenizer, local["piqa"]).choices) == 3
 
 
 if __name__ == "__main__":
-    tasks = harness.load_tasks(read_folder(ITEMS, list(TASKS)))
+    tasks = harness.load_tasks(list(TASKS), {data.task.name: data for data in read_folder(ITEMS, list(TASKS))})
     written = [item for name, task in tasks.items() for item in prompts_of(name, task)]
     PROMPTS.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in written), encoding="utf-8")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from twell.workbench.evaluate.tasks import TASKS, Item, read_folder, read_task
+from twell.workbench.evaluate import tasks
+from twell.workbench.evaluate.tasks import TASKS, Item, TaskData, read_folder
 
 ITEMS = Path(__file__).parent / "data" / "eval"
 
@@ -16,6 +17,11 @@ ITEMS = Path(__file__).parent / "data" / "eval"
 def write(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def read_task(path: Path, name: str) -> TaskData:
+    """Of one file, wherever it is."""
+    return tasks._read_task(path, TASKS[name], None)
 
 
 def item_of(name: str, fields: dict[str, Any], tmp_path: Path) -> Item:
@@ -98,19 +104,27 @@ PIQA = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
         ("piqa", {**PIQA, "goal": 3}, "field 'goal' is not text: 3"),
         ("piqa", {**PIQA, "label": 2}, "field 'label' is 2: expected an index from 0 to 1"),
         ("piqa", {**PIQA, "label": True}, "field 'label' is True"),
-        ("arc_easy", {**PLAIN, "choices": ["one"], "gold": 0}, "expected at least 2 choices, got 1"),
-        ("arc_easy", {**PLAIN, "choices": ["one", " "]}, "choice 1 is empty"),
+        (
+            "arc_easy",
+            {**PLAIN, "choices": ["one"], "gold": 0},
+            "expected at least 2 choices, none of them empty, got ['one']",
+        ),
+        ("arc_easy", {**PLAIN, "choices": ["one", " "]}, "none of them empty, got ["),
         ("arc_easy", {**PLAIN, "choices": "one"}, "field 'choices' is not a list of texts"),
         ("arc_easy", {**PLAIN, "gold": None}, "no field 'gold'"),
         ("arc_easy", {"question": "q", "answerKey": "A"}, "no field 'choices'"),
-        ("arc_easy", {**HUB, "question": "q", "answerKey": "C"}, "the answer 'C' is not one of the labels 1, 2"),
-        ("arc_easy", {"question": "q", "choices": {"text": ["a"], "label": []}, "answerKey": "A"}, "1 choices with 0"),
+        ("arc_easy", {**HUB, "question": "q", "answerKey": "C"}, "2 choices with the labels 1, 2, and the answer 'C'"),
+        (
+            "arc_easy",
+            {"question": "q", "choices": {"text": ["a"], "label": []}, "answerKey": "A"},
+            "1 choices with the labels , and",
+        ),
         ("openbookqa", {**HUB, "question": "q"}, "no field 'question_stem'"),
         ("commonsense_qa", PLAIN, "expected the five choices A to E, got A, B"),
         ("hellaswag", {"ctx": "nothing in front", "endings": ["a", "b"], "label": 0}, "begins with no 'activity: '"),
         ("winogrande", {"context_options": ["a"], "continuation": "b", "gold": 0}, "expected 2 choices"),
         ("winogrande", {"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}, "has no blank _"),
-        ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""}, "field 'answer' is not text"),
+        ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": ""}, "field 'answer' is empty"),
         ("winogrande", {"sentence": "a _", "option1": "a", "option2": "b", "answer": "3"}, "neither '1' nor '2'"),
     ],
 )
@@ -138,15 +152,13 @@ def test_folders(tmp_path: Path) -> None:
         read_folder(tmp_path, ["boolq"])
     with pytest.raises(ValueError, match="is not a folder"):
         read_folder(tmp_path / "nowhere", ["piqa"])
-    with pytest.raises(ValueError, match=r"has no file piqa\*\.jsonl"):
+    with pytest.raises(ValueError, match=r"must have one file piqa\*\.jsonl: there is none"):
         read_folder(tmp_path, ["piqa"])
     path = write(tmp_path / "piqa.jsonl", PIQA, PIQA, PIQA)
     [data] = read_folder(tmp_path, ["piqa"], limit=2)
     assert (data.path, len(data.items), len(data.docs)) == (path, 2, 2)
-    with pytest.raises(ValueError, match="the limit must be at least 1, got 0"):
-        read_task(path, "piqa", 0)
     write(tmp_path / "piqa_train.jsonl", PIQA)
-    with pytest.raises(ValueError, match=r"several files of piqa: piqa\.jsonl, piqa_train\.jsonl"):
+    with pytest.raises(ValueError, match=r"one file piqa\*\.jsonl: there is piqa\.jsonl, piqa_train\.jsonl"):
         read_folder(tmp_path, ["piqa"])
     with pytest.raises(ValueError, match="has no items"):
         read_task(write(tmp_path / "empty.jsonl"), "piqa")

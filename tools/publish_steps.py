@@ -208,7 +208,7 @@ TRAINING = [
         "eval-fp8",
         "eval-fp8-small",
         240,
-        "eval {work}/relu-4e-4/model --fp8 --data {data}/eval --validation {data}/val.u16",
+        "eval {work}/relu-4e-4/model --fp8 --data {data}/eval --text {data}/val.u16",
     ),
 ]
 

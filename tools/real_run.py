@@ -40,7 +40,7 @@ SPEED = {
         *["bench", "decode", "MODEL", "--text", "TEXT", "--seconds", "2"],
         *(word for batch in ("1", "8", "32", "64") for word in ("--batch", batch)),
     ],
-    "FP8": ["eval", "MODEL", "--fp8", "--validation", "TOKENS"],
+    "FP8": ["eval", "MODEL", "--fp8", "--text", "TOKENS"],
 }
 
 

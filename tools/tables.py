@@ -146,7 +146,7 @@ _COMMANDS = {
     "--ablation silu --ablation plain --ablation restart "
     "steps=400 sequences_per_step=32 micro_batch=32 eval_every=200 dead_after_tokens=2000000",
     "eval": "twell eval sweep-small/l1-0/model sweep-small/l1-0.0002/model sweep-small/l1-0.0004/model --data tasks/",
-    "eval fp8": "twell eval RUN/model --fp8 --data tasks/ --validation val.u16",
+    "eval fp8": "twell eval RUN/model --fp8 --data tasks/ --text val.u16",
 }
 TABLES = {
     "ffn": Table("ffn-h200", f"{_FFN} -w skew29 -m 4096 -m 16384 -m 131072", speed.ffn, _is_workload),

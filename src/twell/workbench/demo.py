@@ -275,7 +275,7 @@ def write_page(console: Console, model: Any, tokenizer: Any, rows: list[dict[str
             f"{layer.mean:.1f} of {analysis.facts.hidden_sizes[i]}",
             str(layer.max),
             f"{layer.silent:.0%}",
-            f"{layer.top_shares['10']:.0%}",
+            f"{layer.top_tenth:.0%}",
         )
     console.print(table)
     console.print()

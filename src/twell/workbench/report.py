@@ -8,7 +8,6 @@ always data: no token can become markup.
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
 import html as markup
 import importlib.resources
@@ -18,49 +17,26 @@ import statistics
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from twell._version import __version__
 from twell.workbench.analysis import Analysis
 from twell.workbench.bench import plot
 
-FORMAT = 1  # of the embedded JSON
-_WAYS = ("dense", "compiled", "sparse")
-_DRAWN = 8  # of whole models, and of single FFNs
-
 Row = Mapping[str, Any]
 
-
-class Missing(NamedTuple):
-    """The sentence in place of a figure without data, and the command that makes the data."""
-
-    why: str
-    command: str
-
-
+_WAYS = ("dense", "compiled", "sparse")
 _BENCH_MODEL = "twell bench model MODEL --layers --out rows.jsonl"
-_NO_TRAINING = Missing(
-    "No training log was given. A training run writes metrics.jsonl into its folder:", "twell train --out run"
+# In place of a figure without data: a sentence, and the command that makes the data.
+_NO_TRAINING = (
+    "No training log was given. A training run writes metrics.jsonl into its folder:",
+    "twell train --out run",
 )
-_NO_LAYER_TIMES = Missing("The layers of this model were not timed one by one. To time them:", _BENCH_MODEL)
-_NO_TIMES = Missing("Nothing was timed. To measure:", _BENCH_MODEL)
-_NO_CURVE = Missing("No single FFN was timed. To measure:", "twell bench ffn --out rows.jsonl")
+_NO_LAYER_TIMES = "The layers of this model were not timed one by one. To time them:", _BENCH_MODEL
+_NO_TIMES = "Nothing was timed. To measure:", _BENCH_MODEL
 
 
 # -- the data -----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """A row of ``twell bench``: the same work computed in two or three ways."""
-
-    label: str
-    machine: str
-    whole_model: bool  # else one FFN
-    real: bool  # a model's weights, not random ones
-    tokens: int
-    speedup: float
-    ways: list[Row]  # see _way
 
 
 def _training(metrics: Sequence[Row]) -> Row | None:
@@ -68,8 +44,8 @@ def _training(metrics: Sequence[Row]) -> Row | None:
     logged = {int(row["step"]): row for row in metrics if "step" in row and "ce_loss" in row}
     if not logged:
         return None
-    evaluated = {int(row["step"]): row for row in metrics if "step" in row and "eval_loss" in row}
-    steps, validation_steps = sorted(logged), sorted(evaluated)
+    evaluated = {int(row["step"]): _finite(row["eval_loss"]) for row in metrics if "step" in row and "eval_loss" in row}
+    steps = sorted(logged)
     n_layers = 0
     while any(f"active/{n_layers}" in row for row in logged.values()):
         n_layers += 1
@@ -83,8 +59,7 @@ def _training(metrics: Sequence[Row]) -> Row | None:
         "active": values("active_mean"),  # active neurons a token, mean of the layers
         "layers": [values(f"active/{i}") for i in range(n_layers)],  # [layers][steps]
         "dead": values("dead_share"),
-        "validation_steps": validation_steps,
-        "validation": [_finite(evaluated[step]["eval_loss"]) for step in validation_steps],
+        "validation": sorted((step, loss) for step, loss in evaluated.items() if loss is not None),
     }
 
 
@@ -115,18 +90,17 @@ def _timed_layers(analysis: Analysis, rows: Sequence[Row]) -> Row | None:
 
 def _correlation(ffns: Sequence[Row]) -> float | None:
     """Pearson's correlation of active neurons and speedup; None for a single layer or equal ones."""
-    active, speedups = [ffn["mean_active"] for ffn in ffns], [ffn["speedup"] for ffn in ffns]
-    return statistics.correlation(active, speedups) if len(set(active)) > 1 < len(set(speedups)) else None
+    try:
+        return statistics.correlation([ffn["mean_active"] for ffn in ffns], [ffn["speedup"] for ffn in ffns])
+    except statistics.StatisticsError:
+        return None
 
 
-def _measurement(row: Row) -> Measurement | None:
-    """None if the row is not of ``twell bench ffn`` or ``twell bench model``, or has a time of 0."""
+def _measurement(row: Row) -> Row | None:
+    """What the page shows of a row of ``twell bench ffn`` or ``twell bench model``; None for other rows."""
     kind = row.get("bench")
     sizes = {"ffn": {"M"}, "model": {"batch", "length"}}
     if kind not in sizes or not {"dense_ms", "sparse_ms", "speedup", *sizes[kind]} <= row.keys():
-        return None
-    names = [name for name in _WAYS if f"{name}_ms" in row]
-    if not all(row[f"{name}_ms"]["p50"] > 0 for name in names):
         return None
     real = kind == "model" and row.get("model") is not None
     if kind == "model":
@@ -137,59 +111,20 @@ def _measurement(row: Row) -> Measurement | None:
         tokens = row["M"]
         plural, graph = "s"[: tokens != 1], ", graph" if row.get("graph") else ""
         label = f"FFN, {row.get('workload')}, {tokens:,} token{plural}{graph}"
-    return Measurement(
-        label=label,
-        machine=_machine(row),
-        whole_model=kind == "model",
-        real=real,
-        tokens=tokens,
-        speedup=row["speedup"],
-        ways=[_way(name, row, tokens) for name in names],
-    )
+    return {
+        "label": label,
+        "machine": _machine(row),
+        "real": real,  # a model's weights, not random ones
+        "tokens": tokens,
+        "ms": {name: [row[f"{name}_ms"][p] for p in ("p20", "p50", "p80")] for name in _WAYS if f"{name}_ms" in row},
+        "speedup": row["speedup"],
+    }
 
 
 def _machine(row: Row) -> str:
     threads = row.get("threads", "?")
     machine = row.get("gpu") or f"{row.get('cpu', 'CPU')}, {threads} thread{'s'[: threads != 1]}"
     return f"{machine}, {row.get('dtype', '?')}"
-
-
-def _way(name: str, row: Row, tokens: int) -> Row:
-    """One of the ways of computing: dense, compiled or sparse. None stands for a number that the row lacks."""
-
-    def field(of: str) -> Any:
-        return row[of].get(name) if isinstance(row.get(of), Mapping) else None
-
-    ms = [float(row[f"{name}_ms"][p]) for p in ("p20", "p50", "p80")]
-    memory = field("memory") or {}
-    return {
-        "name": name,
-        "ms": ms,
-        "tokens_per_ms": tokens / ms[1],
-        "first_token_ms": _finite((field("first_token_ms") or {}).get("p50")),
-        "pass_bytes": memory.get("pass"),  # the most memory that a forward pass takes besides weights
-        "copied_bytes": memory.get("frozen", memory.get("copies")),  # beside the weights; "copies" in older rows
-        "joules_per_token": _finite(field("joules_per_token")),
-    }
-
-
-def _break_even(analysis: Analysis, rows: Sequence[Row]) -> Row | None:
-    """Speedup of one FFN against its mean active neurons; see ``twell.workbench.bench.plot``."""
-    given = [dict(row) for row in rows]
-    try:
-        shape, families = plot.select(given)
-    except ValueError:  # no row has a point of the curve
-        return None
-    found = plot.break_even(given, shape, families)
-    facts = analysis.facts
-    return {
-        "shape": str(shape),
-        "families": {plot.STYLES[family].label: points for family, points in families.items()},
-        "predicted": [*found.predicted[:-2:4], *found.predicted[-2:]],  # every fourth point, and the end
-        "at": found.at,  # active neurons at which the speedup is 1
-        "measured": found.is_measured,
-        "same_shape": facts.width == shape.D and set(facts.hidden_sizes) == {shape.F},
-    }
 
 
 # -- the page -----------------------------------------------------------------------------------------------
@@ -201,50 +136,37 @@ def build(
     title: str,
     model: str = "",
     text: str = "",
-    metrics: Sequence[Row] | None = None,
+    metrics: Sequence[Row] = (),
     speed: Sequence[Row] | None = None,
 ) -> str:
     """The page as HTML. ``model`` and ``text`` are names to show. ``metrics``: rows of a run's ``metrics.jsonl``;
     ``speed``: rows of ``twell bench ffn`` and ``twell bench model``. A figure without data is replaced by the command
     that makes the data."""
-    rows = list(speed or ())
-    measurements = [found for row in rows if (found := _measurement(row)) is not None]
+    measurements = [found for row in speed or () if (found := _measurement(row)) is not None]
     if speed is not None and not measurements:
         raise ValueError("--speed has no rows of twell bench ffn or twell bench model")
-    training, break_even = _training(metrics or ()), _break_even(analysis, rows)
-    timed = _timed_layers(analysis, rows)
-    data = {
-        "format": FORMAT,
-        "title": title,
-        "model": model,
-        "text": text,
-        "analysis": analysis.to_json(),
-        "training": training,
-        "layer_speedups": [ffn["speedup"] for ffn in timed["ffns"]] if timed else None,
-        "layer_machine": _machine(timed) if timed else None,
-        "correlation": _correlation(timed["ffns"]) if timed else None,
-        "no_layer_times": _NO_LAYER_TIMES,
-        "measurements": measurements,
-        "measurements_drawn": _DRAWN,
-        "break_even": break_even,
-    }
-    missing = {
-        "training": None if training else _NO_TRAINING,
-        "speed": None if measurements else _NO_TIMES,
-        "break-even": None if break_even else _NO_CURVE,
-    }
-    names = ("layers", "positions", "text", "tokens", "frequencies", "overlap", "plan", *missing)
+    training, timed = _training(metrics), _timed_layers(analysis, speed or ())
+    data: dict[str, Any] = {"analysis": analysis.to_json(), "training": training, "measurements": measurements}
+    if timed is not None:
+        data["timed"] = {
+            "speedups": [ffn["speedup"] for ffn in timed["ffns"]],
+            "machine": _machine(timed),
+            "correlation": _correlation(timed["ffns"]),
+        }
     script, style = _page_file("report.js"), _page_file("report.css")
     return string.Template(_page_file("report.html")).substitute(
-        {name.replace("-", "_"): _slot(name, missing.get(name)) for name in names},
         title=markup.escape(title),
         about=_about(analysis, model, text),
         numbers="\n".join(_number(*number) for number in _numbers(analysis, measurements)),
         verdict=markup.escape(verdict(analysis, measurements)),
+        no_layer_times="" if timed else _missing("layer-times", *_NO_LAYER_TIMES),
+        no_training="" if training else _missing("training", *_NO_TRAINING),
+        no_times="" if measurements else _missing("speed", *_NO_TIMES),
         policy=_policy(script, style),
         style=style,
         script=script,
-        data=_embedded(data),
+        # Without "<", so that no HTML parser finds the end of the script element in it.
+        data=json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         version=markup.escape(__version__),
     )
 
@@ -269,16 +191,7 @@ def _policy(script: str, style: str) -> str:
     )
 
 
-def _embedded(data: dict[str, Any]) -> str:
-    """JSON without "<", so that no HTML parser finds the end of the script element in it."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False, default=dataclasses.asdict)
-    return text.replace("<", "\\u003c")
-
-
-def _slot(name: str, missing: Missing | None) -> str:
-    if missing is None:
-        return f'<div class="figure" data-figure="{name}"></div>'
-    why, command = map(markup.escape, missing)
+def _missing(name: str, why: str, command: str) -> str:
     return f'<p class="missing" data-missing="{name}">{why} <code>{command}</code></p>'
 
 
@@ -296,24 +209,22 @@ def _number(label: str, value: str, note: str) -> str:
     return f"<div><dt>{label}</dt><dd><b>{value}</b> <span>{note}</span></dd></div>"
 
 
-def _numbers(analysis: Analysis, measurements: Sequence[Measurement]) -> list[tuple[str, str, str]]:
+def _numbers(analysis: Analysis, measurements: Sequence[Row]) -> list[tuple[str, str, str]]:
     """Label, value and note of each number at the top of the page."""
-    facts = analysis.facts
-    neurons = sum(facts.hidden_sizes)
-    sizes = sorted(set(facts.hidden_sizes))
-    width = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    silent = sum(layer.silent * F for layer, F in zip(analysis.layers, facts.hidden_sizes, strict=True)) / neurons
-    active_share = _percent(analysis.mean_active / neurons)
+    sizes, n_layers = analysis.facts.hidden_sizes, len(analysis.layers)
+    width = f"{min(sizes):,}" if min(sizes) == max(sizes) else f"{min(sizes):,} to {max(sizes):,}"
+    silent = sum(layer.silent * F for layer, F in zip(analysis.layers, sizes, strict=True)) / sum(sizes)
+    share = _percent(analysis.mean_active / sum(sizes))
     numbers = [
-        ("tokens", f"{facts.tokens:,}", f"of {facts.token_types:,} types"),
-        ("layers", f"{facts.layers:,}", f"of {width} neurons"),
-        ("active neurons", f"{analysis.mean_active / facts.layers:.1f}", f"a token and layer: {active_share}"),
+        ("tokens", f"{analysis.facts.tokens:,}", f"of {analysis.facts.token_types:,} types"),
+        ("layers", f"{n_layers:,}", f"of {width} neurons"),
+        ("active neurons", f"{analysis.mean_active / n_layers:.1f}", f"a token and layer: {share}"),
         ("silent neurons", _percent(silent), "never fired on this text"),
         ("predicted speedup", f"{analysis.mean_predicted:.2f}x", "FFNs alone, on a GPU, mean of the layers"),
     ]
     measured = _of_model(measurements)
     if measured is not None:
-        numbers.append(("measured speedup", f"{measured.speedup:.2f}x", f"whole model, {measured.machine}"))
+        numbers.append(("measured speedup", f"{measured['speedup']:.2f}x", f"whole model, {measured['machine']}"))
     return numbers
 
 
@@ -321,13 +232,13 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f}\u00a0%"
 
 
-def _of_model(measurements: Sequence[Measurement]) -> Measurement | None:
+def _of_model(measurements: Sequence[Row]) -> Row | None:
     """The latest measured with the most tokens of a real model; random weights say nothing about this model."""
-    real = [measured for measured in reversed(measurements) if measured.whole_model and measured.real]
-    return max(real, key=lambda measured: measured.tokens, default=None)
+    real = [measured for measured in reversed(measurements) if measured["real"]]
+    return max(real, key=lambda measured: int(measured["tokens"]), default=None)
 
 
-def verdict(analysis: Analysis, measurements: Sequence[Measurement] = ()) -> str:
+def verdict(analysis: Analysis, measurements: Sequence[Row] = ()) -> str:
     """What the predicted and the measured speedup mean, in a few sentences."""
     layers, facts = analysis.layers, analysis.facts
     dense = sum(layer.plan.dense for layer in layers)
@@ -351,5 +262,6 @@ def verdict(analysis: Analysis, measurements: Sequence[Measurement] = ()) -> str
     measured = _of_model(measurements)
     if measured is None:
         return said
-    how = "as fast as" if 0.97 < measured.speedup < 1.03 else "faster than" if measured.speedup > 1 else "slower than"
-    return f"{said} Measured ({measured.machine}), the whole model runs {how} dense: {measured.speedup:.2f}x."
+    speedup = measured["speedup"]
+    how = "as fast as" if 0.97 < speedup < 1.03 else "faster than" if speedup > 1 else "slower than"
+    return f"{said} Measured ({measured['machine']}), the whole model runs {how} dense: {speedup:.2f}x."

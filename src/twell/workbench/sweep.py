@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,20 +29,15 @@ ROWS_FILE, TABLE_FILE, FIGURE_FILE, SPEED_FILE = "sweep.jsonl", "sweep.md", "swe
 _BATCH = 32  # sequences timed at once on a GPU; on a CPU an eighth of them
 
 
-class Variant(NamedTuple):
-    """One run of a sweep: its folder, and what it changes in the recipe."""
-
-    name: str
-    changes: list[str]
-
-
 def variants(
     recipe: Recipe, l1: Sequence[float], ablations: Sequence[str] = (), targets: Sequence[float] = ()
-) -> list[Variant]:
-    """A run for each target and each constant l1, and one for each ablation at the recipe's own target or l1.
+) -> dict[str, list[str]]:
+    """The folder of each run, and what it changes in the recipe.
+
+    A run for each target and each constant l1, and one for each ablation at the recipe's own target or l1.
 
     >>> from twell.train.recipes import tiny
-    >>> [v.name for v in variants(tiny(), [0, 1e-3], ["silu", "plain"], [0.02])]
+    >>> list(variants(tiny(), [0, 1e-3], ["silu", "plain"], [0.02]))
     ['target-0.02', 'l1-0', 'l1-0.001', 'silu', 'plain']
     """
     for name in ablations:
@@ -59,16 +54,16 @@ def variants(
         "plain": ["gated=false", f"intermediate_size={same_size}"],
         "restart": [f"restart_every={max(1, recipe.steps // 12)}", f"restart_until={max(1, 2 * recipe.steps // 3)}"],
     }
-    return [
-        *(Variant(f"target-{value:g}", [f"target_active={value!r}"]) for value in targets),
-        *(Variant(f"l1-{value:g}", [f"l1={value!r}"]) for value in l1),
-        *(Variant(name, changes[name]) for name in ablations),
-    ]
+    return {
+        **{f"target-{value:g}": [f"target_active={value!r}"] for value in targets},
+        **{f"l1-{value:g}": [f"l1={value!r}"] for value in l1},
+        **{name: changes[name] for name in ablations},
+    }
 
 
 def sweep(
     recipe: Recipe,
-    todo: Sequence[Variant],
+    todo: Mapping[str, list[str]],
     data: Sequence[Path | str],
     out: Path,
     *,
@@ -79,15 +74,15 @@ def sweep(
     **arguments: Any,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each variant as soon as it is done, and write the sweep's files after each."""
-    recipes = [override(recipe, variant.changes) for variant in todo]  # errors show before the first run
+    recipes = {name: override(recipe, changes) for name, changes in todo.items()}  # errors show before the first run
     rows = []
-    for variant, own in zip(todo, recipes, strict=True):
-        folder = out / variant.name
-        say(f"{variant.name}: {' '.join(variant.changes)}")
+    for name, own in recipes.items():
+        folder = out / name
+        say(f"{name}: {' '.join(todo[name])}")
         _train(own, data, folder, validation=validation, tokenizer=tokenizer, say=say, **arguments)
         row = {
-            "sweep": variant.name,
-            "changes": variant.changes,
+            "sweep": name,
+            "changes": todo[name],
             **read_summary(folder),
             "speed": _timed(own, data, validation, folder, seconds),
         }
@@ -120,29 +115,20 @@ def _timed(
     if recipe.activation != "relu":
         return None
     kept = folder / SPEED_FILE
-    row = _read_speed(kept)
-    if row is None:
-        from twell.hf.loading import load_causal_lm
+    if kept.exists():
+        row: dict[str, Any] = json.loads(kept.read_text())
+        return row
+    from twell.hf.loading import load_causal_lm
 
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model: Any = load_causal_lm(str(folder / MODEL_FOLDER), dtype)
-        ids = _held_out(recipe, data, validation, folder).to(device)
-        subject = speed.real(model.to(device).eval(), folder.name)
-        row = speed.measure(subject, ids, seconds=seconds, wants_layers=True)
-        part = kept.with_suffix(".part")  # so that the file is complete or missing
-        part.write_text(json.dumps(row))
-        part.replace(kept)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model: Any = load_causal_lm(str(folder / MODEL_FOLDER), dtype)
+    ids = _held_out(recipe, data, validation, folder).to(device)
+    row = speed.measure(speed.real(model.to(device).eval(), folder.name), ids, seconds=seconds, wants_layers=True)
+    part = kept.with_suffix(".part")  # so that the file is complete or missing
+    part.write_text(json.dumps(row))
+    part.replace(kept)
     return row
-
-
-def _read_speed(kept: Path) -> dict[str, Any] | None:
-    """The row of an earlier measurement; None where there is none, or where the file is damaged."""
-    try:
-        row = json.loads(kept.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    return row if isinstance(row, dict) and "ffns" in row else None
 
 
 def _held_out(recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str], folder: Path) -> Tensor:

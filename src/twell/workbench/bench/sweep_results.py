@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from twell.workbench.bench import plot
 from twell.workbench.bench.rows import Row
@@ -39,21 +39,14 @@ def table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-class Speedup(NamedTuple):
-    """By the median times; by the dense medians over the 80th and the 20th percentile of the sparse times."""
-
-    p50: float
-    least: float
-    most: float
-
-
-def ffn_speedup(row: Row) -> Speedup:
-    """Of all FFNs together of a row of ``twell bench model --layers``."""
+def ffn_speedup(row: Row) -> list[float]:
+    """Of all FFNs together of a row of ``twell bench model --layers``: by the median times, then by the dense medians
+    over the 80th and the 20th percentile of the sparse times."""
 
     def ms(side: str, percentile: str) -> float:
         return float(sum(layer[f"{side}_ms"][percentile] for layer in row["ffns"]))
 
-    return Speedup(*(ms("dense", "p50") / ms("sparse", percentile) for percentile in ("p50", "p80", "p20")))
+    return [ms("dense", "p50") / ms("sparse", percentile) for percentile in ("p50", "p80", "p20")]
 
 
 def _ffns(row: Row) -> str:
@@ -61,14 +54,10 @@ def _ffns(row: Row) -> str:
     return f"{p50:.2f}x" + (f" ({least:.2f} to {most:.2f})" if most > _WIDE * least else "")
 
 
-def _loss(row: Row) -> tuple[float, float, float]:
-    return (row["validation_loss"],) * 3
-
-
 def draw(rows: Sequence[Row]) -> Figure:
     """Validation loss, and speed of the FFNs, against the mean active count; l1 beside the points.
 
-    Bars: see ``Speedup``.
+    Bars: see ``ffn_speedup``.
     """
     figure = plot.new_figure(*_INCHES)
     from matplotlib.patheffects import withStroke
@@ -77,7 +66,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     losses, speeds = figure.subplots(1, 2)
     counted = sorted((row for row in rows if "active_mean" in row), key=lambda row: row["active_mean"])
     for axes, of, name in (
-        (losses, _loss, "validation cross-entropy"),
+        (losses, lambda row: [row["validation_loss"]] * 3, "validation cross-entropy"),
         (speeds, lambda row: ffn_speedup(row["speed"]), "speed of the FFNs over dense"),
     ):
         # Labels are slanted: of runs with l1 to the right above their points, of others to the left below.

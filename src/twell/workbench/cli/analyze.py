@@ -87,7 +87,7 @@ def _shown_with(model: str, metrics: Path | None, speed: list[Path]) -> dict[str
         found = (place / "metrics.jsonl" for place in (folder, folder.parent))
         metrics = next((path for path in found if path.is_file()), None)
     return {
-        "metrics": None if metrics is None else rows.read([metrics]),
+        "metrics": [] if metrics is None else rows.read([metrics]),
         "speed": rows.read(speed) if speed else None,
     }
 
@@ -103,7 +103,8 @@ def _print_analysis(analysis: Any) -> None:
     table = Table(
         title=f"active neurons a token, {facts.tokens:,} tokens in sequences of {facts.length}",
         caption="silent: share of neurons that never fired; top 10 %: share of all firings by the busiest tenth; "
-        "shared: active neurons that the next token also has; GPU: the plan's hot neurons, and its predicted speedup",
+        "shared: of the neurons that fire for a token or the next, those that fire for both; GPU: the plan's hot "
+        "neurons, and its predicted speedup",
         box=SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
@@ -111,7 +112,7 @@ def _print_analysis(analysis: Any) -> None:
     for name in ("layer", "of", "mean", "p50", "p99", "max", "silent", "top 10 %", "shared", "GPU hot", "GPU"):
         table.add_column(name.replace(" ", "\n", 1), justify="left" if name == "layer" else "right", no_wrap=True)
     for layer, F in zip(analysis.layers, facts.hidden_sizes, strict=True):
-        overlap, plan = layer.overlap.neighbours, layer.plan
+        plan = layer.plan
         table.add_row(
             layer.name,
             str(F),
@@ -120,8 +121,8 @@ def _print_analysis(analysis: Any) -> None:
             f"{layer.p99:.0f}",
             str(layer.max),
             f"{layer.silent:.1%}",
-            f"{layer.top_shares['10']:.0%}",
-            "" if overlap is None else f"{overlap:.0%}",
+            f"{layer.top_tenth:.0%}",
+            "" if layer.shared is None else f"{layer.shared:.0%}",
             *(("dense", "") if plan.dense else (str(plan.hot), f"{plan.predicted:.2f}x")),
         )
     print_table(table)

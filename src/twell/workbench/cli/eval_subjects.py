@@ -22,10 +22,6 @@ class EvalSubject(NamedTuple):
     twin: Any = None  # the same model run densely, to compare predictions with
 
     @property
-    def names(self) -> dict[str, Any]:
-        return {name: self.facts[name] for name in ("model", "mode") if name in self.facts}
-
-    @property
     def sparse_layers(self) -> dict[str, int]:
         """With FP8 weights: in how many layers the sparse kernels ran."""
         from twell.nn import sparse_ffns
@@ -35,12 +31,11 @@ class EvalSubject(NamedTuple):
         return {"sparse_layers": sum(ffn.runs_split() for _, ffn in sparse_ffns(self.model))}
 
 
-def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -> Iterator[EvalSubject]:
+def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: str | None) -> Iterator[EvalSubject]:
     """One after the other, so that only one model is in memory. ``ways``: compare or fp8, or None: as the model is."""
     import torch
 
     from twell.workbench.bench import timing
-    from twell.workbench.doctor import bf16_problem
 
     environment = timing.environment(device)
     environment["versions"]["transformers"] = importlib.metadata.version("transformers")
@@ -50,27 +45,21 @@ def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: Any) -
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-        model, tokenizer = load_model(name)
-        model = model.to(device=device, dtype=dtype or model.dtype)
-        if model.dtype == torch.bfloat16 and device.type == "cpu" and (problem := bf16_problem()):
-            raise RuntimeError(problem)
+        model, tokenizer = load_model(name, str(device), dtype)
         facts = {"model": name, "dtype": str(model.dtype).removeprefix("torch."), **environment}
-        first = 0 if n_subjects else None
-        if ways is None:
+        baseline = 0 if n_subjects else None  # of the first way; each further way is compared with the one before it
+        for mode, run, twin, more in _ways(model, name, ways, device):
+            shown = mode if mode and len(models) == 1 else f"{label} {mode}".rstrip()
+            yield EvalSubject(shown, run, tokenizer, {**facts, **more}, baseline, twin)
+            baseline = n_subjects
             n_subjects += 1
-            yield EvalSubject(label, model, tokenizer, facts, first)
-        else:
-            for way in _in_ways(EvalSubject(label, model, tokenizer, facts, first), ways, device):
-                mode = way.facts["mode"]
-                baseline = first if mode == "dense" else n_subjects - 1  # the previous subject
-                n_subjects += 1
-                yield way._replace(label=mode if len(models) == 1 else f"{label} {mode}", baseline=baseline)
-            del way  # or its model would stay in memory while the next one loads
+            del run, twin  # or they would stay in memory while the next model loads
         del model
 
 
-def _in_ways(subject: EvalSubject, ways: str, device: Any) -> Iterator[EvalSubject]:
-    """compare: densely, then sparsely. fp8: densely, then with FP8 weights densely, then with them sparsely."""
+def _ways(model: Any, name: str, ways: str | None, device: Any) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
+    """(mode, the model, its dense twin, facts). compare: densely, then sparsely. fp8: densely, then with FP8 weights
+    densely, then with them sparsely."""
     from twell.fp8 import Fp8Linear, why_unavailable
     from twell.hf.sparsify import desparsify_, sparsify_
     from twell.nn import sparse_ffns
@@ -78,21 +67,19 @@ def _in_ways(subject: EvalSubject, ways: str, device: Any) -> Iterator[EvalSubje
     from twell.workbench.evaluate.fp8_plans import counting, plan_all_
     from twell.workbench.generate import dense_twin
 
-    model, name = subject.model, subject.facts["model"]
-
-    def way(mode: str, **more: Any) -> EvalSubject:
-        return subject._replace(facts={**subject.facts, "mode": mode, **more})
-
+    if ways is None:
+        yield "", model, None, {}
+        return
     report = sparsify_(model)
     if not list(sparse_ffns(model)):
         raise ValueError(f"{name} has no FFN that can run sparsely:\n{report}")
     if ways == "fp8" and any(isinstance(module, Fp8Linear) for module in model.modules()):
         raise ValueError(f"{name} already has FP8 weights: give --fp8 the model before quantisation, or use --compare")
     desparsify_(model)
-    yield way("dense")
+    yield "dense", model, None, {"mode": "dense"}
     sparsify_(model)
     if ways == "compare":
-        yield way("sparse")
+        yield "sparse", model, None, {"mode": "sparse"}
         return
     is_emulated = why_unavailable(device) is not None
     quantized = quantize_(model, emulate=is_emulated)
@@ -101,9 +88,9 @@ def _in_ways(subject: EvalSubject, ways: str, device: Any) -> Iterator[EvalSubje
     facts = {"fp8_layers": len(quantized.layers), "emulated": is_emulated}
     twin = dense_twin(model)
     with counting(model, twin) as fired:
-        yield way("FP8 dense", **facts)._replace(model=twin)
+        yield "FP8 dense", twin, None, {"mode": "FP8 dense", **facts}
     plan_all_(model, fired)
-    yield way("FP8 sparse", **facts)._replace(twin=twin)
+    yield "FP8 sparse", model, twin, {"mode": "FP8 sparse", **facts}
 
 
 def _labels(models: Sequence[str]) -> list[str]:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from twell.progress import Progress, silent
 from twell.workbench.evaluate.predictions import NAN, Query, logits_of
@@ -78,7 +77,7 @@ def compare_predictions(
     difference = largest = 0.0
     for first in range(0, len(queries), batch_size):
         batch = queries[first : first + batch_size]
-        a, b = (_at_places(model, batch) for model in (dense, sparse))
+        a, b = (logits_of(model, batch) for model in (dense, sparse))
         moved_most = float((a - b).abs().max())
         if math.isnan(moved_most):
             raise ValueError(NAN)
@@ -93,9 +92,3 @@ def compare_predictions(
         progress(first + len(batch), len(queries))
     tokens = sum(query.n for query in queries)
     return Agreement(tokens, sorted(partings, key=lambda p: -p.moved), difference, largest)
-
-
-def _at_places(model: Any, queries: Sequence[Query]) -> Tensor:
-    """[n, V]: logits of all tokens to be predicted."""
-    logits, (places, positions, _) = logits_of(model, [query.ids[:-1] for query in queries], list(enumerate(queries)))
-    return logits[places, positions]

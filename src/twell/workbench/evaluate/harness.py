@@ -10,16 +10,16 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
-import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twell.workbench.evaluate.predictions import context_length, encode
+from twell.workbench.evaluate.predictions import context_length
 from twell.workbench.evaluate.task_scores import TaskScore
 from twell.workbench.evaluate.tasks import TASKS, TaskData
 
@@ -42,8 +42,8 @@ def version() -> str:
     return f"lm-eval {importlib.metadata.version('lm-eval')}"
 
 
-def load_tasks(tasks: Sequence[TaskData | str]) -> dict[str, Any]:
-    """lm-eval's tasks by name, on local files, or on the hub's datasets where only a name is given."""
+def load_tasks(names: Sequence[str], local: Mapping[str, TaskData]) -> dict[str, Any]:
+    """lm-eval's tasks by name, on ``local`` files, or on the hub's datasets where there is no file."""
     if not is_installed():
         raise RuntimeError("lm-eval is not installed: pip install 'twell[eval]', or --scorer own")
     with _quiet(), tempfile.TemporaryDirectory() as folder:
@@ -52,18 +52,17 @@ def load_tasks(tasks: Sequence[TaskData | str]) -> dict[str, Any]:
         root = Path(library.__file__).parent
         manager = library.TaskManager(include_defaults=False)  # reading its thousands of tasks takes seconds
         loaded: dict[str, Any] = {}
-        for task in tasks:
-            name = task if isinstance(task, str) else task.task.name
+        for name in names:
             config: dict[str, Any] = {"include": str(root / _CONFIGS[name]), "task": name, "num_fewshot": 0}
-            if isinstance(task, TaskData):
-                config |= _local_dataset(task, Path(folder))
+            if name in local:
+                config |= _local_dataset(local[name], Path(folder))
             path = Path(folder) / f"{name}.yaml"
             path.write_text(json.dumps(config))  # JSON is YAML
             try:
                 loaded |= manager.load([str(path)])["tasks"]
             except Exception as error:  # from datasets, the network or the hub's library
                 first_line = str(error).strip().partition("\n")[0]
-                hint = "; --data reads tasks from files" if isinstance(task, str) else ""
+                hint = "; --data reads tasks from files" if name not in local else ""
                 raise RuntimeError(f"lm-eval cannot load {name}: {first_line}{hint}") from error
         return loaded
 
@@ -95,39 +94,24 @@ def score_task(
             max_length=context_length(model),
             softmax_dtype="float32",
         )
-        # simple_evaluate would also list every installed package and the working directory's commit.
-        found = lm_eval.evaluate(lm=wrapped, task_dict={name: task}, limit=limit, bootstrap_iters=0)
+        try:  # simple_evaluate would also list every installed package and the working directory's commit
+            found = lm_eval.evaluate(lm=wrapped, task_dict={name: task}, limit=limit, bootstrap_iters=0)
+        except AssertionError as error:
+            raise ValueError(
+                f"lm-eval cannot score {name}: a choice has more tokens than the model's context of "
+                f"{context_length(model):,}; use --scorer own"
+            ) from error
     samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
     metrics = ("acc", "acc_norm") if TASKS[name].is_normed else ("acc",)
     return TaskScore(
-        task=name,
-        log_likelihoods=[[float(log_p) for log_p, _ in sample["filtered_resps"]] for sample in samples],
-        right={metric: [bool(sample[metric]) for sample in samples] for metric in metrics},
+        [[float(log_p) for log_p, _ in sample["filtered_resps"]] for sample in samples],
+        {metric: [bool(sample[metric]) for sample in samples] for metric in metrics},
     )
-
-
-def check_lengths(model: Any, tokenizer: Any, data: TaskData) -> None:
-    """Refuse choices longer than the model's context: lm-eval cannot score them, our own scorer can."""
-    context = context_length(model)
-    pairs = [(i, pair) for i, item in enumerate(data.items) for pair in zip(*item[:2], strict=True)]
-    for (i, _), row in zip(pairs, encode(tokenizer, [pair for _, pair in pairs]), strict=True):
-        if row.n > context:
-            raise ValueError(
-                f"{data.task.name}, item {i}: a choice has {row.n} tokens, the model's context only {context}; "
-                "lm-eval cannot score it, use --scorer own"
-            )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Show lm-eval's progress bars on terminals only, and none of its log messages."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.ExitStack() as stack:
-            if not sys.stderr.isatty():
-                stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
-            yield
-    finally:
-        logger.setLevel(level)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with contextlib.redirect_stderr(sys.stderr if sys.stderr.isatty() else io.StringIO()):
+        yield

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,54 +19,47 @@ def mean_of(values: Sequence[float]) -> Mean:
     >>> mean_of([0, 1, 1, 1])
     Mean(value=0.75, error=0.25)
     """
-    n = len(values)
-    mean = sum(values) / n
-    return Mean(mean, math.sqrt(sum((v - mean) ** 2 for v in values) / max(1, n - 1) / n))
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return Mean(statistics.fmean(values), error)
 
 
-def paired_difference(of: Sequence[float], to: Sequence[float]) -> Mean:
+def difference(of: Sequence[float], to: Sequence[float]) -> Mean:
     """Mean of ``of`` minus mean of ``to``, paired: an item that is hard for both adds no error.
 
-    >>> paired_difference([1, 1, 0, 1], [1, 0, 0, 1])
+    Unpaired if the numbers of items differ: models with contexts of different lengths cut a text into other windows.
+
+    >>> difference([1, 1, 0, 1], [1, 0, 0, 1])
     Mean(value=0.25, error=0.25)
     """
-    return mean_of([a - b for a, b in zip(of, to, strict=True)])
+    if len(of) == len(to):
+        return mean_of([a - b for a, b in zip(of, to, strict=True)])
+    a, b = mean_of(of), mean_of(to)
+    return Mean(a.value - b.value, math.hypot(a.error, b.error))
 
 
-def average(means: Sequence[Mean]) -> Mean:
-    """The average over tasks; each task has the same weight."""
-    return Mean(sum(m.value for m in means) / len(means), math.sqrt(sum(m.error**2 for m in means)) / len(means))
+class EvalMetrics(NamedTuple):
+    """A model's metrics. Each is the mean over the items of a task or text; over several tasks, the mean of these."""
 
+    samples: dict[str, list[Sequence[float]]]  # metric -> for each task, a number for each item
 
-@dataclasses.dataclass(frozen=True)
-class EvalMetrics:
-    """A model's metrics. Each is the mean of ``samples``, one an item, or the average over ``parts``, one a task."""
+    @classmethod
+    def of(cls, **samples: Sequence[float]) -> EvalMetrics:
+        """Of one task or text."""
+        return cls({name: [values] for name, values in samples.items()})
 
-    samples: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    parts: Sequence[EvalMetrics] = ()
-
-    @property
-    def names(self) -> list[str]:
-        return list(self.samples) or list(dict.fromkeys(name for part in self.parts for name in part.names))
+    @classmethod
+    def over(cls, tasks: Sequence[EvalMetrics]) -> EvalMetrics:
+        """Of several tasks, which have the same weight. A task without acc_norm takes part in its mean with acc."""
+        names = dict.fromkeys(name for task in tasks for name in task.samples)
+        return cls({name: [task.samples.get(name, task.samples["acc"])[0] for task in tasks] for name in names})
 
     def mean(self, name: str) -> Mean:
-        if self.parts:
-            return average([part.mean(part._name_for(name)) for part in self.parts])
-        return mean_of(self.samples[name])
+        return _average([mean_of(values) for values in self.samples[name]])
 
     def difference(self, name: str, to: EvalMetrics) -> Mean:
-        """Difference from another model's metric: paired by item, or unpaired if the numbers of items differ.
+        """Difference from another model's metric, paired by item."""
+        return _average([difference(a, b) for a, b in zip(self.samples[name], to.samples[name], strict=True)])
 
-        Models with contexts of different lengths cut a text into different windows.
-        """
-        if self.parts:
-            pairs = zip(self.parts, to.parts, strict=True)
-            return average([part.difference(part._name_for(name), other) for part, other in pairs])
-        if len(self.samples[name]) != len(to.samples[name]):
-            mine, others = self.mean(name), to.mean(name)
-            return Mean(mine.value - others.value, math.hypot(mine.error, others.error))
-        return paired_difference(self.samples[name], to.samples[name])
 
-    def _name_for(self, name: str) -> str:
-        """A task without acc_norm contributes its acc to the average."""
-        return name if name in self.samples else "acc"
+def _average(means: Sequence[Mean]) -> Mean:
+    return Mean(statistics.fmean(m.value for m in means), math.hypot(*(m.error for m in means)) / len(means))

@@ -1,4 +1,4 @@
-"""Our own scorer of multiple-choice tasks: the model chooses the continuation with the highest log-likelihood.
+"""A model's results on a task, and our own scorer: the model chooses the continuation with the highest log-likelihood.
 
 ``acc`` compares the log-likelihoods of the choices, ``acc_norm`` divides them by the choices' lengths in characters
 first. Both, and the prompts, are those of lm-eval; harness.py lets lm-eval itself score.
@@ -6,31 +6,24 @@ first. Both, and the prompts, are those of lm-eval; harness.py lets lm-eval itse
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from twell.progress import Progress, silent
 from twell.workbench.evaluate.means import EvalMetrics
 from twell.workbench.evaluate.predictions import predict_pairs
-from twell.workbench.evaluate.tasks import Item, TaskData
+from twell.workbench.evaluate.tasks import TaskData
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskScore:
-    """A model's results on a task, item by item."""
+class TaskScore(NamedTuple):
+    """Item by item."""
 
-    task: str
     log_likelihoods: list[list[float]]  # [items][choices]
     right: dict[str, list[bool]]  # metric -> one an item; acc, and acc_norm if usual
 
     @property
-    def items(self) -> int:
-        return len(self.log_likelihoods)
-
-    @property
     def metrics(self) -> EvalMetrics:
-        return EvalMetrics({name: [float(r) for r in right] for name, right in self.right.items()})
+        return EvalMetrics.of(**self.right)
 
     @property
     def choices(self) -> list[int]:
@@ -47,16 +40,14 @@ def score_task(
     log_likelihoods = [[next(found).log_p for _ in item.continuations] for item in data.items]
     scored = list(zip(data.items, log_likelihoods, strict=True))
     right = {"acc": [_best(log_p) == item.gold for item, log_p in scored]}
-    if data.task.is_normed:
-        right["acc_norm"] = [_best(_normed(item, log_p)) == item.gold for item, log_p in scored]
-    return TaskScore(task=data.task.name, log_likelihoods=log_likelihoods, right=right)
+    if data.task.is_normed:  # by the lengths of the choices, without the space before them
+        right["acc_norm"] = [
+            _best([p / (len(text) - 1) for p, text in zip(log_p, item.continuations, strict=True)]) == item.gold
+            for item, log_p in scored
+        ]
+    return TaskScore(log_likelihoods, right)
 
 
 def _best(log_p: Sequence[float]) -> int:
     """Index of the maximum; of equal ones the first."""
-    return max(range(len(log_p)), key=log_p.__getitem__)
-
-
-def _normed(item: Item, log_p: Sequence[float]) -> list[float]:
-    """Divided by the lengths of the choices, without the space before them."""
-    return [p / (len(text) - 1) for p, text in zip(log_p, item.continuations, strict=True)]
+    return log_p.index(max(log_p))

@@ -8,7 +8,7 @@ line becomes a *doc* with the hub's fields, which lm-eval reads, and an ``Item``
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
 import re
 import string
@@ -27,16 +27,14 @@ class Item(NamedTuple):
     gold: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     name: str  # as in lm-eval
     to_doc: Callable[[Fields], Fields]  # a line in any layout -> the hub's fields
     to_item: Callable[[Fields], Item]  # the hub's fields -> the prompt
     is_normed: bool = True  # acc_norm is usual
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskData:
+class TaskData(NamedTuple):
     """The items of a task, in the order of the file."""
 
     task: Task
@@ -58,42 +56,33 @@ def read_folder(folder: Path, names: Sequence[str], limit: int | None = None) ->
     """Read each task from the folder's .jsonl file whose name begins with the task's name, underscores ignored."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder with the tasks' files")
-    return [read_task(_find_file(folder, find_task(name)), name, limit) for name in names]
+    return [_read_task(_find_file(folder, task.name), task, limit) for task in map(find_task, names)]
 
 
-def _find_file(folder: Path, task: Task) -> Path:
-    wanted = task.name.replace("_", "")
+def _find_file(folder: Path, name: str) -> Path:
+    wanted = name.replace("_", "")
     found = sorted(path for path in folder.glob("*.jsonl") if path.name.replace("_", "").startswith(wanted))
-    if not found:
-        raise ValueError(f"{folder} has no file {task.name}*.jsonl")
-    if len(found) > 1:
-        raise ValueError(f"{folder} has several files of {task.name}: {', '.join(path.name for path in found)}")
+    if len(found) != 1:
+        names = ", ".join(path.name for path in found) or "none"
+        raise ValueError(f"{folder} must have one file {name}*.jsonl: there is {names}")
     return found[0]
 
 
-def read_task(path: Path, name: str, limit: int | None = None) -> TaskData:
-    """Read the first ``limit`` items of a file."""
-    task = find_task(name)
-    if limit is not None and limit < 1:
-        raise ValueError(f"the limit must be at least 1, got {limit}")
+def _read_task(path: Path, task: Task, limit: int | None) -> TaskData:
     docs: list[Fields] = []
     items: list[Item] = []
-    for number, fields in read_lines(path):
-        if limit is not None and len(docs) == limit:
-            break
+    for number, fields in itertools.islice(_lines_of(path), limit):
         try:
-            doc = task.to_doc(fields)
-            item = task.to_item(doc)
+            docs.append(task.to_doc(fields))
+            items.append(task.to_item(docs[-1]))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}, as {name}: {error}") from None
-        docs.append(doc)
-        items.append(item)
+            raise ValueError(f"{path}, line {number}, as {task.name}: {error}") from None
     if not items:
         raise ValueError(f"{path} has no items")
-    return TaskData(task=task, path=path, docs=docs, items=items)
+    return TaskData(task, path, docs, items)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Fields]]:
+def _lines_of(path: Path) -> Iterator[tuple[int, Fields]]:
     """(line number, JSON object) of a .jsonl file."""
     # str.splitlines would also split at characters that a JSON string may hold.
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
@@ -116,29 +105,18 @@ def _question_doc(fields: Fields, stem: str = "question") -> Fields:
     if "query" in fields:
         texts = _texts(fields, "choices")
         labels = list(string.ascii_uppercase[: len(texts)])
-        gold = labels[_number(fields, "gold", len(texts))]
-        return {
-            stem: _text(fields, "query").removeprefix("Question: "),
-            "choices": {"text": texts, "label": labels},
-            "answerKey": gold,
-        }
-    asked = fields.get("question")
-    if isinstance(asked, dict):  # the authors' own files
-        question, given = _text(asked, "stem"), asked.get("choices")
+        question, answer = _text(fields, "query").removeprefix("Question: "), labels[_index(fields, "gold", len(texts))]
     else:
-        question, given = _text(fields, stem), fields.get("choices")
-    if isinstance(given, list):
-        choices = {name: [_text(choice, name) for choice in given] for name in ("text", "label")}
-    elif isinstance(given, dict):
-        choices = {name: _texts(given, name) for name in ("text", "label")}
-    else:
-        raise ValueError("no field 'choices'")
-    texts, labels = choices["text"], choices["label"]
-    if len(texts) != len(labels):
-        raise ValueError(f"{len(texts)} choices with {len(labels)} labels")
-    answer = _text(fields, "answerKey").strip()
-    if answer not in labels:
-        raise ValueError(f"the answer {answer!r} is not one of the labels {', '.join(labels)}")
+        authors = isinstance(fields.get("question"), dict)  # the authors' own files
+        asked = fields["question"] if authors else fields
+        question, given = _text(asked, "stem" if authors else stem), _field(asked, "choices", (list, dict), "choices")
+        if isinstance(given, list):
+            texts, labels = ([_text(choice, name) for choice in given] for name in ("text", "label"))
+        else:
+            texts, labels = _texts(given, "text"), _texts(given, "label")
+        answer = _text(fields, "answerKey").strip()
+        if len(texts) != len(labels) or answer not in labels:
+            raise ValueError(f"{len(texts)} choices with the labels {', '.join(labels)}, and the answer {answer!r}")
     return {stem: question, "choices": {"text": texts, "label": labels}, "answerKey": answer}
 
 
@@ -175,9 +153,9 @@ _BEGUN_SENTENCE = re.compile(r"(?<=[.!?\"')]) [a-z][^.!?]*$")
 
 def _hellaswag_doc(fields: Fields) -> Fields:
     endings = _texts(fields, "endings")
-    label = _number(fields, "label", len(endings))
+    label = _index(fields, "label", len(endings))
     if "ctx_a" in fields:
-        whole = {name: _text(fields, name, may_be_empty=True) for name in ("activity_label", "ctx_a", "ctx_b")}
+        whole = {name: _field(fields, name, str, "text") for name in ("activity_label", "ctx_a", "ctx_b")}
     else:
         activity, colon, context = _text(fields, "ctx").partition(": ")
         if not colon:
@@ -199,8 +177,7 @@ def _without_marks(text: str) -> str:
 
 
 def _piqa_doc(fields: Fields) -> Fields:
-    texts = {name: _text(fields, name) for name in ("goal", "sol1", "sol2")}
-    return {**texts, "label": _number(fields, "label", 2)}
+    return {**{name: _text(fields, name) for name in ("goal", "sol1", "sol2")}, "label": _index(fields, "label", 2)}
 
 
 def _piqa_item(doc: Fields) -> Item:
@@ -212,7 +189,7 @@ def _winogrande_doc(fields: Fields) -> Fields:
         options, after = _texts(fields, "context_options"), _text(fields, "continuation")
         if len(options) != 2:
             raise ValueError(f"expected 2 choices in 'context_options', got {len(options)}")
-        answer = str(1 + _number(fields, "gold", 2))
+        answer = str(1 + _index(fields, "gold", 2))
         # The blank comes first, because the options also hold the text before it.
         return {"sentence": f"_ {after}", "option1": options[0], "option2": options[1], "answer": answer}
     doc = {name: _text(fields, name) for name in ("sentence", "option1", "option2", "answer")}
@@ -234,52 +211,51 @@ def _winogrande_item(doc: Fields) -> Item:
 
 
 def _item(context: str, choices: Sequence[str], gold: int) -> Item:
-    if len(choices) < 2:
-        raise ValueError(f"expected at least 2 choices, got {len(choices)}")
-    for i, choice in enumerate(choices):
-        if not choice.strip():
-            raise ValueError(f"choice {i} is empty")
+    if len(choices) < 2 or not all(choice.strip() for choice in choices):
+        raise ValueError(f"expected at least 2 choices, none of them empty, got {choices!r}")
     return Item((context,) * len(choices), tuple(f" {choice}" for choice in choices), gold)
 
 
-def _text(fields: Any, name: str, *, may_be_empty: bool = False) -> str:
+def _field(fields: Any, name: str, of: type | tuple[type, ...], what: str) -> Any:
     value = fields.get(name) if isinstance(fields, dict) else None
     if value is None:
         raise ValueError(f"no field {name!r}")
-    if not isinstance(value, str) or not (value.strip() or may_be_empty):
-        raise ValueError(f"field {name!r} is not text: {value!r}")
+    if not isinstance(value, of):
+        raise ValueError(f"field {name!r} is not {what}: {value!r}")
+    return value
+
+
+def _text(fields: Any, name: str) -> str:
+    value: str = _field(fields, name, str, "text")
+    if not value.strip():
+        raise ValueError(f"field {name!r} is empty")
     return value
 
 
 def _texts(fields: Fields, name: str) -> list[str]:
-    value = fields.get(name)
-    if value is None:
-        raise ValueError(f"no field {name!r}")
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise ValueError(f"field {name!r} is not a list of texts")
+    value: list[str] = _field(fields, name, list, "a list of texts")
+    if not all(isinstance(text, str) for text in value):
+        raise ValueError(f"field {name!r} is not a list of texts: {value!r}")
     return value
 
 
-def _number(fields: Fields, name: str, choices: int) -> int:
+def _index(fields: Fields, name: str, choices: int) -> int:
     """The index of the right choice, from 0; some files have it as text."""
-    value = fields.get(name)
-    if value is None:
-        raise ValueError(f"no field {name!r}")
-    number = int(value) if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()) else -1
-    if isinstance(value, bool) or not 0 <= number < choices:
+    value = _field(fields, name, (int, str), "an index")
+    if str(value) not in map(str, range(choices)):
         raise ValueError(f"field {name!r} is {value!r}: expected an index from 0 to {choices - 1}")
-    return number
+    return int(value)
 
 
 TASKS = {
     task.name: task
     for task in (
-        Task(name="arc_easy", to_doc=_question_doc, to_item=_arc_item),
-        Task(name="arc_challenge", to_doc=_question_doc, to_item=_arc_item),
-        Task(name="hellaswag", to_doc=_hellaswag_doc, to_item=_hellaswag_item),
-        Task(name="openbookqa", to_doc=_openbookqa_doc, to_item=_openbookqa_item),
-        Task(name="piqa", to_doc=_piqa_doc, to_item=_piqa_item),
-        Task(name="winogrande", to_doc=_winogrande_doc, to_item=_winogrande_item, is_normed=False),
-        Task(name="commonsense_qa", to_doc=_question_doc, to_item=_commonsense_qa_item, is_normed=False),
+        Task("arc_easy", _question_doc, _arc_item),
+        Task("arc_challenge", _question_doc, _arc_item),
+        Task("hellaswag", _hellaswag_doc, _hellaswag_item),
+        Task("openbookqa", _openbookqa_doc, _openbookqa_item),
+        Task("piqa", _piqa_doc, _piqa_item),
+        Task("winogrande", _winogrande_doc, _winogrande_item, is_normed=False),
+        Task("commonsense_qa", _question_doc, _commonsense_qa_item, is_normed=False),
     )
 }
