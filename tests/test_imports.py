@@ -47,7 +47,6 @@ WORKBENCH = {
     "generate": 13,
     "sweep": 13,
     "report": 14,
-    "demo": 15,
     "cli": 16,
 }
 LEVELS = {
