@@ -196,12 +196,12 @@ def test_sampling_repeats_by_its_seed(ask: Ask) -> None:
 
 def test_sampling_defaults_are_those_of_the_model(folders: dict[str, str]) -> None:
     model, _ = load(folders["sparse"])
-    config = generate._config(model, Settings(temperature=0.7))
+    config = generate._config(model, [[1]], Settings(temperature=0.7))
     assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (True, 0.7, 1.0, 0)
     model.generation_config.update(top_p=0.8, top_k=20, do_sample=True)
-    config = generate._config(model, Settings(top_p=0.5))
+    config = generate._config(model, [[1]], Settings(top_p=0.5))
     assert (config.do_sample, config.temperature, config.top_p, config.top_k) == (True, 1.0, 0.5, 20)
-    assert generate._config(model, Settings()).do_sample is False
+    assert generate._config(model, [[1]], Settings()).do_sample is False
 
 
 def test_prompts_from_files_and_standard_input(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +225,8 @@ def test_chat_template(ask: Ask, folders: dict[str, str], tmp_path: Path) -> Non
 
 
 def test_the_default_length_is_what_fits(ask: Ask) -> None:
-    result = ask("sparse", None, "--json")
-    row = json.loads(result.stdout)
+    row = json.loads(ask("sparse", None, "--json").stdout)
     assert row["prompt_tokens"] + row["new_tokens"] == CONTEXT
-    assert f"at most {row['new_tokens']} new tokens: the model's context holds {CONTEXT}" in result.stderr
 
 
 # -- dense against sparse -----------------------------------------------------------------------------------
@@ -258,7 +256,7 @@ def test_dense_and_sparse_agree(ask: Ask, name: str) -> None:
 
 def test_comparing_a_single_token_or_nothing(ask: Ask) -> None:
     row = json.loads(ask("relu", 1, "--compare --repeats 1 --json").stdout)
-    assert row["decode_ms"] == {"dense": None, "sparse": None} and row["speedup"]["decode"] is None
+    assert row["decode_ms"] == row["decode_tokens_per_s"] == {} and row["speedup"]["decode"] is None
     assert "greedy tokens agree, all 1" in ask("relu", 1, "--compare --repeats 1").stdout
     result = ask("silu", None, "--compare")
     assert result.returncode == 2
@@ -344,7 +342,7 @@ def test_compiled_decoding_on_a_gpu(folders: dict[str, str]) -> None:
     ids = generate.encode(tokenizer, PROMPTS[:1])
     settings = Settings(max_new_tokens=20, static_cache=True)
     result = generate.compare(dense, model, ids, settings, repeats=1)
-    assert result.agrees and result.sparse.memory["pass"] > 0
+    assert result.agrees and result.memory["sparse"]["pass"] > 0
     assert all(layer.mlp.plan is not None for layer in model.model.layers)
     [generated] = generate.generate(model, tokenizer, ids, settings)
-    assert generated.ids == result.sparse.ids[0]
+    assert generated.ids == result.ids["sparse"][0]
