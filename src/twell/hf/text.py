@@ -13,8 +13,8 @@ def context_of(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def greedy_config(model: Any) -> Any:
-    """The model's own generation configuration for one greedy answer a prompt, as long as its caller says."""
+def greedy_config(model: Any, **changes: Any) -> Any:
+    """The model's own generation configuration, for one greedy answer a prompt, with ``changes``."""
     config = copy.deepcopy(model.generation_config)
     eos = config.eos_token_id
     config.update(
@@ -28,6 +28,7 @@ def greedy_config(model: Any) -> Any:
         # Rows that have ended continue with it, and it is dropped again: any token of the vocabulary will do.
         pad_token_id=(eos[0] if isinstance(eos, list) else eos) or 0,
     )
+    config.update(**changes)
     return config
 
 

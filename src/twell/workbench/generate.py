@@ -177,8 +177,9 @@ def generate(
 
 def _config(model: Any, prompts: Ids, settings: Settings) -> GenerationConfig:
     """The model's own configuration, for one answer a prompt, changed by ``settings``."""
-    config, own = greedy_config(model), model.generation_config
-    config.update(
+    own = model.generation_config
+    config = greedy_config(
+        model,
         max_new_tokens=_new_tokens(model, prompts, settings.max_new_tokens),
         cache_implementation="static" if settings.static_cache else None,
     )
@@ -318,8 +319,9 @@ def compare(
             if repeat:  # the first warms up
                 prefill[name].append(seconds[0] * 1e3)
                 later[name] += [(seconds[-1] - seconds[0]) / (len(seconds) - 1) * 1e3] if len(seconds) > 1 else []
-    spreads = ({name: timing.spread(ms) for name, ms in times.items() if ms} for times in (prefill, later))
-    return Comparison(ids, *spreads, memory, *judged)
+    prefill_ms = {name: timing.spread(ms) for name, ms in prefill.items()}
+    step_ms = {name: timing.spread(ms) for name, ms in later.items() if ms}
+    return Comparison(ids, prefill_ms, step_ms, memory, *judged)
 
 
 def _judge(

@@ -69,7 +69,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: list[str] | list[list[int]]  # a single prompt becomes a list of one
+    prompt: list[str] | list[list[int]] | str | list[int]  # a single prompt becomes a list of one
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 
@@ -78,18 +78,15 @@ class CompletionRequest(GenerationRequest):
     def _false_is_none(cls, logprobs: Any) -> Any:
         return None if logprobs is False else logprobs
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt")
     @classmethod
     def _prompts(cls, prompt: Any) -> Any:
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
-            prompt = [prompt]
-        if not isinstance(prompt, list) or not (_all_texts(prompt) or _all_ids(prompt)):
-            raise ValueError("expected a string or a list of token ids, or a list of these")
-        if not all(prompt) or not prompt:
+        prompts = [prompt] if isinstance(prompt, str) or isinstance(next(iter(prompt), None), int) else prompt
+        if not all(prompts) or not prompts:
             raise ValueError("the prompt is empty")
-        if len(prompt) > MAX_PROMPTS:
-            raise ValueError(f"at most {MAX_PROMPTS} prompts a request, here are {len(prompt):,}")
-        return prompt
+        if len(prompts) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} prompts a request, here are {len(prompts):,}")
+        return prompts
 
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:
@@ -100,14 +97,6 @@ class CompletionRequest(GenerationRequest):
     @property
     def n_top(self) -> int | None:
         return self.logprobs
-
-
-def _all_texts(prompts: list[Any]) -> bool:
-    return all(type(prompt) is str for prompt in prompts)
-
-
-def _all_ids(prompts: list[Any]) -> bool:
-    return all(type(prompt) is list and all(type(token) is int for token in prompt) for prompt in prompts)
 
 
 class Message(BaseModel):
@@ -162,8 +151,10 @@ def parse(kind: type[_Asked], body: bytes) -> _Asked:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(map(str, first["loc"]))
     what = first["msg"].removeprefix("Value error, ")
+    if first["loc"][:1] == ("prompt",) and len(first["loc"]) > 1:  # of the first of several types
+        where, what = "prompt", "expected a string or a list of token ids, or a list of these"
     if first["type"] == "json_invalid":
         raise ApiError(400, f"the body is no valid JSON: {what.removeprefix('Invalid JSON: ')}", code="invalid_json")
     if first["type"] == "extra_forbidden":
