@@ -8,7 +8,6 @@ tokens: see ``evaluate/agreement.py``.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import time
@@ -31,47 +30,9 @@ from twell.workbench.trace import record
 
 DEFAULT_NEW_TOKENS = 128
 _ALMOST_ZERO = 1e-4  # temperatures below are greedy: dividing logits by less overflows
-_RANGES = {
-    "max_new_tokens": (1, math.inf),
-    "temperature": (0, 100),
-    "top_p": (1e-6, 1),
-    "top_k": (1, math.inf),
-    "seed": (0, 2**63 - 1),
-}
 
 Ids = list[list[int]]
 Step = tuple[float, list[int]]  # seconds after the call, the token of each prompt
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How to choose tokens: greedily, unless a temperature, top_p or top_k is given.
-
-    Defaults of top_p and top_k: those of the model's generation_config.json, else all tokens. Of max_new_tokens: 128,
-    or what fits into the model's context.
-    """
-
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    static_cache: bool = False
-
-    def __post_init__(self) -> None:
-        for name, (least, most) in _RANGES.items():
-            given, name = getattr(self, name), name.replace("_", "-")
-            if given is not None and not least <= given <= most:
-                above = "" if most == math.inf else f" and at most {most:g}"
-                raise ValueError(f"{name} must be at least {least:g}{above}, got {given:g}")
-            if given is not None and name in ("top-p", "top-k", "seed") and not self.samples:
-                raise ValueError(f"{name} has no effect on greedy generation: give a temperature above 0")
-
-    @property
-    def samples(self) -> bool:
-        if self.temperature is None:
-            return self.top_p is not None or self.top_k is not None
-        return self.temperature >= _ALMOST_ZERO
 
 
 class Generated(NamedTuple):
@@ -115,6 +76,51 @@ def _chat_ids(tokenizer: Any, prompt: str) -> list[int]:
         raise ValueError(f"the model's chat template does not take the prompt: {error}") from None
 
 
+def config_for(
+    model: Any,
+    prompts: Ids,
+    *,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    static_cache: bool = False,
+) -> GenerationConfig:
+    """The model's own configuration, greedy unless a temperature, top_p or top_k is given.
+
+    Defaults of top_p and top_k: those of the model's generation_config.json, else all tokens. Of max_new_tokens: 128,
+    or what fits into the model's context after the longest prompt.
+    """
+    own, narrows = model.generation_config, top_p is not None or top_k is not None
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top-p must be above 0 and at most 1, got {top_p:g}")
+    config = greedy_config(
+        model,
+        max_new_tokens=_new_tokens(model, prompts, max_new_tokens),
+        cache_implementation="static" if static_cache else None,
+    )
+    if temperature is None and narrows:
+        temperature = 1.0
+    if temperature is not None and not temperature < _ALMOST_ZERO:
+        config.update(  # None would become transformers' own default, for top_k 50
+            do_sample=True, temperature=temperature, top_p=top_p or own.top_p or 1.0, top_k=top_k or own.top_k or 0
+        )
+    elif narrows:
+        raise ValueError("top-p and top-k have no effect on greedy generation: give a temperature above 0")
+    return config
+
+
+def _new_tokens(model: Any, prompts: Ids, wanted: int | None) -> int:
+    context, longest = context_of(model), max(map(len, prompts))
+    if context is None:
+        return wanted or DEFAULT_NEW_TOKENS
+    room = max(context - longest, 0)
+    if room < (wanted or 1):
+        tokens = f"a prompt of {longest:,} tokens leaves room for {room:,} new ones"
+        raise ValueError(f"{tokens}: the model's context is {context:,} tokens")
+    return wanted or min(DEFAULT_NEW_TOKENS, room)
+
+
 def dense_twin(model: Any) -> Any:
     """A copy that runs densely and shares all weights with ``model``, which runs sparsely from here on."""
     report = sparsify_(model)
@@ -137,7 +143,13 @@ def active_neurons(model: Any, ids: Sequence[int]) -> dict[str, float]:
 
 
 def generate(
-    model: Any, tokenizer: Any, prompts: Ids, settings: Settings, *, on_text: Callable[[str], None] | None = None
+    model: Any,
+    tokenizer: Any,
+    prompts: Ids,
+    config: GenerationConfig,
+    *,
+    seed: int | None = None,
+    on_text: Callable[[str], None] | None = None,
 ) -> list[Generated]:
     """Continue all prompts at once. ``on_text`` gets the text of a single prompt, piece by piece.
 
@@ -146,7 +158,9 @@ def generate(
     """
     if on_text is not None and len(prompts) != 1:
         raise ValueError("on_text needs a single prompt")
-    config, stream = _config(model, prompts, settings), TextStream(decoder(tokenizer), prompts[0])
+    if seed is not None and not config.do_sample:
+        raise ValueError("seed has no effect on greedy generation: give a temperature above 0")
+    stream = TextStream(decoder(tokenizer), prompts[0])
 
     def pass_on(ids: list[int], last: bool = False) -> None:
         if on_text is not None and (piece := stream.add(ids, last=last)):
@@ -154,10 +168,10 @@ def generate(
 
     start, done = time.perf_counter(), list[Generated]()
     for batch in [prompts] if _fit_together(prompts, config) else [[ids] for ids in prompts]:
-        if settings.static_cache:
+        if config.cache_implementation == "static":
             _let_layers_plan(model, batch, FIRST_LOOK)  # compiled layers cannot plan
-        if settings.seed is not None:
-            torch.manual_seed(settings.seed)
+        if seed is not None:
+            torch.manual_seed(seed)
         steps, is_interrupted = list[Step](), False
         try:
             _run(model, batch, config, start, steps, lambda tokens: pass_on(tokens[:1]))
@@ -173,35 +187,6 @@ def generate(
         if is_interrupted:
             break
     return done
-
-
-def _config(model: Any, prompts: Ids, settings: Settings) -> GenerationConfig:
-    """The model's own configuration, for one answer a prompt, changed by ``settings``."""
-    own = model.generation_config
-    config = greedy_config(
-        model,
-        max_new_tokens=_new_tokens(model, prompts, settings.max_new_tokens),
-        cache_implementation="static" if settings.static_cache else None,
-    )
-    if settings.samples:
-        config.update(  # None would become transformers' own default, for top_k 50
-            do_sample=True,
-            temperature=settings.temperature or 1.0,
-            top_p=settings.top_p or own.top_p or 1.0,
-            top_k=settings.top_k or own.top_k or 0,
-        )
-    return config
-
-
-def _new_tokens(model: Any, prompts: Ids, wanted: int | None) -> int:
-    context, longest = context_of(model), max(map(len, prompts))
-    if context is None:
-        return wanted or DEFAULT_NEW_TOKENS
-    room = max(context - longest, 0)
-    if room < (wanted or 1):
-        tokens = f"a prompt of {longest:,} tokens leaves room for {room:,} new ones"
-        raise ValueError(f"{tokens}: the model's context is {context:,} tokens")
-    return wanted or min(DEFAULT_NEW_TOKENS, room)
 
 
 def _fit_together(prompts: Ids, config: GenerationConfig) -> bool:
@@ -282,12 +267,11 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    dense: Any, sparse: Any, prompts: Ids, settings: Settings, *, repeats: int = 5, progress: Progress = silent
+    dense: Any, sparse: Any, prompts: Ids, config: GenerationConfig, *, repeats: int = 5, progress: Progress = silent
 ) -> Comparison:
     """Generate greedily with two models of the same function, in turn: compare their tokens, then time them."""
-    if settings.samples:
+    if config.do_sample:
         raise ValueError("dense and sparse are compared greedily: leave temperature, top-p and top-k out")
-    config = _config(sparse, prompts, settings)
     if not _fit_together(prompts, config):
         raise ValueError("the model penalises tokens that it has read, padding too: compare prompts one by one")
     models, done = {"dense": dense, "sparse": sparse}, 0

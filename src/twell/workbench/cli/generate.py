@@ -32,11 +32,13 @@ def generate_text(
         Option("--stream/--no-stream", help="Print text as it comes. Default: for one prompt on a terminal."),
     ] = None,
     compare: Annotated[bool, Option("--compare", help="Dense against sparse: same tokens? How fast?")] = False,
-    max_new_tokens: Annotated[int | None, Option(help="Default: 128, or what fits into the context.")] = None,
-    temperature: Annotated[float | None, Option(help="0: greedy. Default: 0; with --top-p or --top-k 1.")] = None,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="Default: 128, or what fits into the context.")] = None,
+    temperature: Annotated[
+        float | None, Option(min=0, max=100, help="Default: 0, greedy; with --top-p or --top-k 1.")
+    ] = None,
     top_p: Annotated[float | None, Option(help="Sample from the most likely tokens that make up this share.")] = None,
-    top_k: Annotated[int | None, Option(help="Sample from this many most likely tokens.")] = None,
-    seed: Annotated[int | None, Option(help="The same command with the same seed gives the same text.")] = None,
+    top_k: Annotated[int | None, Option(min=1, help="Sample from this many most likely tokens.")] = None,
+    seed: Annotated[int | None, Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = None,
     static_cache: Annotated[
         bool, Option("--static-cache", help="A cache of fixed size; on a GPU transformers then compiles decoding.")
     ] = False,
@@ -62,16 +64,17 @@ def generate_text(
     for path in prompt_file or []:
         prompts.append(_standard_input() if str(path) == "-" else _without_break(read_utf8(path)))
     prompts = prompts or [_standard_input()]
-    settings = gen.Settings(
+    language_model, tokenizer = load_model(model, device, dtype)
+    ids = gen.encode(tokenizer, prompts, chat=chat)
+    config = gen.config_for(
+        language_model,
+        ids,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        seed=seed,
         static_cache=static_cache,
     )
-    language_model, tokenizer = load_model(model, device, dtype)
-    ids = gen.encode(tokenizer, prompts, chat=chat)
     facts = {
         "model": model,
         "dtype": str(language_model.dtype).removeprefix("torch."),
@@ -82,7 +85,7 @@ def generate_text(
         dense = gen.dense_twin(language_model)
         freeze_(language_model)
         with counted_bar("generating") as progress:
-            result = gen.compare(dense, language_model, ids, settings, repeats=repeats, progress=progress)
+            result = gen.compare(dense, language_model, ids, config, repeats=repeats, progress=progress)
         if as_json:
             print(json.dumps(_row_of(result, ids, tokenizer, facts, language_model.device, repeats)), flush=True)
         else:
@@ -98,7 +101,8 @@ def generate_text(
     for some in [[one] for one in ids] if stream else [ids]:
         if stream:
             _print_heading(prompts, len(done))
-        new = gen.generate(language_model, tokenizer, some, settings, on_text=_print_piece if stream else None)
+        on_text = _print_piece if stream else None
+        new = gen.generate(language_model, tokenizer, some, config, seed=seed, on_text=on_text)
         for generated in new:  # interrupted, there may be fewer than prompts
             if as_json:
                 active = gen.active_neurons(language_model, generated.prompt_ids + generated.ids)
