@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 import shlex
 import sys
 
@@ -19,10 +17,6 @@ _PACKAGES = {  # of each extra, by the names they are imported by
     "plot": ("matplotlib",),
     "serve": (*_MODELS, "starlette", "uvicorn", "pydantic", "jinja2", "prometheus_client"),
 }
-
-
-def wants_traceback() -> bool:
-    return os.environ.get(SHOW_TRACEBACK, "") not in ("", "0")
 
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
@@ -51,15 +45,5 @@ def explain(error: Exception) -> tuple[str, int]:
     again = shlex.join(["twell", *sys.argv[1:]])
     return (
         f"twell: unexpected error: {type(error).__name__}: {said}\n"
-        f"This is a bug of twell. Please report it {_where()}, with what this prints: {SHOW_TRACEBACK}=1 {again}"
+        f"This is a bug of twell. Please report it, with what this prints: {SHOW_TRACEBACK}=1 {again}"
     ), BUG
-
-
-def _where() -> str:
-    """The address that the package's metadata names for issues, if any."""
-    try:
-        urls = importlib.metadata.metadata("twell").get_all("Project-URL") or []
-    except importlib.metadata.PackageNotFoundError:
-        urls = []
-    named = (url.partition(",") for url in urls)
-    return next((f"at {url.strip()}" for label, _, url in named if label.lower() == "issues"), "to its maintainers")

@@ -19,35 +19,32 @@ class Piece:
     tokens: list[tuple[int, Scored | None]] = dataclasses.field(default_factory=list)  # a prompt's first: not scored
 
 
+@dataclasses.dataclass(eq=False)
 class Answer:
     """The text of one job, piece by piece; ``finish_reason`` says why it ended."""
 
-    def __init__(
-        self,
-        job: Job,
-        tokenizer: Any,
-        eos: set[int],
-        metrics: Metrics,
-        *,
-        index: int,
-        stops: list[str],
-        echo: str | None,
-    ) -> None:
-        self.job, self.index, self.tokenizer, self.eos, self.metrics = job, index, tokenizer, eos, metrics
-        self.started = time.monotonic()
-        self.tokens: list[int] = []
-        self.finish_reason: str | None = None
-        self._echo = echo  # until the first piece, which begins with it
-        self._text, self._until_stop, self._n_given = TextStream(decoder(tokenizer)), UntilStop(stops), 0
-        self._offsets, self._offset = TextStream(decoder(tokenizer)), 0  # characters of text before the next token
+    job: Job
+    index: int
+    stops: list[str]
+    echo: str | None  # until the first piece, which begins with it
+    tokenizer: Any
+    eos: set[int]
+    metrics: Metrics
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+        self._text, self._until_stop, self._n_given = TextStream(decoder(self.tokenizer)), UntilStop(self.stops), 0
+        self._offsets, self._offset = TextStream(decoder(self.tokenizer)), 0  # characters of text before the next token
 
     def add(self, new: list[int] | None) -> Piece:
         """The piece that new tokens complete. None: there are no more of them."""
         piece, is_last, until_stop = Piece(), new is None, self._until_stop
-        if self._echo is not None:
-            piece, self._echo = Piece(self._echo, list(zip(self.job.ids, self.job.prompt_scores, strict=False))), None
+        if self.echo is not None:
+            piece, self.echo = Piece(self.echo, list(zip(self.job.ids, self.job.prompt_scores, strict=False))), None
         if new and not self.tokens:
-            self.metrics.first_token.observe(time.monotonic() - self.started)
+            self.metrics.first_token.observe(time.monotonic() - self._started)
         self.tokens += new or []
         self.metrics.completion_tokens.inc(len(new or []))
         text = until_stop.add(self._text.add(new or [], last=is_last), last=is_last)
@@ -56,7 +53,7 @@ class Answer:
             piece.tokens += zip(self.tokens[self._n_given :], self.job.scores[self._n_given :], strict=False)
             self._n_given = len(self.tokens)
         if is_last or until_stop.found:
-            self.metrics.whole_answer.observe(time.monotonic() - self.started)
+            self.metrics.whole_answer.observe(time.monotonic() - self._started)
             is_cut = not until_stop.found and len(self.tokens) >= self.job.max_tokens
             self.finish_reason = "length" if is_cut and self.eos.isdisjoint(self.tokens[-1:]) else "stop"
         return piece

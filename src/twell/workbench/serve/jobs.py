@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -48,28 +49,22 @@ class Scored(NamedTuple):
     top: list[tuple[int, float]]
 
 
+@dataclasses.dataclass(eq=False)
 class Job:
     """``deliver`` is called in other threads, with lists of tokens, and at the end with None or an error."""
 
-    def __init__(
-        self,
-        ids: list[int],
-        max_tokens: int,
-        sampler: Sampler | None,
-        deliver: Callable[[list[int] | Exception | None], object],
-        *,
-        n_top: int | None = None,
-        scores_prompt: bool = False,
-    ) -> None:
-        self.name = uuid.uuid4().hex
-        self.ids, self.max_tokens, self.sampler, self.deliver = ids, max_tokens, sampler, deliver
-        self.n_top = n_top  # likeliest tokens wanted at each place; None: no log probabilities
-        self.scores_prompt = scores_prompt
-        self.prompt_scores: list[Scored | None] = []  # for each token of the prompt; the first has none
-        self.scores: list[Scored] = []  # of the tokens delivered, and perhaps of the next one
-        self.delivered = 0  # tokens
-        self.accepted = False  # by the batch manager
-        self.cancelled = False
+    ids: list[int]
+    max_tokens: int
+    sampler: Sampler | None
+    deliver: Callable[[list[int] | Exception | None], object]
+    n_top: int | None = None  # likeliest tokens wanted at each place; None: no log probabilities
+    scores_prompt: bool = False
+    name: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    prompt_scores: list[Scored | None] = dataclasses.field(default_factory=list)  # the first token has none
+    scores: list[Scored] = dataclasses.field(default_factory=list)  # of the tokens delivered, perhaps of the next one
+    delivered: int = 0  # tokens
+    accepted: bool = False  # by the batch manager
+    cancelled: bool = False
 
     @property
     def is_alone(self) -> bool:

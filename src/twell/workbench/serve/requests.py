@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -34,6 +34,8 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """The fields of both endpoints. Unknown fields that would change the answer are refused."""
 
+    prompt_field: ClassVar[str]
+    default_tokens: ClassVar[int | None]  # None: as many as fit into the context
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0)
@@ -50,9 +52,10 @@ class GenerationRequest(BaseModel):
     def _without_what_changes_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             raise ValueError("expected a JSON object")
-        neutral = {name for name, value in body.items() if name in _NEUTRAL and _same(value, _NEUTRAL[name])}
-        left_out = {name for name, value in body.items() if value is None}
-        return {name: value for name, value in body.items() if name not in neutral | left_out | _NO_EFFECT}
+        neutral = {
+            name for name, value in body.items() if value is None or (name in _NEUTRAL and value == _NEUTRAL[name])
+        }
+        return {name: value for name, value in body.items() if name not in neutral | _NO_EFFECT}
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -63,12 +66,9 @@ class GenerationRequest(BaseModel):
         return stops
 
 
-def _same(value: Any, neutral: Any) -> bool:
-    """Whether two values are equal, with True different from 1 and False from 0."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
 class CompletionRequest(GenerationRequest):
+    prompt_field: ClassVar[str] = "prompt"
+    default_tokens: ClassVar[int | None] = 16  # as in OpenAI's legacy endpoint
     prompt: list[str] | list[list[int]] | str | list[int]  # a single prompt becomes a list of one
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
@@ -116,6 +116,8 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
+    prompt_field: ClassVar[str] = "messages"
+    default_tokens: ClassVar[int | None] = None
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -126,6 +128,7 @@ class ChatRequest(GenerationRequest):
     def _top_of_what(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs: true")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
 
     @property

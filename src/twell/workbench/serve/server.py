@@ -26,7 +26,6 @@ from twell.workbench.serve.requests import ApiError, ChatRequest, CompletionRequ
 
 MAX_BODY = 8 * 2**20  # bytes
 READ_SECONDS = 30.0  # for the whole body of a request
-DEFAULT_TOKENS = 16  # of a completion, as in OpenAI's legacy endpoint; a chat fills the context
 ALMOST_ZERO = 1e-4  # temperatures below are greedy: dividing logits by less overflows
 
 Part = Literal["first", "middle", "last", "whole"]  # of an answer
@@ -70,7 +69,7 @@ class ModelServer:
             ApiError: _answer_error,
             HTTPException: _answer_error,
             ClientDisconnect: _answer_nobody,
-            Exception: _answer_failure,
+            Exception: _answer_error,
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = Guard(app, api_key=api_key, hosts=hosts, metrics=self.metrics)
@@ -103,7 +102,7 @@ class ModelServer:
         echoes: list[Any] = [None] * len(prompts)
         if asked.echo:
             echoes = given if is_text else [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
-        return await self._respond(request, asked, prompts, echoes, asked.max_tokens, DEFAULT_TOKENS)
+        return await self._respond(request, asked, prompts, echoes)
 
     async def chat(self, request: Request) -> Response:
         asked = parse(ChatRequest, await _read(request))
@@ -112,7 +111,7 @@ class ModelServer:
         if self.tokenizer.chat_template is None:
             raise ApiError(400, f"{self.name} has no chat template, it continues texts: use /v1/completions")
         ids = await self.prompts.of_messages(asked.messages)
-        return await self._respond(request, asked, [ids], [None], asked.max_completion_tokens or asked.max_tokens, None)
+        return await self._respond(request, asked, [ids], [None])
 
     # -- what the two share ----------------------------------------------------------------------------
 
@@ -138,24 +137,18 @@ class ModelServer:
         asked: CompletionRequest | ChatRequest,
         prompts: list[list[int]],
         echoes: list[str | None],
-        max_tokens: int | None,
-        default: int | None,
     ) -> Response:
-        is_chat, results = isinstance(asked, ChatRequest), Results()
         for ids in prompts:
-            self.prompts.check(ids, max_tokens, "messages" if is_chat else "prompt")
-        answers = []
+            self.prompts.check(ids, asked.max_tokens, asked.prompt_field)
+        answers, results = [], Results()
         for index, (ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
             room = self.max_length - len(ids)
-            n_tokens = min(room, default or room) if max_tokens is None else max_tokens
-            scores_prompt = echo is not None and asked.n_top is not None
-            deliver = _into(results, index)
-            job = Job(ids, n_tokens, self._sampler(asked), deliver, n_top=asked.n_top, scores_prompt=scores_prompt)
-            answers.append(
-                Answer(job, self.tokenizer, self.eos, self.metrics, index=index, stops=asked.stop, echo=echo)
-            )
+            n_tokens = min(room, asked.default_tokens or room) if asked.max_tokens is None else asked.max_tokens
+            job = Job(ids, n_tokens, self._sampler(asked), _into(results, index), asked.n_top)
+            job.scores_prompt = echo is not None and asked.n_top is not None
+            answers.append(Answer(job, index, asked.stop, echo, self.tokenizer, self.eos, self.metrics))
         self._start(answers)
-        shape, prefix = (_chat, "chatcmpl") if is_chat else (_completion, "cmpl")
+        shape, prefix = (_chat, "chatcmpl") if isinstance(asked, ChatRequest) else (_completion, "cmpl")
         head = {"id": f"{prefix}-{answers[0].job.name}", "created": int(time.time()), "model": self.name}
         if asked.stream:
             events = self._events(answers, results, head, shape, asked.stream_options.include_usage)
@@ -282,35 +275,33 @@ async def _read(request: Request) -> bytes:
     # Browsers let any web page post other content types, also to a server on the reader's own machine.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send the request as JSON, with the header Content-Type: application/json")
-    body, size = bytearray(), 0
+    body = bytearray()
     try:
         async with asyncio.timeout(READ_SECONDS):
             async for part in request.stream():
-                size += len(part)
-                if size <= MAX_BODY:
-                    body += part
-                elif size > 4 * MAX_BODY:  # up to here it is read and dropped: clients listen only once all is sent
+                body += part
+                if len(body) > 4 * MAX_BODY:  # up to here it is read: clients listen only once all is sent
                     break
     except TimeoutError:
         raise ApiError(408, f"the request did not come within {READ_SECONDS:g} seconds") from None
-    if size > MAX_BODY:
+    if len(body) > MAX_BODY:
         raise ApiError(413, f"the request is larger than {MAX_BODY:,} bytes")
     return bytes(body)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    headers = None
     if isinstance(error, HTTPException):  # from the routing: an unknown path, or another method
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
-    assert isinstance(error, ApiError)
-    headers = {"Connection": "close"} if error.status in (408, 413) else None  # the rest of the body is not read
+        headers, error = (
+            error.headers,
+            ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"),
+        )
+    if not isinstance(error, ApiError):  # the error itself goes to the log only: it can name paths
+        error = ApiError(500, "the server failed; its log says why")
+    if error.status in (408, 413):  # the rest of the body is not read
+        headers = {"Connection": "close"}
     return JSONResponse(error.body, error.status, headers)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
-
-
-async def _answer_failure(request: Request, error: Exception) -> Response:
-    """The error itself goes to the log only: it can name paths."""
-    return JSONResponse(ApiError(500, "the server failed; its log says why").body, 500)
