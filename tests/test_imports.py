@@ -37,6 +37,7 @@ LIBRARY = {
 }
 WORKBENCH = {
     "bench": 11,
+    "extras": 11,
     "evaluate": 12,
     "analysis": 12,
     "sequences": 11,

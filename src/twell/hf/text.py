@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,14 +34,16 @@ def greedy_config(model: Any, **changes: Any) -> Any:
 
 
 class Streamer:
-    """For ``generate``, which puts the prompts first: passes on the token of each row, at every step."""
+    """For ``generate``, which puts the prompts first: keeps each step's tokens and time, and passes the tokens on."""
 
-    def __init__(self, on_step: Callable[[list[int]], object]) -> None:
+    def __init__(self, on_step: Callable[[list[int]], object] = lambda tokens: None) -> None:
+        self.steps: list[tuple[float, list[int]]] = []  # time.perf_counter(), the token of each row
         self._on_step, self._is_prompt = on_step, True
 
     def put(self, tokens: Any) -> None:
         if not self._is_prompt:
-            self._on_step(tokens.tolist())
+            self.steps.append((time.perf_counter(), tokens.tolist()))
+            self._on_step(self.steps[-1][1])
         self._is_prompt = False
 
     def end(self) -> None:

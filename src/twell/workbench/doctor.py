@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,23 +23,17 @@ from twell.ops import backends
 from twell.ops import functional as ops
 from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing, train_ffn
+from twell.workbench.extras import EXTRAS
 
 
-class Findings(NamedTuple):
-    healthy: bool
-    facts: dict[str, Any]
-
-
-def examine() -> Findings:
-    """Collect the facts and run the self-test.
+def examine() -> tuple[bool, dict[str, str]]:
+    """Run the self-test and collect the facts: whether all is well, and what there is.
 
     Takes a second; two more where the CPU advertises AMX, ten more when GPU kernels compile for the first time.
     """
     bf16, gpu = bf16_problem(), _gpu()
-    wrong, passed = (
-        self_test(torch.device("cpu"), "auto", torch.float32, 256),
-        "sparse equals dense, forward and backward",
-    )
+    passed = "sparse equals dense, forward and backward"
+    wrong = self_test(torch.device("cpu"), "auto", torch.float32, 256)
     if wrong is None and gpu is not None and backends.why_unavailable("triton", gpu) is None:
         wrong, passed = self_test(gpu, "triton", torch.bfloat16, 2048), f"{passed}, on the GPU too"
     facts = {
@@ -56,7 +51,7 @@ def examine() -> Findings:
         "bf16 on cpu": bf16 or "works",
         "self-test": wrong or passed,
     }
-    return Findings(bf16 is None and wrong is None, facts)
+    return bf16 is None and wrong is None, facts
 
 
 def _gpu() -> torch.device | None:
@@ -117,21 +112,11 @@ def _compiler() -> str:
 
 def _extras() -> str:
     """The extras that are installed, and for each of the others the command that installs it."""
-    try:
-        required = importlib.metadata.requires("twell") or []
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown: twell is not installed as a package"
-    packages: dict[str, list[str]] = {}
-    for line in required:
-        if found := re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line):
-            packages.setdefault(found[2], []).append(found[1])
-    whole, lacking = [], []
-    for extra, names in packages.items():
-        if missing := [name for name in names if name != "twell" and _version_of(name) == "not installed"]:
-            lacking.append(f"{extra} lacks {', '.join(missing)}: pip install 'twell[{extra}]'")
-        else:
-            whole.append(extra)
-    return "; ".join([f"{', '.join(whole)} installed"] * bool(whole) + lacking)
+    lacking = {extra: [name for name in names if find_spec(name) is None] for extra, names in EXTRAS.items()}
+    whole = ", ".join(extra for extra, names in lacking.items() if not names)
+    incomplete = {extra: ", ".join(names) for extra, names in lacking.items() if names}
+    others = [f"{extra} lacks {names}: pip install 'twell[{extra}]'" for extra, names in incomplete.items()]
+    return "; ".join([f"{whole} installed"] * bool(whole) + others)
 
 
 def self_test(

@@ -32,7 +32,6 @@ DEFAULT_NEW_TOKENS = 128
 _ALMOST_ZERO = 1e-4  # temperatures below are greedy: dividing logits by less overflows
 
 Ids = list[list[int]]
-Step = tuple[float, list[int]]  # seconds after the call, the token of each prompt
 
 
 class Generated(NamedTuple):
@@ -172,18 +171,18 @@ def generate(
             _let_layers_plan(model, batch, FIRST_LOOK)  # compiled layers cannot plan
         if seed is not None:
             torch.manual_seed(seed)
-        steps, is_interrupted = list[Step](), False
+        streamer, is_interrupted = Streamer(lambda tokens: pass_on(tokens[:1])), False
         try:
-            _run(model, batch, config, start, steps, lambda tokens: pass_on(tokens[:1]))
+            _run(model, batch, config, streamer)
         except KeyboardInterrupt:
             is_interrupted = True
         pass_on([], last=True)
         for row, prompt_ids in enumerate(batch):
-            ids, has_ended = _row(steps, row, config)
+            ids, has_ended = _row(streamer, row, config)
             text = TextStream(decoder(tokenizer), prompt_ids).add(ids, last=True)
             finish = "stop" if has_ended else "interrupted" if is_interrupted else "length"
-            first, last = (steps[0][0], steps[len(ids) - 1][0]) if ids else (None, 0.0)
-            done.append(Generated(prompt_ids, ids, text, finish, first, last))
+            seconds: list[Any] = [at - start for at, _ in streamer.steps[: len(ids)]] or [None, 0.0]
+            done.append(Generated(prompt_ids, ids, text, finish, seconds[0], seconds[-1]))
         if is_interrupted:
             break
     return done
@@ -195,28 +194,14 @@ def _fit_together(prompts: Ids, config: GenerationConfig) -> bool:
     return not reads or len({len(ids) for ids in prompts}) == 1
 
 
-def _run(
-    model: Any,
-    prompts: Ids,
-    config: GenerationConfig,
-    start: float,
-    steps: list[Step],
-    on_step: Callable[[list[int]], object] = lambda tokens: None,
-    **more: Any,
-) -> Any:
-    """``model.generate``, which appends to ``steps`` as soon as tokens are on the host."""
-
-    def keep(tokens: list[int]) -> None:
-        steps.append((time.perf_counter() - start, tokens))
-        on_step(tokens)
-
+def _run(model: Any, prompts: Ids, config: GenerationConfig, streamer: Streamer, **more: Any) -> Any:
     ids_BL, mask_BL = _left_padded(prompts, model.device)
-    return model.generate(ids_BL, attention_mask=mask_BL, generation_config=config, streamer=Streamer(keep), **more)
+    return model.generate(ids_BL, attention_mask=mask_BL, generation_config=config, streamer=streamer, **more)
 
 
-def _row(steps: Sequence[Step], row: int, config: GenerationConfig) -> tuple[list[int], bool]:
+def _row(streamer: Streamer, row: int, config: GenerationConfig) -> tuple[list[int], bool]:
     """A row's tokens, up to and with the first end-of-text token, and whether there was one."""
-    eos, ids = config.eos_token_id, [tokens[row] for _, tokens in steps]
+    eos, ids = config.eos_token_id, [tokens[row] for _, tokens in streamer.steps]
     ends = {eos} if isinstance(eos, int) else set(eos or [])
     end = next((i for i, token in enumerate(ids) if token in ends), None)
     return (ids, False) if end is None else (ids[: end + 1], True)
@@ -278,18 +263,19 @@ def compare(
     n_tokens = len(prompts) * max(map(len, prompts))
     _let_layers_plan(sparse, prompts, LOOK_TOKENS if n_tokens >= LOOK_AT_LEAST else FIRST_LOOK)
 
-    def run(name: str, **more: Any) -> tuple[list[Step], Any]:
+    def run(name: str, **more: Any) -> tuple[Streamer, list[float], Any]:
+        """The tokens, milliseconds until each of them, and what ``generate`` returns."""
         nonlocal done
-        steps: list[Step] = []
-        out = _run(models[name], prompts, config, time.perf_counter(), steps, **more)
+        streamer, start = Streamer(), time.perf_counter()
+        out = _run(models[name], prompts, config, streamer, **more)
         progress(done := done + 1, 2 * (3 + repeats))
-        return steps, out
+        return streamer, [(at - start) * 1e3 for at, _ in streamer.steps], out
 
     ids: dict[str, Ids] = {}
     scores: dict[str, tuple[Tensor, ...]] = {}
     for name in models:  # this first run also compiles
-        steps, out = run(name, return_dict_in_generate=True, output_scores=True)
-        ids[name] = [_row(steps, row, config)[0] for row in range(len(prompts))]
+        streamer, _, out = run(name, return_dict_in_generate=True, output_scores=True)
+        ids[name] = [_row(streamer, row, config)[0] for row in range(len(prompts))]
         scores[name] = out.scores
         del out  # frees its cache
     judged = _judge(ids, scores, dense.dtype)
@@ -299,10 +285,10 @@ def compare(
     later: dict[str, list[float]] = {name: [] for name in models}
     for repeat in range(repeats + 1):
         for name in models:
-            seconds = [at for at, _ in run(name)[0]]
+            _, ms, _ = run(name)
             if repeat:  # the first warms up
-                prefill[name].append(seconds[0] * 1e3)
-                later[name] += [(seconds[-1] - seconds[0]) / (len(seconds) - 1) * 1e3] if len(seconds) > 1 else []
+                prefill[name].append(ms[0])
+                later[name] += [(ms[-1] - ms[0]) / (len(ms) - 1)] if len(ms) > 1 else []
     prefill_ms = {name: timing.spread(ms) for name, ms in prefill.items()}
     step_ms = {name: timing.spread(ms) for name, ms in later.items() if ms}
     return Comparison(ids, prefill_ms, step_ms, memory, *judged)

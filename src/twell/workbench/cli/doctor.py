@@ -26,10 +26,10 @@ def doctor(
     from twell.workbench.doctor import examine, plans
 
     layers = None if model is None else plans(model)
-    findings = examine()
+    healthy, facts = examine()
     if as_json:
         of_model = {} if layers is None else {"plans": [layer._asdict() for layer in layers]}
-        print(json.dumps({"healthy": findings.healthy, **findings.facts, **of_model}))
+        print(json.dumps({"healthy": healthy, **facts, **of_model}))
     else:
         from rich.console import Console
         from rich.markup import escape
@@ -38,8 +38,8 @@ def doctor(
         from twell.hf.sparsify import NONE_FOUND
 
         table = Table(show_header=False, box=None, pad_edge=False)
-        for name, fact in findings.facts.items():
-            table.add_row(f"[bold]{name}[/bold]", escape(str(fact)))
+        for name, fact in facts.items():
+            table.add_row(f"[bold]{name}[/bold]", escape(fact))
         Console().print(table)
         table = Table("layer", "runs", "plan")
         for (runs, plan), group in itertools.groupby(layers or [], key=lambda layer: layer[1:]):
@@ -47,5 +47,5 @@ def doctor(
             table.add_row(f"{first} to {others[-1]}" if others else first, escape(runs), escape(plan))
         if layers is not None:
             Console().print(table if layers else NONE_FOUND)
-    if not findings.healthy:
+    if not healthy:
         raise typer.Exit(1)

@@ -5,18 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 
+from twell.workbench.extras import EXTRAS
+
 SHOW_TRACEBACK = "TWELL_TRACEBACK"  # an environment variable: 1 raises errors as they are
 BAD_INPUT, BUG = 2, 70  # exit codes; 1 is a command's own verdict
-_MODELS = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "accelerate")
-_PACKAGES = {  # of each extra, by the names they are imported by
-    "cli": ("typer", "rich"),
-    "train": (*_MODELS, "pyarrow"),
-    "eval": ("lm_eval",),
-    "data": ("datasets",),
-    "bench": ("pynvml",),
-    "plot": ("matplotlib",),
-    "serve": (*_MODELS, "starlette", "uvicorn", "pydantic", "jinja2", "prometheus_client"),
-}
 
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
@@ -32,7 +24,7 @@ def explain(error: Exception) -> tuple[str, int]:
     said = str(error).strip().partition("\n")[0]
     package = (getattr(error, "name", None) or "twell").partition(".")[0]
     if isinstance(error, ImportError) and package != "twell":
-        extras = [extra for extra, packages in _PACKAGES.items() if package in packages]
+        extras = [extra for extra, packages in EXTRAS.items() if package in packages]
         extras.sort(key=lambda extra: extra not in sys.argv[1:2])  # first the one that is named as the command
         what = f"'twell[{extras[0]}]'" if extras else package
         if isinstance(error, ModuleNotFoundError):
