@@ -128,7 +128,5 @@ class UntilStop:
     def _held_back(self) -> int:
         """The number of characters at the end that may begin a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for n in range(min(longest, len(self._pending)), 0, -1):
-            if any(stop.startswith(self._pending[-n:]) for stop in self._stops):
-                return n
-        return 0
+        ends = (self._pending[-n:] for n in range(min(longest, len(self._pending)), 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)

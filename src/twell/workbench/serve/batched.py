@@ -83,10 +83,11 @@ def _stop(manager: Any) -> None:
 
 def _answers(manager: Any, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Greedy answers of a manager that has no other requests; a manager that fails is stopped."""
-    names = manager.add_requests(prompts, max_new_tokens=max_tokens)
     answers: dict[str, list[int]] = {}
+    for number, ids in enumerate(prompts):
+        manager.add_request(ids, request_id=str(number), max_new_tokens=max_tokens)
     try:
-        while len(answers) < len(names):
+        while len(answers) < len(prompts):
             output = manager.get_result(timeout=0.1)
             if output is None and not manager.is_running():
                 raise RuntimeError("batched, the model fails")
@@ -97,7 +98,7 @@ def _answers(manager: Any, prompts: list[list[int]], max_tokens: int) -> list[li
     except BaseException:  # Ctrl-C too: its thread would keep the process alive
         _stop(manager)
         raise
-    return [answers[name] for name in names]
+    return [answers[str(number)] for number in range(len(prompts))]
 
 
 class Batched(Engine):

@@ -65,12 +65,7 @@ class ModelServer:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {
-            ApiError: _answer_error,
-            HTTPException: _answer_error,
-            ClientDisconnect: _answer_nobody,
-            Exception: _answer_error,
-        }
+        handlers: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), _answer_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = Guard(app, api_key=api_key, hosts=hosts, metrics=self.metrics)
 
@@ -87,9 +82,9 @@ class ModelServer:
     async def models(self, request: Request) -> Response:
         this = {"id": self.name, "object": "model", "created": self.created, "owned_by": "twell"}
         this["max_model_len"] = self.max_length
-        if "name" not in request.path_params:
+        if (name := request.path_params.get("name")) is None:
             return JSONResponse({"object": "list", "data": [this]})
-        self._check_name(request.path_params["name"])
+        self._check_name(name)
         return JSONResponse(this)
 
     async def completions(self, request: Request) -> Response:
@@ -290,18 +285,13 @@ async def _read(request: Request) -> bytes:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    headers = None
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    headers = error.headers if isinstance(error, HTTPException) else None
     if isinstance(error, HTTPException):  # from the routing: an unknown path, or another method
-        headers, error = (
-            error.headers,
-            ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"),
-        )
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     if not isinstance(error, ApiError):  # the error itself goes to the log only: it can name paths
         error = ApiError(500, "the server failed; its log says why")
     if error.status in (408, 413):  # the rest of the body is not read
         headers = {"Connection": "close"}
     return JSONResponse(error.body, error.status, headers)
-
-
-async def _answer_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
