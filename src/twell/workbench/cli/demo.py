@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 from twell.workbench.cli.analyze import analyze
@@ -30,7 +29,7 @@ def run(folder: Path, *, width: int = 2048, hidden: int = 5632, seconds: float =
     rows.unlink(missing_ok=True)
     _say("A layer, of which 29 neurons fire for a token", "twell bench ffn -w skew29 -m 1 -m 16 -m 256")
     bench_ffn(["skew29"], [1, 16, 256], width=width, hidden=hidden, seconds=seconds, out=rows)
-    _say("A model of four such layers with attention, reading and writing", None)
+    _say("A model of four such layers with attention writes a token", None)
     _time_model(rows, width, hidden, seconds)
     _say("A small trained model writes", f"twell generate sample --prompt '{PROMPT}' --temperature 0.8 --top-k 40")
     generate_text("sample", [PROMPT], max_new_tokens=40, temperature=0.8, top_k=40)
@@ -48,12 +47,10 @@ def _say(what: str, command: str | None) -> None:
 
 
 def _time_model(out: Path, width: int, hidden: int, seconds: float) -> None:
-    """A prefill of 256 tokens and a step of decoding, as ``twell bench model`` and ``twell bench decode`` time them."""
-    import torch
+    """A step of decoding, as ``twell bench decode`` times it for larger models."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from twell.hf.sparsify import sparsify_
-    from twell.workbench.bench import cases, decode, model
+    from twell.workbench.bench import decode
 
     config = LlamaConfig(
         hidden_size=width,
@@ -61,19 +58,10 @@ def _time_model(out: Path, width: int, hidden: int, seconds: float) -> None:
         num_hidden_layers=4,
         num_attention_heads=16,
         vocab_size=4096,
-        max_position_embeddings=512,
+        max_position_embeddings=256,
         hidden_act="relu",
     )
-    dense = LlamaForCausalLM(config).eval()
-    inputs = cases.make("skew29", 256, width, hidden, dtype=torch.float32)
-    cases.write_ffns_(dense, inputs)
-    sparse = copy.deepcopy(dense)
-    sparsify_(sparse)
-    subject = model.Subject(dense, sparse, {"workload": "skew29"}, x=inputs.x)
-    read = model.measure(subject, torch.randint(config.vocab_size, (1, 256)), seconds=seconds)
-    del subject, dense, sparse
-    written = decode.measure(LlamaForCausalLM(config).eval(), "skew29", 1, 128, graph=False, seconds=seconds)
-    for what, row in (("reading 256 tokens", read), ("writing a token", written)):
-        append(row, out)
-        times = (f"{way} {row[f'{way}_ms']['p50']:.3g} ms" for way in ("dense", "sparse"))
-        print(f"{what}: {', '.join(times)}: {row['speedup']:.2f}x")
+    row = decode.measure(LlamaForCausalLM(config).eval(), "skew29", 1, 128, graph=False, seconds=seconds)
+    append(row, out)
+    times = (f"{way} {row[f'{way}_ms']['p50']:.3g} ms" for way in ("dense", "sparse"))
+    print(f"a token: {', '.join(times)}: {row['speedup']:.2f}x")

@@ -199,9 +199,7 @@ def cache_tokens_for(model: Any) -> int:
     config = model.config.get_text_config()
     context = context_of(model) or 4096
     tokens = max(context, min(16 * context, 2**16))
-    all_heads = getattr(config, "num_attention_heads", None)
-    if all_heads is None:  # no attention: the model will not be batched
-        return tokens
+    all_heads = getattr(config, "num_attention_heads", 1)  # no attention: the model will not be batched
     heads = getattr(config, "num_key_value_heads", None) or all_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // all_heads
     token_bytes = 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
