@@ -24,8 +24,10 @@ import twell
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.train.data import SAMPLE, read_texts
 from twell.train.tokenizer import train_bpe
-from twell.workbench import serve
-from twell.workbench.serve.running import Running
+from twell.workbench.serve.batched import choose_engine
+from twell.workbench.serve.engine import Engine
+from twell.workbench.serve.running import Running, bind
+from twell.workbench.serve.server import ModelServer
 
 VOCABULARY, CONTEXT = 320, 256
 SHAPE: dict[str, Any] = {
@@ -61,7 +63,7 @@ def make_model(path: Path) -> Path:
 class Server(NamedTuple):
     url: str
     client: Any
-    app: serve.ModelServer
+    app: ModelServer
     running_as: Running
     expected: Callable[..., str]  # the text that model.generate gives
 
@@ -126,10 +128,10 @@ def served(folder: Path, *, batched: bool, api_key: str | None = None, **changes
         ids = tokenizer(prompt, add_special_tokens=special).input_ids
         return str(tokenizer.decode(generated(twin, [ids], max_tokens)[0], skip_special_tokens=True))
 
-    engine, why_not = serve.choose_engine(model, 4096) if batched else (serve.OneAtATime(model), "asked for")
+    engine, why_not = choose_engine(model, 4096) if batched else (Engine(model), "asked for")
     assert (why_not is None) == batched
-    with engine, serve.bind("127.0.0.1", 0) as sock:
-        app = serve.ModelServer(model, tokenizer, "tiny", engine, CONTEXT, api_key=api_key)
+    with engine, bind("127.0.0.1", 0) as sock:
+        app = ModelServer(model, tokenizer, "tiny", engine, CONTEXT, api_key=api_key)
         server = Running(app)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])))
         thread.start()

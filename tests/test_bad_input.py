@@ -47,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_self_test", lambda: None)
+    monkeypatch.setattr(doctor, "self_test", lambda *_: None)
     monkeypatch.setattr(doctor, "bf16_problem", lambda: None)
 
 
@@ -288,15 +288,15 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
     "generate MODEL -p hello": """
         --temperature inf; --top-p 0; --top-p nan; --seed -1; --seed 1208925819614629174706176; --dtype x; --device x
         --prompt-file /none; --prompt-file MODEL/model.safetensors; --prompt-file missing.txt -> missing.txt
-        --prompt ' ' -> prompt 2 is empty; --prompt-file TEXT -> leaves no room for new ones
-        --max-new-tokens 64 -> new ones fit; --max-new-tokens 0 -> max-new-tokens must be at least 1, got 0
-        --temperature -1 -> temperature must be 0 (greedy) or at least 0.0001, got -1
-        --temperature nan -> temperature must be 0 (greedy) or at least 0.0001, got nan
-        --top-p 1.5 -> top-p must be above 0 and at most 1, got 1.5; --top-k 0 -> top-k must be at least 1, got 0
-        --top-k 3 --seed -3 -> seed must be at least 0; --seed 3 -> seed has no effect on greedy generation
-        --temperature 0 --top-p 0.5 -> top-p has no effect on greedy generation
+        --prompt ' ' -> prompt 2 is empty; --prompt-file TEXT -> leaves room for 0 new ones
+        --max-new-tokens 64 -> leaves room for; --max-new-tokens 0 -> '--max-new-tokens'
+        --temperature -1 -> '--temperature'
+        --temperature nan -> temperature
+        --top-p 1.5 -> top-p must be above 0 and at most 1, got 1.5; --top-k 0 -> '--top-k'
+        --top-k 3 --seed -3 -> '--seed'; --seed 3 -> seed has no effect on greedy generation
+        --temperature 0 --top-p 0.5 -> top-p and top-k have no effect on greedy generation
         --stream --json -> --stream does not go with --json; --stream --compare -> --stream does not go with --compare
-        --top-k 3 --compare -> --compare is greedy; --compare --repeats 0 -> --repeats must be at least 1, got 0
+        --top-k 3 --compare -> are compared greedily; --compare --repeats 0 -> --repeats
         --chat -> the model has no chat template; --device abacus -> unknown device 'abacus'
         --dtype int8 -> unknown dtype 'int8'""",
     "compare": """

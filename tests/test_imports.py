@@ -37,6 +37,7 @@ LIBRARY = {
 }
 WORKBENCH = {
     "bench": 11,
+    "extras": 11,
     "evaluate": 12,
     "analysis": 12,
     "sequences": 11,
@@ -47,7 +48,6 @@ WORKBENCH = {
     "generate": 13,
     "sweep": 13,
     "report": 14,
-    "demo": 15,
     "cli": 16,
 }
 LEVELS = {

@@ -16,9 +16,9 @@ openai = pytest.importorskip("openai", reason="needs pip install 'twell[serve]' 
 pytest.importorskip("uvicorn", reason="needs pip install 'twell[serve]'")
 
 from serving import CONTEXT, HEAD, PROMPTS, VOCABULARY, Server, raw_request, served, wait_until
-from twell.workbench import serve
 from twell.workbench.serve import engine, guard, running
 from twell.workbench.serve import server as serve_server
+from twell.workbench.serve.batched import Batched
 from twell.workbench.serve.guard import is_safe_host
 
 # -- clients that go away -----------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def test_computing_stops_when_the_client_disconnects(either: Server, stream: boo
     finally:
         slowly.remove()
     assert len(tokens) == so_far < CONTEXT - 10
-    if isinstance(either.engine, serve.Batched):
+    if isinstance(either.engine, Batched):
         scheduler = either.engine.manager.batch_processor.scheduler
         assert not scheduler.active_requests and not scheduler.waiting_requests
     assert either.complete_text("Once") == either.expected("Once")
@@ -128,7 +128,6 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": "x", "stream_options": {"include_usage": 1}}, "stream_options.include_usage: "),
     ({"prompt": "x", "model": 5}, "model: "),
     ({"prompt": "x", "n": 2}, "n: 2 is not supported here; vLLM serves more"),
-    ({"prompt": "x", "n": True}, "n: true is not supported here"),
     ({"prompt": "x", "min_p": 0.1}, "min_p: 0.1 is not supported here"),
     ({"prompt": "x", "response_format": {"type": "json_object"}}, "is not supported here; vLLM serves more"),
     ({"prompt": "x", "logprobs": 21}, "logprobs: "),
@@ -213,10 +212,6 @@ def test_texts_far_too_long_are_refused_before_tokenizing(server: Server, monkey
     monkeypatch.setattr(prompts, "lanes", [(Counting(tokenizer), lock) for tokenizer, lock in prompts.lanes])
     status, answer = server.post("/v1/completions", {"prompt": "x" * 7_000_000})
     assert status == 400 and answer["error"]["code"] == "context_length_exceeded" and not seen
-    monkeypatch.setattr(prompts, "longest_token", 10**6)  # now only a count of tokens can tell
-    status, answer = server.post("/v1/completions", {"prompt": "x " * 3_000_000})
-    assert status == 400 and "the prompt has more than 512" in answer["error"]["message"]
-    assert sum(seen) <= 2**16, "a slice is enough to see it"
 
 
 def test_a_long_text_does_not_block_short_ones(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, BloomConfig
 from serving import SHAPE, VOCABULARY, generated
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
-from twell.workbench import serve
-from twell.workbench.serve import scoring
-from twell.workbench.serve.batched import why_not_batched
+from twell.workbench.serve import jobs
+from twell.workbench.serve.batched import Batched, _why_not_batched, cache_tokens_for, choose_engine
+from twell.workbench.serve.engine import Engine
 from twell.workbench.serve.jobs import Job, Sampler
 from twell.workbench.serve.requests import ApiError
 
@@ -50,7 +50,7 @@ def untouched(model: Any) -> Any:
     return copy.deepcopy(model)
 
 
-def start(engine: serve.Engine, ids: list[int], n: int, sampler: Sampler | None = None, **how: Any) -> tuple[Job, Any]:
+def start(engine: Engine, ids: list[int], n: int, sampler: Sampler | None = None, **how: Any) -> tuple[Job, Any]:
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     job = Job(ids, n, sampler, results.put, **how)
     engine.start(job)
@@ -64,14 +64,14 @@ def answer(results: queue.SimpleQueue[Any]) -> list[int] | Exception:
     return tokens if part is None else part
 
 
-def drawn(engine: serve.Engine, asked: list[Asked]) -> list[list[int] | Exception]:
+def drawn(engine: Engine, asked: list[Asked]) -> list[list[int] | Exception]:
     """The tokens, or the error, of jobs that come together."""
     samplers = [None if seed is None else Sampler(1.0, 1.0, None, seed, torch.device("cpu")) for *_, seed in asked]
     started = [start(engine, ids, n, sampler) for (ids, n, _), sampler in zip(asked, samplers, strict=True)]
     return [answer(results) for _, results in started]
 
 
-def tokens_of(engine: serve.Engine, prompts: list[list[int]], max_tokens: int) -> list[list[int] | Exception]:
+def tokens_of(engine: Engine, prompts: list[list[int]], max_tokens: int) -> list[list[int] | Exception]:
     return drawn(engine, [(ids, max_tokens, None) for ids in prompts])
 
 
@@ -99,9 +99,9 @@ def test_prompts_of_any_length_in_any_mix(
     """Split over steps, among others, greedy or drawn: each gets what it gets alone."""
     chance = random.Random(len(lengths))
     asked = [(prompt(chance, n), min(4, CONTEXT - n), i if i % 3 == 2 else None) for i, n in enumerate(lengths)]
-    with serve.OneAtATime(model) as engine:
+    with Engine(model) as engine:
         expected = [drawn(engine, [one])[0] for one in asked]
-    with serve.Batched(model, cache_tokens, batch_tokens) as engine:
+    with Batched(model, cache_tokens, batch_tokens) as engine:
         assert drawn(engine, asked) == expected
 
 
@@ -109,7 +109,7 @@ def test_more_requests_than_the_cache_holds(model: Any, untouched: Any) -> None:
     """Two pages of 256 tokens for ten requests of up to 220: they take turns, and lose nothing."""
     chance = random.Random(0)
     prompts = [prompt(chance, chance.choice([3, 60, 180])) for _ in range(10)]
-    with serve.Batched(model, 512) as engine:
+    with Batched(model, 512) as engine:
         assert tokens_of(engine, prompts, 40) == generated(untouched, prompts, 40)
 
 
@@ -118,12 +118,12 @@ def test_the_cache_holds_16_contexts_where_there_is_memory(monkeypatch: pytest.M
     model: Any = SimpleNamespace(config=config, device=torch.device("cpu"), dtype=torch.float32)
     free = SimpleNamespace(available=2**40)
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-    assert serve.cache_tokens_for(model) == 16 * config.max_position_embeddings
+    assert cache_tokens_for(model) == 16 * config.max_position_embeddings
     token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
     free.available = 4 * 1000 * token_bytes
-    assert serve.cache_tokens_for(model) == 1000
+    assert cache_tokens_for(model) == 1000
     free.available, config.max_position_embeddings = 2**40, 2**14
-    assert serve.cache_tokens_for(model) == 2**16
+    assert cache_tokens_for(model) == 2**16
 
 
 # -- steps that fail ----------------------------------------------------------------------------------------
@@ -144,9 +144,9 @@ class Failing:
             raise RuntimeError("cannot read /home/me/secret")
 
 
-@pytest.fixture(scope="module", params=["Batched", "OneAtATime"])
-def engine(request: pytest.FixtureRequest, model: Any, untouched: Any) -> Iterator[serve.Engine]:
-    with serve.Batched(model, 1024) if request.param == "Batched" else serve.OneAtATime(model) as one:
+@pytest.fixture(scope="module", params=["Batched", "Engine"])
+def engine(request: pytest.FixtureRequest, model: Any, untouched: Any) -> Iterator[Engine]:
+    with Batched(model, 1024) if request.param == "Batched" else Engine(model) as one:
         yield one
 
 
@@ -186,11 +186,11 @@ def test_requests_that_come_during_a_restart_are_computed(failing: Failing, engi
     starting.join(30)
 
 
-@pytest.mark.parametrize("kind", ["Batched", "OneAtATime"])
+@pytest.mark.parametrize("kind", ["Batched", "Engine"])
 def test_an_engine_that_cannot_start_again_dies(model: Any, untouched: Any, kind: str) -> None:
     """Those that wait get their error, those that come later a 503, and the process is told."""
     told = threading.Event()
-    with serve.Batched(model, 1024) if kind == "Batched" else serve.OneAtATime(model) as engine:
+    with Batched(model, 1024) if kind == "Batched" else Engine(model) as engine:
         engine.on_death = told.set
         failing = Failing(model)
         failing.now = failing.single = True
@@ -209,7 +209,7 @@ def test_an_engine_that_cannot_start_again_dies(model: Any, untouched: Any, kind
 def test_scores_of_a_prompt_and_of_its_answer(
     untouched: Any, engine: Any, max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "CHUNK", 64)
+    monkeypatch.setattr(jobs, "CHUNK", 64)
     ids = prompt(random.Random(0), 150)
     job, results = start(engine, ids, max_tokens, n_top=2, scores_prompt=True)
     new = answer(results)
@@ -231,8 +231,8 @@ def test_a_prompt_that_cannot_be_scored_fails_alone(engine: Any, monkeypatch: py
             raise RuntimeError("out of memory, say")
         return plain(model, ids)
 
-    plain = scoring._logits
-    monkeypatch.setattr(scoring, "_logits", fail)
+    plain = jobs._logits
+    monkeypatch.setattr(jobs, "_logits", fail)
     assert isinstance(answer(start(engine, [5, 6], 1, n_top=0, scores_prompt=True)[1]), ApiError)
     assert isinstance(drawn(engine, [([5, 6], 2, None)])[0], list) and not engine.died
 
@@ -241,9 +241,9 @@ def test_a_prompt_that_cannot_be_scored_fails_alone(engine: Any, monkeypatch: py
 
 
 def test_versions_of_transformers_that_were_not_tested_are_not_batched(model: Any) -> None:
-    assert why_not_batched(model) is None
+    assert _why_not_batched(model) is None
     for version in ("5.16.3", "6.0.0.dev0"):
-        assert f"from 5.17 and below 6.0, this is {version}" in str(why_not_batched(model, version))
+        assert f"from 5.17 and below 6.0, this is {version}" in str(_why_not_batched(model, version))
 
 
 def test_models_that_batching_would_get_wrong_are_served_one_at_a_time() -> None:
@@ -261,9 +261,9 @@ def test_models_that_batching_would_get_wrong_are_served_one_at_a_time() -> None
     ):
         prompts = [[5, 6, 7], [9] * 20]
         expected = generated(model, prompts, 20)
-        engine, why_not = serve.choose_engine(model, 1024)
+        engine, why_not = choose_engine(model, 1024)
         with engine:
-            assert isinstance(engine, serve.OneAtATime) and why_not == reason
+            assert type(engine) is Engine and why_not == reason
             assert tokens_of(engine, prompts, 20) == expected
 
 
@@ -272,7 +272,7 @@ def test_layers_do_not_plan_by_the_trial(monkeypatch: pytest.MonkeyPatch) -> Non
     looks: list[int] = []
     monkeypatch.setattr(SparseFFNBase, "_look_at", lambda self, x: looks.append(x.shape[-2]))
     model.model.layers[0].mlp.set_plan(None)
-    engine, _ = serve.choose_engine(model, 1024)
+    engine, _ = choose_engine(model, 1024)
     with engine:
         assert not looks
         tokens_of(engine, [[5, 6, 7]], 2)
@@ -287,7 +287,7 @@ def test_on_a_gpu() -> None:
     tensors = [torch.tensor([ids], device="cuda") for ids in prompts]
     how = {"max_new_tokens": 20, "do_sample": False}
     expected = [model.generate(t, attention_mask=torch.ones_like(t), **how)[0, t.shape[1] :].tolist() for t in tensors]
-    engine, why_not = serve.choose_engine(model, serve.cache_tokens_for(model))
+    engine, why_not = choose_engine(model, cache_tokens_for(model))
     with engine:
         assert why_not is None
         assert tokens_of(engine, prompts, 20) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -12,57 +11,47 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from twell import cpu, plan
-from twell.nn import FIRST_LOOK, LOOK_TOKENS, SparseFFNBase, sparse_ffns
+from twell import plan
+from twell.nn import sparse_ffns
 from twell.ops import backends
 from twell.ops import functional as ops
 from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing, train_ffn
-
-WITHOUT_A_PLAN = (
-    f"on a GPU a layer runs densely until it has a plan: made from the first tokens it sees ({FIRST_LOOK} for calls "
-    f"with few tokens, {LOOK_TOKENS} for many), or from the counts of `twell calibrate`; a CPU needs no plan"
-)
+from twell.workbench.extras import EXTRAS
 
 
-class Findings(NamedTuple):
-    healthy: bool
-    facts: dict[str, Any]
-
-
-def examine() -> Findings:
-    """Collect the facts and run the self-test.
+def examine() -> tuple[bool, dict[str, str]]:
+    """Run the self-test and collect the facts: whether all is well, and what there is.
 
     Takes a second; two more where the CPU advertises AMX, ten more when GPU kernels compile for the first time.
     """
     bf16, gpu = bf16_problem(), _gpu()
-    self_test, passed = _self_test(), "sparse equals dense, forward and backward"
-    if self_test is None and gpu is not None and backends.why_unavailable("triton", gpu) is None:
-        self_test, passed = kernel_problem(gpu), f"{passed}, on the GPU too"
+    passed = "sparse equals dense, forward and backward"
+    wrong = self_test(torch.device("cpu"), "auto", torch.float32, 256)
+    if wrong is None and gpu is not None and backends.why_unavailable("triton", gpu) is None:
+        wrong, passed = self_test(gpu, "triton", torch.bfloat16, 2048), f"{passed}, on the GPU too"
     facts = {
-        "twell": _version_of("twell"),
+        **{package: _version_of(package) for package in ("twell", "torch", "triton", "transformers")},
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _version_of("triton"),
-        "transformers": _version_of("transformers"),
         "cpu": f"{timing.cpu_name()}, {torch.get_num_threads()} threads",
         "gpu": "none" if gpu is None else torch.cuda.get_device_name(gpu),
         "driver": _driver(),
         "backend on cpu": _backend_and_why(torch.device("cpu")),
         "backend on cuda": _backend_and_why(torch.device("cuda")),
         "kernels": _kernels(gpu),
-        "without a plan": WITHOUT_A_PLAN,
+        "costs": plan.costs_are(gpu or torch.device("cpu")),
         "compiler": _compiler(),
         "extras": _extras(),
         "bf16 on cpu": bf16 or "works",
-        "self-test": self_test or passed,
+        "self-test": wrong or passed,
     }
-    return Findings(bf16 is None and self_test is None, facts)
+    return bf16 is None and wrong is None, facts
 
 
 def _gpu() -> torch.device | None:
@@ -86,10 +75,9 @@ def _backend_and_why(device: torch.device) -> str:
 
 
 def _kernels(gpu: torch.device | None) -> str:
-    """The kernels that would run on the GPU, and the costs that its plans are made from."""
-    why_none = "torch sees no GPU" if gpu is None else backends.why_unavailable("triton", gpu)
-    if gpu is None or why_none:
-        return f"none: {why_none}; plans: {plan.costs_are(torch.device('cpu'))}"
+    """The kernels that would run on the GPU."""
+    if gpu is None or backends.why_unavailable("triton", gpu):
+        return "none"
     from twell.gpu.decode import few_tiles
     from twell.gpu.shared import tiles
 
@@ -99,18 +87,18 @@ def _kernels(gpu: torch.device | None) -> str:
     made_for = next(c for c, known in tiles._BY_CAPABILITY.items() if known is chosen)
     why_no_gluon = few_tiles.why_not_hopper(capability)
     gluon = "in Gluon" if why_no_gluon is None else f"not in Gluon ({why_no_gluon})"
-    return (
-        f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; a few tokens {gluon}; plans: {plan.costs_are(gpu)}"
-    )
+    return f"Triton, tiles of sm_{made_for} on an sm_{capability} GPU; a few tokens {gluon}"
 
 
 def _driver() -> str:
     try:
-        first = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace").partition("\n")[0]
+        version = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
     except OSError:
-        return "none found" + (f" (torch is built for CUDA {torch.version.cuda})" if torch.version.cuda else "")
-    number = re.search(r"\d+\.\d+(\.\d+)?", first)
-    return f"NVIDIA {number[0] if number else first.strip()}, torch is built for CUDA {torch.version.cuda or 'no GPU'}"
+        version = ""
+    number = re.search(r"\d+\.\d+(\.\d+)?", version)
+    return (
+        f"{f'NVIDIA {number[0]}' if number else 'none found'}, torch is built for CUDA {torch.version.cuda or 'no GPU'}"
+    )
 
 
 def _compiler() -> str:
@@ -124,47 +112,20 @@ def _compiler() -> str:
 
 def _extras() -> str:
     """The extras that are installed, and for each of the others the command that installs it."""
-    try:
-        required = importlib.metadata.requires("twell") or []
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown: twell is not installed as a package"
-    packages: dict[str, list[str]] = {}
-    for line in required:
-        if found := re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line):
-            packages.setdefault(found[2], []).append(found[1])
-    whole, lacking = [], []
-    for extra, names in packages.items():
-        if missing := [name for name in names if name != "twell" and _version_of(name) == "not installed"]:
-            lacking.append(f"{extra} lacks {', '.join(missing)}: pip install 'twell[{extra}]'")
-        else:
-            whole.append(extra)
-    return "; ".join([f"{', '.join(whole)} installed"] * bool(whole) + lacking)
+    lacking = {extra: [name for name in names if find_spec(name) is None] for extra, names in EXTRAS.items()}
+    whole = ", ".join(extra for extra, names in lacking.items() if not names)
+    incomplete = {extra: ", ".join(names) for extra, names in lacking.items() if names}
+    others = [f"{extra} lacks {names}: pip install 'twell[{extra}]'" for extra, names in incomplete.items()]
+    return "; ".join([f"{whole} installed"] * bool(whole) + others)
 
 
-def _self_test() -> str | None:
-    """What is wrong, or None. Two sparsity levels against float64, large enough for the fast path."""
-    for name in ("skew10", "skew100"):
-        inputs = cases.make(name, 256, 512, 1408, dtype=torch.float32)
-        few, w = inputs.x[:1], (inputs.w_gate, inputs.w_up, inputs.w_down)
-        try:
-            ffn.check(few, inputs, True, ops.gated_ffn(few, *w, backend="reference"), ops.gated_ffn(few, *w))
-            train_ffn.errors_of(train_ffn.Problem.of(inputs.x, Weights(*w)), "auto", None)
-        except ffn.WrongResult as error:
-            return f"{name}: {error}"
-    return None
-
-
-def kernel_problem(
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    tokens: int = 2048,
-    width: int = 512,
-    hidden: int = 1408,
+def self_test(
+    device: torch.device, backend: str, dtype: torch.dtype, tokens: int, width: int = 512, hidden: int = 1408
 ) -> str | None:
-    """What is wrong with the Triton kernels, or None.
+    """What is wrong with a backend, or None.
 
     Runs many, few and one token with plain and frozen weights, and a backward, by a plan in which every part of the
-    split has work.
+    split has work. Large enough for the fast path.
     """
     try:
         inputs = cases.make("skew29", tokens, width, hidden, dtype=dtype, device=device)
@@ -174,7 +135,7 @@ def kernel_problem(
         split = plan.Plan(
             n_neurons=hidden, hot=hot, cap=12, first=6, min_tokens=0, few_tokens=16, mean_active=few_active
         )
-        case = ffn.Case(workload="skew29", M=tokens, backend="triton", device=str(device), fp8=False)
+        case = ffn.Case(workload="skew29", M=tokens, backend=backend, device=str(device), fp8=False)
         w = (inputs.w_gate, inputs.w_up, inputs.w_down)
         with torch.no_grad():
             layers = ffn.make_layers(case, inputs, split, 1)
@@ -183,11 +144,11 @@ def kernel_problem(
                 dense = ops.gated_ffn(x, *w, backend="reference")
                 for way in ("sparse", "frozen"):
                     ffn.check(x, inputs, True, dense, layers[way][0](x))
-        train_ffn.errors_of(train_ffn.Problem.of(inputs.x, Weights(*w)), "triton", split)
+        train_ffn.errors_of(train_ffn.Problem.of(inputs.x, Weights(*w)), backend, split)
     except ffn.WrongResult as error:
-        return f"Triton kernels: {error}"
+        return f"on {device.type}: {error}"
     except Exception as error:  # drivers and compilers can raise anything, and every failure is a finding
-        return f"Triton kernels: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"on {device.type}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None
 
 
@@ -200,8 +161,6 @@ class LayerForecast(NamedTuple):
     layer: str
     runs: str  # "sparse", or "called" or "left alone" with the reason
     plan: str
-    predicted: float | None  # speedup over dense on a GPU; None: unknown
-    frozen_bytes: int | None  # that freezing would add to the weights on this machine; None: depends on a later plan
 
 
 def plans(model: str) -> list[LayerForecast]:
@@ -230,40 +189,20 @@ def plans(model: str) -> list[LayerForecast]:
     report = sparsify_empty_(empty, counts)  # raises for counts of another shape
     ffns = dict(sparse_ffns(empty))
     fired = {} if counts is None else dict(zip(ffns, counts.fired, strict=True))
-    no_counts = f"plans by its first batches; `twell calibrate {shlex.quote(model)} --text FILE` counts beforehand"
     costs = plan.costs_for(_gpu() or torch.device("cpu"))
     rows = []
     for row in report.rows:
-        runs = f"{row.kind}: {row.why}" if row.kind != SPARSE and row.why else row.kind
-        layer = ffns.get(row.layer)
-        if layer is None or row.kind != SPARSE:
-            rows.append(LayerForecast(row.layer, runs, "", None, 0))
-        elif counts is None:
-            rows.append(LayerForecast(row.layer, runs, no_counts, None, frozen_bytes(layer, None)))
-        else:
+        how = ""
+        if row.kind == SPARSE and counts is None:
+            how = f"plans by its first batches; `twell calibrate {shlex.quote(model)} --text FILE` counts beforehand"
+        elif counts is not None and row.kind == SPARSE:
+            layer = ffns[row.layer]
             width, gated = getattr(layer, layer.projections[0]).in_features, len(layer.projections) == 3
             chosen = plan.choose_plan(fired[row.layer], counts.tokens, costs, width=width, gated=gated)
-            text = repr(dataclasses.replace(chosen, predicted=None)).removeprefix("Plan(").removesuffix(")")
-            rows.append(LayerForecast(row.layer, runs, text, chosen.predicted, frozen_bytes(layer, chosen)))
+            how = repr(chosen).removeprefix("Plan(").removesuffix(")")
+        runs = f"{row.kind}: {row.why}" if row.kind != SPARSE and row.why else row.kind
+        rows.append(LayerForecast(row.layer, runs, how))
     return rows
-
-
-def frozen_bytes(layer: SparseFFNBase, chosen: plan.Plan | None) -> int | None:
-    """Bytes that freezing would add to a layer made by ``sparsify_``, from its sizes alone; None: depends on a plan."""
-    gate = getattr(layer, layer.projections[0])
-    F, D, dtype = gate.out_features, gate.in_features, gate.weight.dtype
-    gpu = _gpu()
-    if gpu is None or backends.why_unavailable("triton", gpu) is not None:
-        pays = dtype == torch.float32 and F * D >= cpu.frozen.MIN_INT8_GATE and D % cpu.frozen.INT8_WIDTH == 0
-        return F * (D + 6) if pays and cpu.products.blas_habits().int8_gate else 0
-    if chosen is None:
-        return None
-    from twell.gpu.decode import screen  # needs triton
-
-    H, each = len(chosen.hot), len(layer.projections) - 1
-    ordered = ((each + 1) * H + F - H) * D * dtype.itemsize if 0 < H < F else 0
-    few = max(chosen.tokens(captured=captured)[0] for captured in (False, True))
-    return ordered + (F * (D + 8) if few and screen.is_worth_it(chosen, dtype) else 0)
 
 
 # -- bf16 on machines that advertise AMX but cannot run it --------------------------------------------------

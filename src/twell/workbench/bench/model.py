@@ -64,12 +64,17 @@ def real(model: Any, name: str) -> Subject:
     return Subject(dense, sparse, {"workload": "model", "model": name})
 
 
-def without_twell(model: Any) -> Any:
-    """A copy as one would run it without twell; for a gated sparse type transformers' base model with ReLU."""
+def without_twell(model: Any, *, shares_weights: bool = False) -> Any:
+    """A copy as one would run it without twell; for a gated sparse type transformers' base model with ReLU.
+
+    ``shares_weights``: a dense copy of the same type with the model's own parameters, in the layout they have.
+    """
     config: Any = model.config
-    if not isinstance(config, SparsityFields) or not config.sparsity_gated_mlp or config.fp8_quantization:
-        twin = copy.deepcopy(model)
-        desparsify_(twin)
+    is_base = not isinstance(config, SparsityFields) or not config.sparsity_gated_mlp or config.fp8_quantization
+    if is_base or shares_weights:
+        shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())} if shares_weights else {}
+        twin = copy.deepcopy(model, shared)
+        desparsify_(twin, restore_layout=not shares_weights)
         return twin
     base: Any = next(cls for cls in type(config).__mro__ if not issubclass(cls, SparsityFields))
     own = {f.name for f in dataclasses.fields(SparsityFields)} | {"model_type", "architectures", "hidden_act"}

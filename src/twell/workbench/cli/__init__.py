@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 
@@ -37,7 +38,7 @@ def main() -> None:
         print("twell: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if errors.wants_traceback():
+        if os.environ.get(errors.SHOW_TRACEBACK, "0") != "0":
             raise
         said, code = errors.explain(error)
         print(said, file=sys.stderr)

@@ -82,13 +82,14 @@ def collect(
     """All rows, each printed and written as soon as it is measured. ``says``: the progress bar's text after a row."""
     rows: list[dict[str, Any]] = []
     try:
-        with progress_bar("measuring", n_rows) as advance:
+        with counted_bar("measuring") as progress:
+            progress(0, n_rows)
             for row in measured:
                 rows.append(row)
                 if as_json:
                     print(json.dumps(row), flush=True)
                 append(row, out)
-                advance(says(row))
+                progress(len(rows), n_rows, says(row))
     except KeyboardInterrupt:
         where = "" if out is None else f", in {out}"
         print(f"twell: interrupted: {len(rows)} of {n_rows} rows are done{where}", file=sys.stderr)
@@ -104,35 +105,20 @@ def append(row: dict[str, Any], out: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Any]:
-    """A progress bar: each call advances it by one and sets its text."""
-    with new_bar() as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda text: bar.update(task, advance=1, description=text)
-
-
-@contextlib.contextmanager
 def counted_bar(what: str) -> Iterator[Any]:
-    """A progress bar: each call sets how many are done, of how many."""
-    with new_bar() as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    """A progress bar with the time that remains, on standard error; invisible where that is no terminal.
 
-
-def new_bar() -> Any:
-    """A progress bar with the time that remains, on standard error; invisible where that is no terminal."""
+    Each call sets how many are done, of how many, and perhaps the text.
+    """
     from rich import progress as rp
     from rich.console import Console
 
-    columns = (
-        rp.TextColumn("{task.description}"),
-        rp.BarColumn(),
-        rp.MofNCompleteColumn(),
-        rp.TimeElapsedColumn(),
-        rp.TimeRemainingColumn(),
-    )
+    times = rp.TimeElapsedColumn(), rp.TimeRemainingColumn()
+    columns = rp.TextColumn("{task.description}"), rp.BarColumn(), rp.MofNCompleteColumn(), *times
     console = Console(stderr=True)
-    return rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with rp.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total, text=what: bar.update(task, completed=done, total=total, description=text)
 
 
 def print_table(table: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,47 +20,32 @@ def doctor(
 ) -> None:
     """Show what would run here and why, and compare sparse with dense on this machine.
 
-    With a model: also which layers would run sparsely, how the GPU kernels would split their work by the counts of
-    twell calibrate, and what freezing adds. Exits with 1 if something is broken. Example:
-    [bold]twell doctor my-run/model[/bold]
+    With a model: also which layers would run sparsely, and how the GPU kernels would split their work by the counts
+    of twell calibrate. Exits with 1 if something is broken. Example: [bold]twell doctor my-run/model[/bold]
     """
     from twell.workbench.doctor import examine, plans
 
     layers = None if model is None else plans(model)
-    findings = examine()
+    healthy, facts = examine()
     if as_json:
         of_model = {} if layers is None else {"plans": [layer._asdict() for layer in layers]}
-        print(json.dumps({"healthy": findings.healthy, **findings.facts, **of_model}))
+        print(json.dumps({"healthy": healthy, **facts, **of_model}))
     else:
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table(show_header=False, box=None, pad_edge=False)
-        for name, fact in findings.facts.items():
-            table.add_row(f"[bold]{name}[/bold]", escape(str(fact)))
-        Console().print(table)
-        if layers is not None:
-            _print_plans(layers)
-    if not findings.healthy:
-        raise typer.Exit(1)
-
-
-def _print_plans(layers: list[Any]) -> None:
-    """A table in which consecutive layers with equal plans share a line."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    if not layers:
         from twell.hf.sparsify import NONE_FOUND
 
-        print(NONE_FOUND)
-        return
-    table = Table("layer", "runs", "plan", "predicted", "frozen adds")
-    for (runs, plan, predicted, frozen), group in itertools.groupby(layers, key=lambda layer: layer[1:]):
-        first, *others = (layer.layer for layer in group)
-        names = f"{first} to {others[-1]}" if others else first
-        adds = "by its plan" if frozen is None else f"{frozen / 1e6:,.1f} MB" if frozen else ""
-        table.add_row(names, escape(runs), escape(plan), "" if predicted is None else f"{predicted:.2f}x", adds)
-    Console().print(table)
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for name, fact in facts.items():
+            table.add_row(f"[bold]{name}[/bold]", escape(fact))
+        Console().print(table)
+        table = Table("layer", "runs", "plan")
+        for (runs, plan), group in itertools.groupby(layers or [], key=lambda layer: layer[1:]):
+            first, *others = (layer.layer for layer in group)  # consecutive layers with equal plans share a line
+            table.add_row(f"{first} to {others[-1]}" if others else first, escape(runs), escape(plan))
+        if layers is not None:
+            Console().print(table if layers else NONE_FOUND)
+    if not healthy:
+        raise typer.Exit(1)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
 import shlex
 import sys
 
+from twell.workbench.extras import EXTRAS
+
 SHOW_TRACEBACK = "TWELL_TRACEBACK"  # an environment variable: 1 raises errors as they are
 BAD_INPUT, BUG = 2, 70  # exit codes; 1 is a command's own verdict
-_MODELS = ("transformers", "tokenizers", "safetensors", "huggingface_hub", "accelerate")
-_PACKAGES = {  # of each extra, by the names they are imported by
-    "cli": ("typer", "rich"),
-    "train": (*_MODELS, "pyarrow"),
-    "eval": ("lm_eval",),
-    "data": ("datasets",),
-    "bench": ("pynvml",),
-    "plot": ("matplotlib",),
-    "serve": (*_MODELS, "starlette", "uvicorn", "pydantic", "jinja2", "prometheus_client"),
-}
-
-
-def wants_traceback() -> bool:
-    return os.environ.get(SHOW_TRACEBACK, "") not in ("", "0")
 
 
 def one_line(message: Warning | str, *_: object, **__: object) -> str:
@@ -38,7 +24,7 @@ def explain(error: Exception) -> tuple[str, int]:
     said = str(error).strip().partition("\n")[0]
     package = (getattr(error, "name", None) or "twell").partition(".")[0]
     if isinstance(error, ImportError) and package != "twell":
-        extras = [extra for extra, packages in _PACKAGES.items() if package in packages]
+        extras = [extra for extra, packages in EXTRAS.items() if package in packages]
         extras.sort(key=lambda extra: extra not in sys.argv[1:2])  # first the one that is named as the command
         what = f"'twell[{extras[0]}]'" if extras else package
         if isinstance(error, ModuleNotFoundError):
@@ -51,15 +37,5 @@ def explain(error: Exception) -> tuple[str, int]:
     again = shlex.join(["twell", *sys.argv[1:]])
     return (
         f"twell: unexpected error: {type(error).__name__}: {said}\n"
-        f"This is a bug of twell. Please report it {_where()}, with what this prints: {SHOW_TRACEBACK}=1 {again}"
+        f"This is a bug of twell. Please report it, with what this prints: {SHOW_TRACEBACK}=1 {again}"
     ), BUG
-
-
-def _where() -> str:
-    """The address that the package's metadata names for issues, if any."""
-    try:
-        urls = importlib.metadata.metadata("twell").get_all("Project-URL") or []
-    except importlib.metadata.PackageNotFoundError:
-        urls = []
-    named = (url.partition(",") for url in urls)
-    return next((f"at {url.strip()}" for label, _, url in named if label.lower() == "issues"), "to its maintainers")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +14,7 @@ from twell.workbench.cli.common import counted_bar, load_model
 
 if TYPE_CHECKING:
     from twell.workbench.bench.timing import Spread
-    from twell.workbench.generate import Comparison, Generated, Parting, Settings
+    from twell.workbench.generate import Comparison, Generated, Parting
 
 _HEADING = 60  # characters of a prompt that stand above its text
 
@@ -34,17 +32,19 @@ def generate_text(
         Option("--stream/--no-stream", help="Print text as it comes. Default: for one prompt on a terminal."),
     ] = None,
     compare: Annotated[bool, Option("--compare", help="Dense against sparse: same tokens? How fast?")] = False,
-    max_new_tokens: Annotated[int | None, Option(help="Default: 128, or what fits into the context.")] = None,
-    temperature: Annotated[float | None, Option(help="0: greedy. Default: 0; with --top-p or --top-k 1.")] = None,
+    max_new_tokens: Annotated[int | None, Option(min=1, help="Default: 128, or what fits into the context.")] = None,
+    temperature: Annotated[
+        float | None, Option(min=0, max=100, help="Default: 0, greedy; with --top-p or --top-k 1.")
+    ] = None,
     top_p: Annotated[float | None, Option(help="Sample from the most likely tokens that make up this share.")] = None,
-    top_k: Annotated[int | None, Option(help="Sample from this many most likely tokens.")] = None,
-    seed: Annotated[int | None, Option(help="The same command with the same seed gives the same text.")] = None,
+    top_k: Annotated[int | None, Option(min=1, help="Sample from this many most likely tokens.")] = None,
+    seed: Annotated[int | None, Option(min=0, max=2**63 - 1, help="The same seed gives the same text.")] = None,
     static_cache: Annotated[
         bool, Option("--static-cache", help="A cache of fixed size; on a GPU transformers then compiles decoding.")
     ] = False,
     device: Annotated[str | None, Option(help="cuda or cpu. Default: cuda where there is one.")] = None,
     dtype: Annotated[str | None, Option(help="float32, bfloat16 or float16. Default: as the model was saved.")] = None,
-    repeats: Annotated[int, Option(help="Timed runs of --compare.")] = 5,
+    repeats: Annotated[int, Option(min=1, help="Timed runs of --compare.")] = 5,
     as_json: Annotated[bool, Option("--json", help="An object for each prompt, or one for --compare.")] = False,
 ) -> None:
     """Continue a prompt. FFNs with ReLU run sparsely, frozen; text goes to standard output, all else to standard error.
@@ -54,7 +54,6 @@ def generate_text(
     Dense against sparse: [bold]twell generate my-run/model --prompt "The ship" --compare[/bold]
     """
     from twell.hf.sparsify import sparsify_
-    from twell.hf.text import context_of
     from twell.nn import freeze_
     from twell.train.data import read_utf8
     from twell.workbench import generate as gen
@@ -65,26 +64,17 @@ def generate_text(
     for path in prompt_file or []:
         prompts.append(_standard_input() if str(path) == "-" else _without_break(read_utf8(path)))
     prompts = prompts or [_standard_input()]
-    gen.check_prompts(prompts)
-    settings = gen.Settings(
-        max_new_tokens=gen.DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+    language_model, tokenizer = load_model(model, device, dtype)
+    ids = gen.encode(tokenizer, prompts, chat=chat)
+    config = gen.config_for(
+        language_model,
+        ids,
+        max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        seed=seed,
         static_cache=static_cache,
     )
-    if compare and settings.samples:
-        raise ValueError("--compare is greedy: leave --temperature, --top-p and --top-k out")
-    if repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {repeats}")
-
-    language_model, tokenizer = load_model(model, device, dtype)
-    ids = gen.encode(tokenizer, prompts, chat=chat)
-    n_new = gen.new_tokens_that_fit(language_model, ids, max_new_tokens)
-    if max_new_tokens is None and n_new < gen.DEFAULT_NEW_TOKENS:
-        _say(f"at most {n_new} new tokens: the model's context holds {context_of(language_model):,}")
-    settings = dataclasses.replace(settings, max_new_tokens=n_new)
     facts = {
         "model": model,
         "dtype": str(language_model.dtype).removeprefix("torch."),
@@ -95,12 +85,11 @@ def generate_text(
         dense = gen.dense_twin(language_model)
         freeze_(language_model)
         with counted_bar("generating") as progress:
-            result = gen.compare(dense, language_model, ids, settings, repeats=repeats, progress=progress)
+            result = gen.compare(dense, language_model, ids, config, repeats=repeats, progress=progress)
         if as_json:
             print(json.dumps(_row_of(result, ids, tokenizer, facts, language_model.device, repeats)), flush=True)
         else:
-            _print_table(result, ids, facts)
-            print("\n".join(_agreement(result, tokenizer)))
+            _print_comparison(result, ids, tokenizer, facts)
         _say_frozen(language_model)
         raise Exit(0 if result.agrees else 1)
 
@@ -108,21 +97,29 @@ def generate_text(
     freeze_(language_model)
     if stream is None:
         stream = sys.stdout.isatty() and len(prompts) == 1 and not as_json
-    if stream:
-        done = _stream(language_model, tokenizer, prompts, ids, settings)
-    else:
-        done = gen.generate(language_model, tokenizer, ids, settings)
-        for number, (text, generated) in enumerate(zip(prompts, done, strict=False)):  # interrupted, there are fewer
+    done: list[Generated] = []
+    for some in [[one] for one in ids] if stream else [ids]:
+        if stream:
+            _print_heading(prompts, len(done))
+        on_text = _print_piece if stream else None
+        new = gen.generate(language_model, tokenizer, some, config, seed=seed, on_text=on_text)
+        for generated in new:  # interrupted, there may be fewer than prompts
             if as_json:
                 active = gen.active_neurons(language_model, generated.prompt_ids + generated.ids)
-                print(json.dumps({**_answer_of(text, generated, active), **facts, "sparse": sparse}), flush=True)
-            else:
-                _print_heading(text, number, len(prompts))
+                answer = _answer_of(prompts[len(done)], generated, active)
+                print(json.dumps({**answer, **facts, "sparse": sparse}), flush=True)
+            elif not stream:
+                _print_heading(prompts, len(done))
                 print(generated.text, flush=True)
-        _say(_times(done))
+            done.append(generated)
+        if stream:
+            print(flush=True)
+        _say(_times(new))
+        if new[-1].finish == "interrupted":
+            break
     _say(sparse)
     _say_frozen(language_model)
-    if any(generated.finish == "interrupted" for generated in done):
+    if done[-1].finish == "interrupted":
         _say("twell: interrupted")
         raise Exit(130)
 
@@ -150,32 +147,14 @@ def _without_break(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-# -- text ---------------------------------------------------------------------------------------------------
-
-
-def _stream(
-    model: Any, tokenizer: Any, prompts: Sequence[str], ids: Sequence[list[int]], settings: Settings
-) -> list[Generated]:
-    from twell.workbench import generate as gen
-
-    done: list[Generated] = []
-    for prompt, prompt_ids in zip(prompts, ids, strict=True):
-        _print_heading(prompt, len(done), len(prompts))
-        done += gen.generate(model, tokenizer, [prompt_ids], settings, on_text=_print_piece)
-        print(flush=True)
-        _say(_times(done[-1:]))
-        if done[-1].finish == "interrupted":
-            break
-    return done
-
-
 def _print_piece(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _print_heading(prompt: str, number: int, n_prompts: int) -> None:
-    if n_prompts > 1:
-        one_line = " ".join(prompt.split())
+def _print_heading(prompts: list[str], number: int) -> None:
+    """The beginning of one of several prompts, above its text."""
+    if len(prompts) > 1:
+        one_line = " ".join(prompts[number].split())
         shown = one_line if len(one_line) <= _HEADING else f"{one_line[: _HEADING - 3]}..."
         print(f"{'' if number == 0 else chr(10)}==> {shown} <==", flush=True)
 
@@ -194,11 +173,10 @@ def _answer_of(prompt: str, generated: Generated, active: dict[str, float]) -> d
     }
 
 
-def _times(done: Sequence[Generated]) -> str:
+def _times(done: list[Generated]) -> str:
     """Tokens and seconds of the prompts that one call computed."""
     n_prompt, n_new = sum(len(g.prompt_ids) for g in done), sum(len(g.ids) for g in done)
-    line = f"{n_prompt:,} prompt tokens, {n_new:,} new"
-    first = next((g.first_token_s for g in done if g.first_token_s is not None), None)
+    line, first = f"{n_prompt:,} prompt tokens, {n_new:,} new", done[0].first_token_s
     if first is None:
         return line
     seconds, later = max(g.seconds for g in done), n_new - len(done)
@@ -210,27 +188,25 @@ def _times(done: Sequence[Generated]) -> str:
 
 
 def _row_of(
-    result: Comparison, ids: Sequence[list[int]], tokenizer: Any, facts: dict[str, Any], device: Any, repeats: int
+    result: Comparison, ids: list[list[int]], tokenizer: Any, facts: dict[str, Any], device: Any, repeats: int
 ) -> dict[str, Any]:
     from twell.workbench.bench import timing
 
-    both = {"dense": result.dense, "sparse": result.sparse}
     return {
         "bench": "generate",
         **facts,
         "prompt_tokens": [len(p) for p in ids],
-        "new_tokens": [len(row) for row in result.sparse.ids],
-        "prefill_ms": {name: each.prefill_ms._asdict() for name, each in both.items()},
-        "decode_ms": {name: each.step_ms and each.step_ms._asdict() for name, each in both.items()},
-        "prefill_tokens_per_s": {name: each.prefill_tokens_per_s for name, each in both.items()},
-        "decode_tokens_per_s": {name: each.decode_tokens_per_s for name, each in both.items()},
-        "speedup": {what: ratio and round(ratio, 3) for what, ratio in result.speedups.items()},
-        "memory": {name: each.memory for name, each in both.items()},
+        "new_tokens": [len(row) for row in result.ids["sparse"]],
+        "prefill_ms": timing.by_way(result.prefill_ms),
+        "decode_ms": timing.by_way(result.step_ms),
+        "decode_tokens_per_s": result.tokens_per_s,
+        "speedup": {"prefill": _ratio(result.prefill_ms), "decode": _ratio(result.step_ms)},
+        "memory": result.memory,
         "agrees": result.agrees,
         "logits_difference": float(f"{result.logits_difference:.3g}"),
         "largest_logit": float(f"{result.largest_logit:.4g}"),
         "partings": [
-            {**parting._asdict(), "texts": _token_texts(parting, tokenizer), "verdict": parting.verdict}
+            {**parting._asdict(), "texts": _texts_of(parting, tokenizer), "verdict": parting.verdict}
             for parting in result.partings
         ],
         "repeats": repeats,
@@ -238,52 +214,48 @@ def _row_of(
     }
 
 
-def _print_table(result: Comparison, ids: Sequence[list[int]], facts: dict[str, Any]) -> None:
+def _ratio(times: dict[str, Spread]) -> float | None:
+    return round(times["dense"].p50 / times["sparse"].p50, 3) if times else None
+
+
+def _print_comparison(result: Comparison, ids: list[list[int]], tokenizer: Any, facts: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    both = result.dense, result.sparse
-    n_prompt, n_new = sum(map(len, ids)), max(len(row) for each in both for row in each.ids)
+    rows = [row for side in result.ids.values() for row in side]
+    n_prompt, n_new = sum(map(len, ids)), sum(map(len, result.ids["sparse"]))
     prompts = f"{n_prompt:,} prompt tokens" if len(ids) == 1 else f"{len(ids)} prompts of {n_prompt:,} tokens together"
     cache = ", static cache" if facts["static_cache"] else ""
-    print(f"{prompts}, up to {n_new:,} new; {facts['dtype']} on {facts['device']}{cache}")
+    print(f"{prompts}, up to {max(map(len, rows)):,} new; {facts['dtype']} on {facts['device']}{cache}")
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in ("", "dense", "sparse", "sparse is"):
         table.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
-    speedups = {what: "" if ratio is None else f"{ratio:.2f}x" for what, ratio in result.speedups.items()}
-    rates = ("" if each.decode_tokens_per_s is None else f"{each.decode_tokens_per_s:,.1f}" for each in both)
-    table.add_row("prefill, ms", *(_ms(each.prefill_ms) for each in both), speedups["prefill"])
-    table.add_row("prefill, tokens/s", *(f"{each.prefill_tokens_per_s:,.0f}" for each in both), "")
-    table.add_row("decode, ms a step", *(_ms(each.step_ms) for each in both), speedups["decode"])
-    table.add_row("decode, tokens/s", *rates, "")
+    for label, times in (("prefill, ms", result.prefill_ms), ("decode, ms a step", result.step_ms)):
+        if times:
+            table.add_row(label, *(_ms(times[side]) for side in result.ids), f"{_ratio(times):.2f}x")
+    if rates := result.tokens_per_s:
+        table.add_row("decode, tokens/s", *(f"{rates[side]:,.1f}" for side in result.ids))
     for what, label in (("weights", "weights"), ("frozen", "frozen beside them"), ("pass", "besides, peak")):
-        table.add_row(f"{label}, MB", *(f"{each.memory[what] / 1e6:,.1f}" for each in both), "")
+        table.add_row(f"{label}, MB", *(f"{result.memory[side][what] / 1e6:,.1f}" for side in result.ids))
     Console().print(table)
-
-
-def _ms(spread: Spread | None) -> str:
-    """The median, and half the distance from the 20th to the 80th percentile."""
-    return "" if spread is None else f"{spread.p50:.3g} ±{(spread.p80 - spread.p20) / 2 / spread.p50:.0%}"
-
-
-def _agreement(result: Comparison, tokenizer: Any) -> list[str]:
-    n_new = sum(map(len, result.sparse.ids))
-    logits = f"logits differ by up to {result.logits_difference:.2g}, the largest is {result.largest_logit:.3g}"
-    if not result.partings:
-        return [f"greedy tokens agree, all {n_new:,}; {logits}"]
-    lines = []
     for parting in result.partings:
-        which = "" if len(result.sparse.ids) == 1 else f"prompt {parting.prompt + 1}: "
-        texts = _token_texts(parting, tokenizer)
-        lines.append(
+        which = "" if len(ids) == 1 else f"prompt {parting.prompt + 1}: "
+        texts = _texts_of(parting, tokenizer)
+        print(
             f"{which}{parting.verdict}: greedy tokens part after {parting.position:,} equal ones, dense goes on with "
             f"{texts['dense']!r} ({parting.dense_token}), sparse with {texts['sparse']!r} ({parting.sparse_token}); "
             f"by {parting.dense_margin:.3g} and {parting.sparse_margin:.3g} of the logits, and rounding explains "
             f"{parting.bound:.2g}"
         )
-    return [*lines, logits]
+    agree = "" if result.partings else f"greedy tokens agree, all {n_new:,}; "
+    print(f"{agree}logits differ by up to {result.logits_difference:.2g}, the largest is {result.largest_logit:.3g}")
 
 
-def _token_texts(parting: Parting, tokenizer: Any) -> dict[str, str]:
+def _ms(spread: Spread) -> str:
+    """The median, and half the distance from the 20th to the 80th percentile."""
+    return f"{spread.p50:.3g} ±{(spread.p80 - spread.p20) / 2 / spread.p50:.0%}"
+
+
+def _texts_of(parting: Parting, tokenizer: Any) -> dict[str, str]:
     return {"dense": tokenizer.decode([parting.dense_token]), "sparse": tokenizer.decode([parting.sparse_token])}

@@ -27,7 +27,7 @@ def quantize(
     """
     from twell.hf.counts import COUNTS_FILE
     from twell.hf.loading import load_causal_lm
-    from twell.hf.sparsify import NONE_FOUND, sparsify_
+    from twell.hf.sparsify import sparsify_
     from twell.nn import sparse_ffns
     from twell.nn.quantize import quantize_
     from twell.train.files import writing
@@ -40,8 +40,7 @@ def quantize(
     tokenizer, language_model = load_tokenizer(model), load_causal_lm(model).eval()
     found = sparsify_(language_model)
     if next(sparse_ffns(language_model), None) is None:
-        why = found.rows[0].why if found.rows else NONE_FOUND
-        raise ValueError(f"{model} has no feed-forward layers to quantize: {why}")
+        raise ValueError(f"{model} has no feed-forward layers to quantize: {found.summary()}")
     report = quantize_(language_model)
     if not report.layers:
         raise ValueError(f"no feed-forward layer of {model} can be FP8: {report.left_alone[0][1]}")

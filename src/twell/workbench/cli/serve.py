@@ -45,20 +45,23 @@ def serve(
     [bold]twell serve my-run/model --port 8000[/bold]
     """
     from twell.hf.loading import model_path
-    from twell.workbench import serve as serving
+    from twell.hf.text import context_of
+    from twell.workbench.serve import batched, handover, running
+    from twell.workbench.serve.engine import Engine
+    from twell.workbench.serve.server import ModelServer
 
     if engine not in ("auto", "vllm", "twell"):
         raise ValueError(f"unknown engine {engine!r}: expected auto, vllm or twell")
     if api_key is not None and not api_key.strip():
         raise ValueError("the API key is empty: give one to --api-key or TWELL_API_KEY, or neither")
-    sock = serving.bind(host, port)
-    if not serving.is_local(sock) and api_key is None and not open_:
+    sock = running.bind(host, port)
+    is_open = api_key is None and not running.is_local(sock)
+    if is_open and not open_:
         raise ValueError(f"other machines can reach {host}: give --api-key, or --open to ask nobody for a key")
     model = model_path(model)
     called, hosts = name or _name_of(model), (host, socket.gethostname(), *(allow_host or []))
-    address = f"http://{_in_url(host)}:{sock.getsockname()[1]}"
-    warning = ["warning:  other machines can reach this address, and no key is asked for (--open)"]
-    warning = warning if open_ and api_key is None and not serving.is_local(sock) else []
+    address = f"http://{f'[{host}]' if ':' in host else host}:{sock.getsockname()[1]}"
+    warning = ["warning:  other machines can reach this address, and no key is asked for (--open)"] * is_open
     dtype = None if dtype is None else str(dtype_of(dtype)).removeprefix("torch.")
     own = {
         "--dense": dense,
@@ -68,52 +71,48 @@ def serve(
         f"--dtype {dtype}": dtype == "float64",
     }
     if _takes_vllm(engine, model, [option for option, is_given in own.items() if is_given]):
-        command, environment = serving.vllm_command(model, called, sock, dtype, drain, hosts, api_key)
+        command, environment = handover.vllm_command(model, called, sock, dtype, drain, hosts, api_key)
         print(f"address:  {address}/v1, the model is called {called}", *warning, sep="\n")
-        serving.hand_over(sock, command, environment)
+        handover.hand_over(sock, command, environment)
     language_model, tokenizer = load_model(model, device, dtype)
     print(f"model:    {model}, {str(language_model.dtype).removeprefix('torch.')}, on {language_model.device}")
     print(f"sparse:   {_make_sparse(language_model, dense)}", flush=True)
-    tokens = cache_tokens or serving.cache_tokens_for(language_model)
-    context = serving.context_of(language_model) or tokens
-    runner: serving.Engine
+    tokens = cache_tokens or batched.cache_tokens_for(language_model)
+    longest = context_of(language_model) or tokens
     if batching:
-        runner, why_not = serving.choose_engine(language_model, tokens)
+        runner, why_not = batched.choose_engine(language_model, tokens)
     else:
-        runner, why_not = serving.OneAtATime(language_model), "--no-batching"
+        runner, why_not = Engine(language_model), "--no-batching"
     with runner:
-        longest = context if why_not else min(context, tokens)
-        print(
-            f"requests: {f'one at a time ({why_not})' if why_not else 'computed together'}, "
-            f"up to {longest:,} tokens each" + ("" if why_not else f", {tokens:,} in all")
-        )
-        server = serving.ModelServer(language_model, tokenizer, called, runner, longest, api_key=api_key, hosts=hosts)
+        if why_not:
+            print(f"requests: one at a time ({why_not}), up to {longest:,} tokens each")
+        else:
+            longest = min(longest, tokens)
+            print(f"requests: computed together, up to {longest:,} tokens each, {tokens:,} in all")
+        server = ModelServer(language_model, tokenizer, called, runner, longest, api_key=api_key, hosts=hosts)
         sock.listen(1024)  # from here on clients can connect
         print(f"address:  {address}/v1", *warning, sep="\n")
         example = _example(address, called, tokenizer.chat_template is not None, api_key is not None)
         print(f"\n{example}\n\nCtrl-C ends it.", flush=True)
-        lived = serving.run(server, sock, drain)
-    if not lived:
-        print("twell: error: the model failed and could not start again; the lines above say why", file=sys.stderr)
-        raise Exit(1)
+        if not running.run(server, sock, drain):
+            print("twell: error: the model failed and could not start again; the lines above say why", file=sys.stderr)
+            raise Exit(1)
     print("stopped")
 
 
 def _takes_vllm(engine: str, model: str, own: list[str]) -> bool:
     """Decide whether vLLM serves the model, and print it. ``own``: given options that only the built-in server has."""
     from twell.vllm import installed_version
-    from twell.workbench import serve as serving
+    from twell.workbench.serve import handover
 
     version = None if engine == "twell" else installed_version()
     if version is None:
         if engine == "vllm":
             raise RuntimeError("vLLM is not installed: pip install 'twell[vllm]'")
         return False
-    why_not = serving.why_not_vllm(model, version, own, is_asked=engine == "vllm")
+    why_not = handover.why_not_vllm(model, version, own, is_asked=engine == "vllm")
     if why_not is None:
         print(f"engine:   vLLM {version} (--engine twell for the built-in server)")
-        if problem := serving.counts_problem(model):
-            print(f"warning:  {problem}")
     elif engine == "vllm":
         raise ValueError(f"vLLM cannot serve it so: {why_not}")
     else:
@@ -144,16 +143,10 @@ def _name_of(model: str) -> str:
     return folder.parent.name if folder.name == "model" else folder.name
 
 
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 def _example(address: str, name: str, can_chat: bool, asks_for_key: bool) -> str:
-    body: dict[str, Any] = {"model": name, "max_tokens": 32}
-    if can_chat:
-        path, body = "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": "Hello"}]}
-    else:
-        path, body = "/v1/completions", {**body, "prompt": "Once upon a time"}
+    path = "/v1/chat/completions" if can_chat else "/v1/completions"
+    messages = [{"role": "user", "content": "Hello"}]
+    asked: dict[str, Any] = {"messages": messages} if can_chat else {"prompt": "Once upon a time"}
     key = ' \\\n  -H "Authorization: Bearer $TWELL_API_KEY"' if asks_for_key else ""
-    data = shlex.quote(json.dumps(body))
+    data = shlex.quote(json.dumps({"model": name, "max_tokens": 32, **asked}))
     return f"curl {address}{path} \\\n  -H 'Content-Type: application/json'{key} \\\n  -d {data}"

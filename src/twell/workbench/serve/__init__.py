@@ -10,27 +10,3 @@ web application around it is our own, because ``transformers serve`` (5.17 to 5.
 
 Requests are checked here before the model sees them: an unsupported field is refused, never silently ignored.
 """
-
-from twell.workbench.serve.batched import Batched
-from twell.workbench.serve.choosing import cache_tokens_for, choose_engine, context_of
-from twell.workbench.serve.engine import Engine, OneAtATime
-from twell.workbench.serve.handover import counts_problem, hand_over, vllm_command, why_not_vllm
-from twell.workbench.serve.running import bind, is_local, run
-from twell.workbench.serve.server import ModelServer
-
-__all__ = [
-    "Batched",
-    "Engine",
-    "ModelServer",
-    "OneAtATime",
-    "bind",
-    "cache_tokens_for",
-    "choose_engine",
-    "context_of",
-    "counts_problem",
-    "hand_over",
-    "is_local",
-    "run",
-    "vllm_command",
-    "why_not_vllm",
-]

@@ -2,73 +2,61 @@
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
 import time
-from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from twell.hf.text import TextStream, decoder
 from twell.workbench.serve.jobs import Job, Scored
 from twell.workbench.serve.metrics import Metrics
 
 
-class Piece(NamedTuple):
-    text: str
-    tokens: list[tuple[int, Scored | None]]  # with log probabilities; the first token of a prompt has none
+@dataclasses.dataclass
+class Piece:
+    """A part of an answer. Its text can be empty and its tokens not: the next piece then has their text."""
+
+    text: str = ""
+    tokens: list[tuple[int, Scored | None]] = dataclasses.field(default_factory=list)  # a prompt's first: not scored
 
 
+@dataclasses.dataclass(eq=False)
 class Answer:
-    """The text of one job, piece by piece; afterwards ``finish_reason`` says why it ended."""
+    """The text of one job, piece by piece; ``finish_reason`` says why it ended."""
 
-    def __init__(
-        self,
-        job: Job,
-        results: asyncio.Queue[Any],
-        *,
-        index: int,
-        stops: list[str],
-        echo: str | None,
-        tokenizer: Any,
-        eos: set[int],
-        metrics: Metrics,
-    ) -> None:
-        self.job, self.results, self.index, self.stops, self.echo = job, results, index, stops, echo
-        self.tokenizer, self.eos, self.metrics = tokenizer, eos, metrics
-        self.started = time.monotonic()
-        self.tokens: list[int] = []
-        self.finish_reason = "stop"
-        self.offsets = TextStream(decoder(tokenizer))
-        self.offset = 0  # characters of text before the next token
+    job: Job
+    index: int
+    stops: list[str]
+    echo: str | None  # until the first piece, which begins with it
+    tokenizer: Any
+    eos: set[int]
+    metrics: Metrics
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """With ``echo`` the first piece is the prompt. A piece with empty text can carry tokens."""
-        text = TextStream(decoder(self.tokenizer))
-        until_stop = UntilStop(self.stops)
-        n_given, is_last = 0, False  # tokens in the pieces so far
-        waits_for_prompt = self.echo is not None
-        while not is_last:
-            result = await self.results.get()
-            if isinstance(result, Exception):
-                raise result
-            is_last, tokens = result is None, result or []
-            if waits_for_prompt:
-                waits_for_prompt = False
-                yield Piece(self.echo or "", list(zip(self.job.ids, self.job.prompt_scores, strict=False)))
-            if tokens and not self.tokens:
-                self.metrics.first_token.observe(time.monotonic() - self.started)
-            self.tokens += tokens
-            self.metrics.completion_tokens.inc(len(tokens))
-            piece = until_stop.add(text.add(tokens, last=is_last), last=is_last)
-            ends = is_last or until_stop.found
-            if piece or (ends and self.job.n_top is not None and n_given < len(self.tokens)):
-                yield Piece(piece, list(zip(self.tokens[n_given:], self.job.scores[n_given:], strict=False)))
-                n_given = len(self.tokens)
-            if until_stop.found:
-                break
-        self.metrics.whole_answer.observe(time.monotonic() - self.started)
-        last_token = self.tokens[-1] if self.tokens else None
-        if not until_stop.found and len(self.tokens) >= self.job.max_tokens and last_token not in self.eos:
-            self.finish_reason = "length"
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+        self._text, self._until_stop, self._n_given = TextStream(decoder(self.tokenizer)), UntilStop(self.stops), 0
+        self._offsets, self._offset = TextStream(decoder(self.tokenizer)), 0  # characters of text before the next token
+
+    def add(self, new: list[int] | None) -> Piece:
+        """The piece that new tokens complete. None: there are no more of them."""
+        piece, is_last, until_stop = Piece(), new is None, self._until_stop
+        if self.echo is not None:
+            piece, self.echo = Piece(self.echo, list(zip(self.job.ids, self.job.prompt_scores, strict=False))), None
+        if new and not self.tokens:
+            self.metrics.first_token.observe(time.monotonic() - self._started)
+        self.tokens += new or []
+        self.metrics.completion_tokens.inc(len(new or []))
+        text = until_stop.add(self._text.add(new or [], last=is_last), last=is_last)
+        if text or is_last or until_stop.found:
+            piece.text += text
+            piece.tokens += zip(self.tokens[self._n_given :], self.job.scores[self._n_given :], strict=False)
+            self._n_given = len(self.tokens)
+        if is_last or until_stop.found:
+            self.metrics.whole_answer.observe(time.monotonic() - self._started)
+            is_cut = not until_stop.found and len(self.tokens) >= self.job.max_tokens
+            self.finish_reason = "length" if is_cut and self.eos.isdisjoint(self.tokens[-1:]) else "stop"
+        return piece
 
     # -- log probabilities -----------------------------------------------------------------------------
 
@@ -106,8 +94,8 @@ class Answer:
         return top
 
     def _offset_of(self, token: int) -> int:
-        before = self.offset
-        self.offset += len(self.offsets.add([token]))
+        before = self._offset
+        self._offset += len(self._offsets.add([token]))
         return before
 
     def _text_of(self, token: int) -> str:
@@ -140,7 +128,5 @@ class UntilStop:
     def _held_back(self) -> int:
         """The number of characters at the end that may begin a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for n in range(min(longest, len(self._pending)), 0, -1):
-            if any(stop.startswith(self._pending[-n:]) for stop in self._stops):
-                return n
-        return 0
+        ends = (self._pending[-n:] for n in range(min(longest, len(self._pending)), 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from twell.hf.counts import COUNTS_FILE, counts_path
 from twell.hf.loading import check_name, load_config
 from twell.vllm import ARCHITECTURES, why_untested
 from twell.workbench.serve.guard import HOSTS_VARIABLE, KEY_VARIABLE, HandedOver
@@ -66,16 +65,6 @@ def vllm_command(
         # vLLM encodes the header as UTF-8 after the ASGI server has decoded it as latin-1: its key must match that.
         environment |= {KEY_VARIABLE: key, "VLLM_API_KEY": key.encode().decode("latin-1")}
     return command, environment
-
-
-def counts_problem(model: str) -> str | None:
-    """A warning for a model without counts, which vLLM runs densely on a GPU; else None."""
-    if not torch.cuda.is_available() or counts_path(model) is not None:
-        return None
-    return (
-        f"{model} has no {COUNTS_FILE}: in vLLM its feed-forward layers will run densely. "
-        f"twell calibrate {model} --text FILE writes it"
-    )
 
 
 def hand_over(sock: socket.socket, command: list[str], environment: dict[str, str]) -> NoReturn:

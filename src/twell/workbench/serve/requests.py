@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -34,6 +34,8 @@ class StreamOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """The fields of both endpoints. Unknown fields that would change the answer are refused."""
 
+    prompt_field: ClassVar[str]
+    default_tokens: ClassVar[int | None]  # None: as many as fit into the context
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0)
@@ -50,9 +52,10 @@ class GenerationRequest(BaseModel):
     def _without_what_changes_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             raise ValueError("expected a JSON object")
-        neutral = {name for name, value in body.items() if name in _NEUTRAL and _same(value, _NEUTRAL[name])}
-        left_out = {name for name, value in body.items() if value is None}
-        return {name: value for name, value in body.items() if name not in neutral | left_out | _NO_EFFECT}
+        neutral = {
+            name for name, value in body.items() if value is None or (name in _NEUTRAL and value == _NEUTRAL[name])
+        }
+        return {name: value for name, value in body.items() if name not in neutral | _NO_EFFECT}
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -63,13 +66,10 @@ class GenerationRequest(BaseModel):
         return stops
 
 
-def _same(value: Any, neutral: Any) -> bool:
-    """Whether two values are equal, with True different from 1 and False from 0."""
-    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-
-
 class CompletionRequest(GenerationRequest):
-    prompt: list[str] | list[list[int]]  # a single prompt becomes a list of one
+    prompt_field: ClassVar[str] = "prompt"
+    default_tokens: ClassVar[int | None] = 16  # as in OpenAI's legacy endpoint
+    prompt: list[str] | list[list[int]] | str | list[int]  # a single prompt becomes a list of one
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 
@@ -78,18 +78,15 @@ class CompletionRequest(GenerationRequest):
     def _false_is_none(cls, logprobs: Any) -> Any:
         return None if logprobs is False else logprobs
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt")
     @classmethod
     def _prompts(cls, prompt: Any) -> Any:
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
-            prompt = [prompt]
-        if not isinstance(prompt, list) or not (_all_texts(prompt) or _all_ids(prompt)):
-            raise ValueError("expected a string or a list of token ids, or a list of these")
-        if not all(prompt) or not prompt:
+        prompts = [prompt] if isinstance(prompt, str) or isinstance(next(iter(prompt), None), int) else prompt
+        if not all(prompts) or not prompts:
             raise ValueError("the prompt is empty")
-        if len(prompt) > MAX_PROMPTS:
-            raise ValueError(f"at most {MAX_PROMPTS} prompts a request, here are {len(prompt):,}")
-        return prompt
+        if len(prompts) > MAX_PROMPTS:
+            raise ValueError(f"at most {MAX_PROMPTS} prompts a request, here are {len(prompts):,}")
+        return prompts
 
     @model_validator(mode="after")
     def _something_to_do(self) -> Self:
@@ -100,14 +97,6 @@ class CompletionRequest(GenerationRequest):
     @property
     def n_top(self) -> int | None:
         return self.logprobs
-
-
-def _all_texts(prompts: list[Any]) -> bool:
-    return all(type(prompt) is str for prompt in prompts)
-
-
-def _all_ids(prompts: list[Any]) -> bool:
-    return all(type(prompt) is list and all(type(token) is int for token in prompt) for prompt in prompts)
 
 
 class Message(BaseModel):
@@ -127,6 +116,8 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
+    prompt_field: ClassVar[str] = "messages"
+    default_tokens: ClassVar[int | None] = None
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -137,6 +128,7 @@ class ChatRequest(GenerationRequest):
     def _top_of_what(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs: true")
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
 
     @property
@@ -162,8 +154,10 @@ def parse(kind: type[_Asked], body: bytes) -> _Asked:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(map(str, first["loc"]))
     what = first["msg"].removeprefix("Value error, ")
+    if first["loc"][:1] == ("prompt",) and len(first["loc"]) > 1:  # of the first of several types
+        where, what = "prompt", "expected a string or a list of token ids, or a list of these"
     if first["type"] == "json_invalid":
         raise ApiError(400, f"the body is no valid JSON: {what.removeprefix('Invalid JSON: ')}", code="invalid_json")
     if first["type"] == "extra_forbidden":

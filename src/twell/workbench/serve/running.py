@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
 import signal
@@ -40,8 +39,6 @@ def is_local(sock: socket.socket) -> bool:
 class TimedProtocol(H11Protocol):
     """Closes connections that send no request: uvicorn itself waits forever for the first one."""
 
-    _waiting: asyncio.TimerHandle | None = None
-
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch()
@@ -50,18 +47,11 @@ class TimedProtocol(H11Protocol):
         super().on_response_complete()
         self._watch()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-        super().connection_lost(exc)
-
     def _watch(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-        self._waiting = self.loop.call_later(HEADER_SECONDS, self._close_if_idle)
+        self.loop.call_later(HEADER_SECONDS, self._close_if_idle, self.cycle)
 
-    def _close_if_idle(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+    def _close_if_idle(self, last: Any) -> None:
+        if self.cycle is last and (last is None or last.response_complete):  # else a request has come since
             self.transport.close()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
 from starlette.applications import Starlette
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from twell.workbench.serve.answers import Answer, Piece, usage_of
-from twell.workbench.serve.choosing import vocabulary_of
+from twell.workbench.serve.batched import vocabulary_of
 from twell.workbench.serve.engine import Engine
 from twell.workbench.serve.guard import Guard
 from twell.workbench.serve.jobs import Job, Sampler
@@ -26,11 +26,11 @@ from twell.workbench.serve.requests import ApiError, ChatRequest, CompletionRequ
 
 MAX_BODY = 8 * 2**20  # bytes
 READ_SECONDS = 30.0  # for the whole body of a request
-DEFAULT_TOKENS = 16  # of a completion, as in OpenAI's legacy endpoint; a chat fills the context
 ALMOST_ZERO = 1e-4  # temperatures below are greedy: dividing logits by less overflows
 
 Part = Literal["first", "middle", "last", "whole"]  # of an answer
-Shape = Callable[[Answer, Piece, str | None, Part], dict[str, Any]]  # the str: finish_reason
+Shape = Callable[[Answer, Piece, Part], dict[str, Any]]
+Results = asyncio.Queue[tuple[int, Any]]  # (the answer's index, what its job delivers)
 
 
 class ModelServer:
@@ -65,12 +65,7 @@ class ModelServer:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {
-            ApiError: _answer_error,
-            HTTPException: _answer_error,
-            ClientDisconnect: _answer_nobody,
-            Exception: _answer_failure,
-        }
+        handlers: dict[Any, Any] = dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), _answer_error)
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = Guard(app, api_key=api_key, hosts=hosts, metrics=self.metrics)
 
@@ -87,25 +82,22 @@ class ModelServer:
     async def models(self, request: Request) -> Response:
         this = {"id": self.name, "object": "model", "created": self.created, "owned_by": "twell"}
         this["max_model_len"] = self.max_length
-        if "name" not in request.path_params:
+        if (name := request.path_params.get("name")) is None:
             return JSONResponse({"object": "list", "data": [this]})
-        self._check_name(request.path_params["name"])
+        self._check_name(name)
         return JSONResponse(this)
 
     async def completions(self, request: Request) -> Response:
         asked = parse(CompletionRequest, await _read(request))
         self._check_name(asked.model)
-        self.engine.check_room(len(asked.prompt))
-        texts = [prompt for prompt in asked.prompt if isinstance(prompt, str)]
-        given = [prompt for prompt in asked.prompt if isinstance(prompt, list)]
-        prompts = await self.prompts.of_texts(texts) if texts else given
-        for ids in prompts:
-            self._check(ids, asked.max_tokens, "prompt")
-        echoes: list[str | None] = [None] * len(prompts)
+        given: Any = asked.prompt
+        self.engine.check_room(len(given))
+        is_text = isinstance(given[0], str)
+        prompts = await self.prompts.of_texts(given) if is_text else given
+        echoes: list[Any] = [None] * len(prompts)
         if asked.echo:
-            echoes = [*texts] or [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
-        answers = self._start(asked, prompts, asked.max_tokens, DEFAULT_TOKENS, echoes)
-        return await self._respond(request, asked, answers, "cmpl", _completion)
+            echoes = given if is_text else [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
+        return await self._respond(request, asked, prompts, echoes)
 
     async def chat(self, request: Request) -> Response:
         asked = parse(ChatRequest, await _read(request))
@@ -114,10 +106,7 @@ class ModelServer:
         if self.tokenizer.chat_template is None:
             raise ApiError(400, f"{self.name} has no chat template, it continues texts: use /v1/completions")
         ids = await self.prompts.of_messages(asked.messages)
-        max_tokens = asked.max_completion_tokens or asked.max_tokens
-        self._check(ids, max_tokens, "messages")
-        answers = self._start(asked, [ids], max_tokens, None, [None])
-        return await self._respond(request, asked, answers, "chatcmpl", _chat)
+        return await self._respond(request, asked, [ids], [None])
 
     # -- what the two share ----------------------------------------------------------------------------
 
@@ -125,45 +114,6 @@ class ModelServer:
         if name is not None and name != self.name:
             message = f"there is no model {name!r} here, only {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-
-    def _check(self, ids: list[int], max_tokens: int | None, field: str) -> None:
-        self.prompts.check(ids, field)
-        room, wanted = self.max_length - len(ids), 1 if max_tokens is None else max_tokens
-        if room < wanted:
-            more = f" and max_tokens asks for {wanted:,} more" if max_tokens and room >= 1 else ""
-            raise self.prompts.too_long(field, f"{len(ids):,}{more}")
-
-    def _start(
-        self,
-        asked: CompletionRequest | ChatRequest,
-        prompts: list[list[int]],
-        max_tokens: int | None,
-        default: int | None,
-        echoes: list[str | None],
-    ) -> list[Answer]:
-        """Give a job for each prompt to the engine: all of them, or none."""
-        self.engine.check_room(len(prompts))
-        shared: dict[str, Any] = {"stops": asked.stop, "tokenizer": self.tokenizer, "eos": self.eos}
-        answers = []
-        for index, (ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
-            room, results = self.max_length - len(ids), asyncio.Queue[Any]()
-            n_tokens = min(room, default or room) if max_tokens is None else max_tokens
-            scores_prompt = echo is not None and asked.n_top is not None
-            sampler = self._sampler(asked)
-            job = Job(ids, n_tokens, sampler, _into(results), n_top=asked.n_top, scores_prompt=scores_prompt)
-            answers.append(Answer(job, results, index=index, echo=echo, metrics=self.metrics, **shared))
-        try:
-            for answer in answers:
-                self.engine.start(answer.job)
-                self.metrics.prompt_tokens.inc(len(answer.job.ids))
-        except ApiError:
-            self._end(answers)
-            raise
-        return answers
-
-    def _end(self, answers: list[Answer]) -> None:
-        for answer in answers:
-            self.engine.cancel(answer.job)
 
     def _sampler(self, asked: CompletionRequest | ChatRequest) -> Sampler | None:
         """Defaults: those of the model's generation_config.json, else OpenAI's, which is temperature 1."""
@@ -180,30 +130,100 @@ class ModelServer:
         self,
         request: Request,
         asked: CompletionRequest | ChatRequest,
-        answers: list[Answer],
-        prefix: str,
-        shape: Shape,
+        prompts: list[list[int]],
+        echoes: list[str | None],
     ) -> Response:
+        for ids in prompts:
+            self.prompts.check(ids, asked.max_tokens, asked.prompt_field)
+        answers, results = [], Results()
+        for index, (ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
+            room = self.max_length - len(ids)
+            n_tokens = min(room, asked.default_tokens or room) if asked.max_tokens is None else asked.max_tokens
+            job = Job(ids, n_tokens, self._sampler(asked), _into(results, index), asked.n_top)
+            job.scores_prompt = echo is not None and asked.n_top is not None
+            answers.append(Answer(job, index, asked.stop, echo, self.tokenizer, self.eos, self.metrics))
+        self._start(answers)
+        shape, prefix = (_chat, "chatcmpl") if isinstance(asked, ChatRequest) else (_completion, "cmpl")
         head = {"id": f"{prefix}-{answers[0].job.name}", "created": int(time.time()), "model": self.name}
         if asked.stream:
-            events = _events(answers, head, shape, asked.stream_options.include_usage)
+            events = self._events(answers, results, head, shape, asked.stream_options.include_usage)
             return _EventStream(events, lambda: self._end(answers))
+        watching = asyncio.create_task(_until_gone(request, results))
+        wholes = [Piece() for _ in answers]
         try:
-            wholes = await _unless_gone(request, _wholes(answers))
+            async for answer, piece in self._pieces(answers, results):
+                wholes[answer.index].text += piece.text
+                wholes[answer.index].tokens += piece.tokens
         finally:
+            watching.cancel()
             self._end(answers)
-        bodies = [shape(one, whole, one.finish_reason, "whole") for one, whole in zip(answers, wholes, strict=True)]
+        bodies = [shape(answer, whole, "whole") for answer, whole in zip(answers, wholes, strict=True)]
         choices = [choice for body in bodies for choice in body["choices"]]
         return JSONResponse({**head, **bodies[0], "choices": choices, "usage": usage_of(answers)})
 
+    async def _pieces(self, answers: list[Answer], results: Results) -> AsyncIterator[tuple[Answer, Piece]]:
+        """The pieces of all answers, in the order in which they come."""
+        running = len(answers)
+        while running:
+            index, result = await results.get()
+            if isinstance(result, Exception):
+                raise result
+            answer = answers[index]
+            if answer.finish_reason is not None:  # what came after a stop string
+                continue
+            piece = answer.add(result)
+            if answer.finish_reason is not None:
+                running -= 1
+                self.engine.cancel(answer.job)
+            yield answer, piece
 
-def _completion(answer: Answer, piece: Piece, reason: str | None, part: Part) -> dict[str, Any]:
+    async def _events(
+        self, answers: list[Answer], results: Results, head: dict[str, Any], shape: Shape, with_usage: bool
+    ) -> AsyncIterator[str]:
+        """The pieces as server-sent events."""
+
+        def event(body: dict[str, Any]) -> str:
+            return f"data: {json.dumps({**head, **body}, ensure_ascii=False)}\n\n"
+
+        begun: set[int] = set()
+        try:
+            async for answer, piece in self._pieces(answers, results):
+                if piece.text or piece.tokens:
+                    yield event(shape(answer, piece, "middle" if answer.index in begun else "first"))
+                    begun.add(answer.index)
+                if answer.finish_reason is not None:
+                    yield event(shape(answer, Piece(), "last"))
+            if with_usage:
+                yield event({**shape(answers[0], Piece(), "last"), "choices": [], "usage": usage_of(answers)})
+        except ApiError as error:
+            yield f"data: {json.dumps(error.body)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _start(self, answers: list[Answer]) -> None:
+        """Give all jobs to the engine, or none."""
+        self.engine.check_room(len(answers))
+        try:
+            for answer in answers:
+                self.engine.start(answer.job)
+                self.metrics.prompt_tokens.inc(len(answer.job.ids))
+        except ApiError:
+            self._end(answers)
+            raise
+
+    def _end(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            self.engine.cancel(answer.job)
+
+
+def _completion(answer: Answer, piece: Piece, part: Part) -> dict[str, Any]:
+    reason = answer.finish_reason if part in ("last", "whole") else None
     logprobs = answer.completion_logprobs(piece)
     choice = {"index": answer.index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
     return {"object": "text_completion", "choices": [choice]}
 
 
-def _chat(answer: Answer, piece: Piece, reason: str | None, part: Part) -> dict[str, Any]:
+def _chat(answer: Answer, piece: Piece, part: Part) -> dict[str, Any]:
+    reason = answer.finish_reason if part in ("last", "whole") else None
     said = {} if part in ("middle", "last") else {"role": "assistant"}
     said |= {} if part == "last" else {"content": piece.text}
     choice = {"index": answer.index, "logprobs": answer.chat_logprobs(piece), "finish_reason": reason}
@@ -212,15 +232,21 @@ def _chat(answer: Answer, piece: Piece, reason: str | None, part: Part) -> dict[
     return {"object": "chat.completion.chunk", "choices": [{**choice, "delta": said}]}
 
 
-def _into(results: asyncio.Queue[Any]) -> Callable[[Any], None]:
-    """Puts results into the queue from another thread."""
+def _into(results: Results, index: int) -> Callable[[Any], None]:
+    """Puts an answer's results into the queue from another thread."""
     loop = asyncio.get_running_loop()
 
     def deliver(result: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-            loop.call_soon_threadsafe(results.put_nowait, result)
+            loop.call_soon_threadsafe(results.put_nowait, (index, result))
 
     return deliver
+
+
+async def _until_gone(request: Request, results: Results) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    results.put_nowait((0, ClientDisconnect()))
 
 
 # -- requests and responses ----------------------------------------------------------------------------
@@ -240,107 +266,32 @@ class _EventStream(StreamingResponse):
             self.end()
 
 
-async def _wholes(answers: list[Answer]) -> list[Piece]:
-    """Each answer in one piece."""
-    wholes = []
-    for answer in answers:
-        pieces = [piece async for piece in answer.pieces()]
-        tokens = [token for piece in pieces for token in piece.tokens]
-        wholes.append(Piece("".join(piece.text for piece in pieces), tokens))
-    return wholes
-
-
-async def _events(answers: list[Answer], head: dict[str, Any], shape: Shape, with_usage: bool) -> AsyncIterator[str]:
-    """The pieces of all answers as server-sent events, in the order in which they come."""
-    made: asyncio.Queue[str | Exception | None] = asyncio.Queue()
-
-    def event(body: dict[str, Any]) -> str:
-        return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-    async def make_events(answer: Answer) -> None:
-        try:
-            part: Part = "first"
-            async for piece in answer.pieces():
-                made.put_nowait(event({**head, **shape(answer, piece, None, part)}))
-                part = "middle"
-            made.put_nowait(event({**head, **shape(answer, Piece("", []), answer.finish_reason, "last")}))
-            made.put_nowait(None)
-        except Exception as error:
-            made.put_nowait(error)
-
-    tasks = [asyncio.create_task(make_events(answer)) for answer in answers]
-    try:
-        running = len(tasks)
-        while running:
-            one = await made.get()
-            if isinstance(one, Exception):
-                raise one
-            if one is None:
-                running -= 1
-            else:
-                yield one
-        if with_usage:
-            last = shape(answers[0], Piece("", []), None, "last")
-            yield event({**head, **last, "choices": [], "usage": usage_of(answers)})
-    except ApiError as error:
-        yield event(error.body)
-    finally:
-        for task in tasks:
-            task.cancel()
-    yield "data: [DONE]\n\n"
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, list[Piece]]) -> list[Piece]:
-    """What ``work`` returns; it is cancelled as soon as the client disconnects."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.create_task(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-
-
 async def _read(request: Request) -> bytes:
     # Browsers let any web page post other content types, also to a server on the reader's own machine.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "send the request as JSON, with the header Content-Type: application/json")
-    body, size = bytearray(), 0
+    body = bytearray()
     try:
         async with asyncio.timeout(READ_SECONDS):
             async for part in request.stream():
-                size += len(part)
-                if size <= MAX_BODY:
-                    body += part
-                elif size > 4 * MAX_BODY:  # up to here it is read and dropped: clients listen only once all is sent
+                body += part
+                if len(body) > 4 * MAX_BODY:  # up to here it is read: clients listen only once all is sent
                     break
     except TimeoutError:
         raise ApiError(408, f"the request did not come within {READ_SECONDS:g} seconds") from None
-    if size > MAX_BODY:
+    if len(body) > MAX_BODY:
         raise ApiError(413, f"the request is larger than {MAX_BODY:,} bytes")
     return bytes(body)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    headers = error.headers if isinstance(error, HTTPException) else None
     if isinstance(error, HTTPException):  # from the routing: an unknown path, or another method
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
-    assert isinstance(error, ApiError)
-    headers = {"Connection": "close"} if error.status in (408, 413) else None  # the rest of the body is not read
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    if not isinstance(error, ApiError):  # the error itself goes to the log only: it can name paths
+        error = ApiError(500, "the server failed; its log says why")
+    if error.status in (408, 413):  # the rest of the body is not read
+        headers = {"Connection": "close"}
     return JSONResponse(error.body, error.status, headers)
-
-
-async def _answer_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def _answer_failure(request: Request, error: Exception) -> Response:
-    """The error itself goes to the log only: it can name paths."""
-    return JSONResponse(ApiError(500, "the server failed; its log says why").body, 500)
