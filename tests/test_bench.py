@@ -21,7 +21,7 @@ from twell.ops import backends
 from twell.ops import functional as ops
 from twell.plan import Plan
 from twell.workbench.bench import cases, ffn, graphs, timing
-from twell.workbench.cli.bench_common import print_speed_table
+from twell.workbench.cli.bench_table import print_rows
 
 __all__ = ["not_timed", "timed_shortly"]  # fixtures
 
@@ -113,7 +113,7 @@ def test_where_dense_is_compiled_sparse_is_called_compiled_too(monkeypatch: pyte
     )
     assert row["speedup_called_eager"] > 0 and row["speedup_called_compiled"] > 0
     assert compiled == [{"fullgraph": True, "dynamic": False}] * (1 + 4 + 4)  # one timed alone, four of both as called
-    print_speed_table([row])
+    print_rows([row])
 
 
 def test_on_a_cpu_calls_are_timed_where_asked_for() -> None:

@@ -15,12 +15,11 @@ from command_line import Twell
 from short_benchmarks import spread, timed_once, timed_shortly
 from twell.fp8 import Fp8Linear
 from twell.nn.quantize import quantize_
-from twell.ops import backends
 from twell.plan import Plan
 from twell.reference import Weights, forward, to_fp8
 from twell.workbench.bench import cases, ffn, fp8, rows, timing
 from twell.workbench.bench.checks import check_fp8
-from twell.workbench.cli.bench_common import print_speed_table
+from twell.workbench.cli.bench_table import print_rows
 
 KINDS: list[Any] = [fp8.DenseFp8FFN, fp8.Fp8WeightsFFN]
 CASE = ffn.Case(workload="skew10", M=20, D=64, F=256, called=True)
@@ -178,7 +177,7 @@ def test_a_row_with_sparse_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     )
     (layer,) = layers["sparse_fp8"]  # with a plan by other tokens and FP8's costs, which stays
     assert layer.plan is not None and layer.plan.mean_active is not None and not layer._plans_itself
-    print_speed_table([row | {"speedup_fp8": 12.3456}])
+    print_rows([row | {"speedup_fp8": 12.3456}])
     assert [line for line in capsys.readouterr().out.splitlines() if "sparse FP8" in line and "12.35x" in line]
     monkeypatch.setattr(Fp8Linear, "forward", lambda self, x: 2 * x.new_ones(*x.shape[:-1], self.out_features))
     with pytest.raises(ffn.WrongResult, match="sparse_fp8 output is wrong"):
@@ -234,19 +233,6 @@ def test_a_token_that_fires_nothing_has_no_relative_error() -> None:
     assert check_fp8(silent.x, silent, True, {"fp8": y + 1}) == ({"fp8": None}, {"fp8": None})
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or not backends._HAS_TRITON, reason="the interpreter runs without a GPU")
-@pytest.mark.usefixtures("timed_once")
-def test_layers_of_a_trace_have_fp8_too() -> None:
-    from twell.workbench.bench import ffn_trace
-
-    layer = ffn_trace.TracedLayer("last", torch.rand(40, 64) < 0.5)  # runs densely
-    how: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "seconds": 0}
-    row = ffn_trace.measure(layer, 20, 32, **how, fp8=True)
-    assert {"fp8_ms", "fp8_weights_ms", "speedup_over_fp8", "fp8_accumulation"} <= set(row)
-    assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], abs=1e-3)
-    assert not [name for name in ffn_trace.measure(layer, 20, 32, **how) if "fp8" in name]
-
-
 # -- The command -------------------------------------------------------------------------------------------
 
 
@@ -255,16 +241,16 @@ def test_the_printed_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     case = dataclasses.replace(CASE, called=False)
     with_, without = (next(ffn.run([dataclasses.replace(case, fp8=use)], seconds=0.0)) for use in (True, False))
     with_ |= {"sparse_ms": spread(0.3), "frozen_ms": spread(0.2), "speedup_over_fp8": 98.7654}
-    print_speed_table([with_, without])
+    print_rows([with_, without])
     text = capsys.readouterr().out
     words = " ".join(text.split())  # the caption is as wide as the table
-    assert "over FP8" in words and words.count("dense FP8 ") == 2 and words.count("FP8 weights") == 1  # one is there
+    assert "over FP8:" in words and words.count("dense FP8 ") == 2 and words.count("FP8 weights") == 1  # one is there
     (line,) = (line for line in text.splitlines() if "98.77x" in line)
     assert "frozen" in line
-    print_speed_table([without])
+    print_rows([without])
     assert "FP8" not in capsys.readouterr().out
     called = next(ffn.run([dataclasses.replace(CASE, fp8=True)], seconds=0.0))
-    print_speed_table([called])
+    print_rows([called])
     assert "over FP8" in capsys.readouterr().out
 
 

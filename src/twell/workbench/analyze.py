@@ -95,7 +95,7 @@ def analyze(
     if batch_size is None:
         batch_size = max(1, DEFAULT_LENGTH // length)
     trace = record(model, input_ids, batch_size=batch_size, progress=progress)
-    ffns = [getattr(model, "base_model", model).get_submodule(name) for name in trace.names or []]
+    ffns = [getattr(model, "base_model", model).get_submodule(name) for name in trace.names]
     return analyze_trace(
         trace,
         input_ids,
@@ -121,8 +121,6 @@ def analyze_trace(
 ) -> Analysis:
     """Analyse the trace of ``input_ids`` [sequences, length]. ``shapes`` and ``counted`` have one entry a layer."""
     n_sequences, length = input_ids.shape
-    if trace.hidden_sizes is None:
-        raise ValueError("the trace does not hold the width of its layers")
     if trace.tokens != input_ids.numel():
         raise ValueError(f"the trace has {trace.tokens:,} tokens, input_ids {input_ids.numel():,}")
     if length < 2:

@@ -6,7 +6,6 @@ counterpart; the same rows make the terminal's tables, the page and the closing 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from pathlib import Path
@@ -82,7 +81,7 @@ def show_activation(console: Console) -> tuple[Any, Any, float]:
     trace = record(model, ids)
     F = model.config.intermediate_size
     table = Table("token", *(f"layer {i}" for i in range(trace.layers)), f"of {F} each", box=None, pad_edge=False)
-    fired = torch.stack([trace.pattern(i, F).sum(1) for i in range(trace.layers)], 1)  # [tokens, layers]
+    fired = torch.stack([trace.pattern(i).sum(1) for i in range(trace.layers)], 1)  # [tokens, layers]
     for token, counts in zip(ids[0].tolist(), fired.tolist(), strict=True):
         share = sum(counts) / (F * len(counts))
         table.add_row(repr(tokenizer.decode([token])), *map(str, counts), f"{share:.1%}")
@@ -126,7 +125,6 @@ def time_model(console: Console, size: Size) -> list[dict[str, Any]]:
     """A row of ``twell bench model`` (prefill) and one of ``twell bench decode``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from twell.hf.sparsify import sparsify_
     from twell.workbench.bench import decode
     from twell.workbench.bench import model as prefill
 
@@ -143,15 +141,10 @@ def time_model(console: Console, size: Size) -> list[dict[str, Any]]:
         hidden_act="relu",
     )
     with console.status("measuring"):
-        dense = LlamaForCausalLM(config).eval()
-        inputs = cases.make(size.workload, size.prefill, size.D, size.F, dtype=torch.float32)
-        cases.write_ffns_(dense, inputs)
-        sparse = copy.deepcopy(dense)
-        sparsify_(sparse)
-        subject = prefill.Subject(dense, sparse, {"workload": size.workload}, x=inputs.x)
+        subject = prefill.synthetic(LlamaForCausalLM(config).eval(), size.workload, (1, size.prefill))
         ids = torch.randint(config.vocab_size, (1, size.prefill))
         read = prefill.measure(subject, ids, seconds=size.seconds)
-        del subject, dense, sparse
+        del subject
         fresh = LlamaForCausalLM(config).eval()  # without the hooks that replace inputs
         written = decode.measure(fresh, size.workload, 1, size.context, graph=False, seconds=size.seconds)
     rows = [

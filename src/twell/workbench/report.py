@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from twell._version import __version__
 from twell.workbench.analysis import Analysis
-from twell.workbench.bench import plot
+from twell.workbench.bench import break_even
 
 FORMAT = 1  # of the embedded JSON
 _WAYS = ("dense", "compiled", "sparse")
@@ -174,17 +174,17 @@ def _way(name: str, row: Row, tokens: int) -> Row:
 
 
 def _break_even(analysis: Analysis, rows: Sequence[Row]) -> Row | None:
-    """Speedup of one FFN against its mean active neurons; see ``twell.workbench.bench.plot``."""
+    """Speedup of one FFN against its mean active neurons; see ``twell.workbench.bench.break_even``."""
     given = [dict(row) for row in rows]
     try:
-        shape, families = plot.select(given)
+        shape, families = break_even.select(given)
     except ValueError:  # no row has a point of the curve
         return None
-    found = plot.break_even(given, shape, families)
+    found = break_even.break_even(given, shape, families)
     facts = analysis.facts
     return {
         "shape": str(shape),
-        "families": {plot.STYLES[family].label: points for family, points in families.items()},
+        "families": {break_even.FAMILIES[family]: points for family, points in families.items()},
         "predicted": [*found.predicted[:-2:4], *found.predicted[-2:]],  # every fourth point, and the end
         "at": found.at,  # active neurons at which the speedup is 1
         "measured": found.is_measured,
@@ -211,7 +211,7 @@ def build(
     measurements = [found for row in rows if (found := _measurement(row)) is not None]
     if speed is not None and not measurements:
         raise ValueError("--speed has no rows of twell bench ffn or twell bench model")
-    training, break_even = _training(metrics or ()), _break_even(analysis, rows)
+    training, curve = _training(metrics or ()), _break_even(analysis, rows)
     timed = _timed_layers(analysis, rows)
     data = {
         "format": FORMAT,
@@ -226,12 +226,12 @@ def build(
         "no_layer_times": _NO_LAYER_TIMES,
         "measurements": measurements,
         "measurements_drawn": _DRAWN,
-        "break_even": break_even,
+        "break_even": curve,
     }
     missing = {
         "training": None if training else _NO_TRAINING,
         "speed": None if measurements else _NO_TIMES,
-        "break-even": None if break_even else _NO_CURVE,
+        "break-even": None if curve else _NO_CURVE,
     }
     names = ("layers", "positions", "text", "tokens", "frequencies", "overlap", "plan", *missing)
     script, style = _page_file("report.js"), _page_file("report.css")
@@ -333,7 +333,9 @@ def verdict(analysis: Analysis, measurements: Sequence[Measurement] = ()) -> str
     dense = sum(layer.plan.dense for layer in layers)
     if dense == len(layers):
         F, active = max(facts.hidden_sizes), f"{analysis.mean_active / len(layers):.3g}"
-        pays = plot.modelled_break_even(plot.Shape("", True, facts.width, F, "", 1 << 40))  # for a batch of any size
+        pays = break_even.modelled_break_even(
+            break_even.Shape("", True, facts.width, F, "", 1 << 40)
+        )  # for a batch of any size
         if pays is None:
             said = f"This model is too small for the GPU kernels to gain: layers of {F:,} neurons always run densely."
         else:

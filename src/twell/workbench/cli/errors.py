@@ -16,7 +16,6 @@ _PACKAGES = {  # of each extra, by the names they are imported by
     "eval": ("lm_eval",),
     "data": ("datasets",),
     "bench": ("pynvml",),
-    "plot": ("matplotlib",),
     "serve": (*_MODELS, "starlette", "uvicorn", "pydantic", "jinja2", "prometheus_client"),
 }
 
