@@ -79,7 +79,7 @@ def test_bench_prints_a_table(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> 
     result = twell(*command)
     assert result.returncode == 0, result.stderr
     head = next(line for line in result.stdout.splitlines() if "workload" in line)
-    assert head.split() == ["workload", "tokens", "active", "ms", "speedup", "called", "ms", "called", "host", "us"]
+    assert head.split() == ["workload", "tokens", "active", "ms", "speedup", "ms", "called", "us", "MB", "error"]
     assert len(re.findall(r"\d\.\d\dx", result.stdout)) == 4  # sparse and frozen: the device's, and as called
 
 
