@@ -176,8 +176,7 @@ CONFIGS: dict[str, Damage] = {
 ON_MODEL: dict[str, list[str]] = {
     "analyze": ["analyze", "MODEL", "--text", "TEXT", "--tokens", "64"],
     "generate": ["generate", "MODEL", "-p", "hello", "--max-new-tokens", "2"],
-    "bench": ["bench", "model", "MODEL", "--length", "8", "--batch", "1", "--seconds", "0", "--device", "cpu"],
-    "trace": ["trace", "MODEL", "--text", "TEXT", "--out", "OUT/trace.npz", "--tokens", "64"],
+    "bench": ["bench", "model", "MODEL", "--shape", "1x8", "--seconds", "0", "--device", "cpu"],
     "eval": ["eval", "MODEL", "--text", "TEXT"],
     "calibrate": ["calibrate", "MODEL", "--text", "TEXT", "--tokens", "64"],
     "check": ["convert", "MODEL", "--check"],
@@ -189,8 +188,8 @@ ON_MODEL: dict[str, list[str]] = {
 def pairs() -> list[tuple[str, str]]:
     """Every damage with two of the commands that read the file, so that every command meets every kind of damage."""
     readers = {
-        **dict.fromkeys(WEIGHTS, ("analyze", "generate", "bench", "trace", "eval", "calibrate", "check")),
-        **dict.fromkeys(TOKENIZERS, ("analyze", "generate", "bench", "trace", "eval", "calibrate", "convert")),
+        **dict.fromkeys(WEIGHTS, ("analyze", "generate", "bench", "eval", "calibrate", "check")),
+        **dict.fromkeys(TOKENIZERS, ("analyze", "generate", "bench", "eval", "calibrate", "convert")),
         **dict.fromkeys(CONFIGS, ("doctor", "analyze", "check", "generate", "doctor", "convert", "eval", "bench")),
         "counts garbage": ("doctor", "analyze", "generate"),
     }
@@ -451,7 +450,6 @@ def test_a_missing_extra_is_named(place: Path, tmp_path: Path) -> None:
         "bench decode --preset tiny",
         "bench train --model --preset tiny",
         "calibrate MODEL --text TEXT",
-        "trace MODEL --text TEXT --out OUT/t.npz",
         "analyze MODEL --text TEXT",
         "generate MODEL -p x",
         "convert MODEL --check",
