@@ -143,10 +143,9 @@ def test_a_row_with_fp8(with_kernels: None) -> None:
     assert row["speedup_fp8"] == pytest.approx(dense / row["sparse_fp8_ms"]["p50"], abs=1e-3)
     assert row["speedup_over_fp8"] == pytest.approx(dense / row["sparse_ms"]["p50"], abs=1e-3)
     assert row["difference_fp8"] < 0.03 and row["difference"] < 1e-5
-    assert list(row["error"]) == list(row["quantisation_error"]) == ways[2:]
-    assert all(0.01 < error < 0.2 for error in row["quantisation_error"].values())
+    assert list(row["error"]) == ways[2:]
     without = decode.measure(llama(), "skew29", 2, 4, graph=False, seconds=0)
-    assert not [name for name in without if "fp8" in name or "quantisation" in name]
+    assert not [name for name in without if "fp8" in name]
 
 
 @pytest.mark.parametrize(("kind", "says"), [(fp8.DenseFp8FFN, "fp8 output"), (Fp8Linear, "sparse_fp8 output")])

@@ -136,7 +136,7 @@ def test_on_a_cpu_nothing_changes() -> None:
     inputs = cases.make("skew10", 20, 64, 256, dtype=torch.float32)
     assert list(ffn.make_layers(CASE, inputs, None, 1)) == ["dense", "sparse", "frozen"]
     (row,) = ffn.run([CASE], seconds=0.0)
-    assert not [name for name in row if "fp8" in name or "quantisation" in name]
+    assert not [name for name in row if "fp8" in name]
     assert list(row["error"]) == ["dense", "sparse", "frozen"]
 
 
@@ -148,8 +148,7 @@ def test_a_row_with_fp8(gated: bool, tmp_path: Path) -> None:
         assert list(row["called_ms"]) == ["dense", *names, "sparse", "frozen"]
         assert [name for name in fp8.NAMES if f"{name}_ms" in row] == names
         assert list(row["error"]) == ["dense", "sparse", "frozen", *names]
-        assert 1e-3 < row["error"]["fp8"] < 0.04 < row["quantisation_error"]["fp8"] < 0.2
-        assert list(row["quantisation_error"]) == names and row["fp8_accumulation"] == "fast"
+        assert 1e-3 < row["error"]["fp8"] < 0.04
         for ratio, times in (
             ("speedup_over_fp8", {name: row[f"{name}_ms"]["p50"] for name in (*names, "sparse", "frozen")}),
             ("speedup_called_over_fp8", {name: of["p50"] for name, of in row["called_ms"].items()}),
@@ -158,7 +157,7 @@ def test_a_row_with_fp8(gated: bool, tmp_path: Path) -> None:
             assert row[ratio] == pytest.approx(fastest, abs=1e-3)
         rows.append(row, tmp_path / "rows.jsonl")
     assert rows.read([tmp_path / "rows.jsonl"]) == [few, many]
-    assert few["error"]["fp8_weights"] < 1e-6 < few["quantisation_error"]["fp8_weights"]
+    assert few["error"]["fp8_weights"] < 1e-6
 
 
 def test_a_row_with_sparse_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,8 +228,7 @@ def test_a_token_that_fires_nothing_has_no_relative_error() -> None:
     inputs = cases.make("skew10", 1, 64, 256, dtype=torch.float32)
     silent = dataclasses.replace(inputs, x=torch.zeros(1, 64))
     y = torch.zeros(1, 64)
-    assert check_fp8(silent.x, silent, True, {"fp8": y}) == ({"fp8": 0.0}, {"fp8": 0.0})
-    assert check_fp8(silent.x, silent, True, {"fp8": y + 1}) == ({"fp8": None}, {"fp8": None})
+    assert check_fp8(silent.x, silent, True, {"fp8": y}) == {"fp8": 0.0}
 
 
 # -- The command -------------------------------------------------------------------------------------------

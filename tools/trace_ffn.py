@@ -89,9 +89,9 @@ def measure(
                 raise WrongResult(f"dense FP8 output is wrong: {apart:.2e} from the compiled one")
         times = timing.compare(runs, seconds=seconds, device=x.device)
         if "gate in fp8" in times:
-            times[fp8_ways.SPARSE] = timing.added(times.pop("gate in fp8"), times.pop("after gate in fp8"))
-        times["frozen"] = timing.added(times["gate"], times["after gate"])
-        times["sparse"] = timing.added(times["layout"], times["frozen"])
+            times[fp8_ways.SPARSE] = added(times.pop("gate in fp8"), times.pop("after gate in fp8"))
+        times["frozen"] = added(times["gate"], times["after gate"])
+        times["sparse"] = added(times["layout"], times["frozen"])
         parts_ms = ffn.parts_ms(split, w, seconds)
     return {
         **ffn.fields(case, "ffn", "triton", active.sum().item() / M, times),
@@ -101,6 +101,11 @@ def measure(
         "plan": ffn.plan_facts(plan),
         "parts_ms": parts_ms,
     }
+
+
+def added(*spreads: timing.Spread) -> timing.Spread:
+    """Of calls that follow each other."""
+    return timing.Spread(*(round(sum(of), 5) for of in zip(*spreads, strict=True)))
 
 
 def plan_and_rest(recorded: Tensor, M: int, D: int, **costs: bool) -> tuple[Plan, Tensor]:
@@ -151,7 +156,7 @@ def _in_graphs(
     times = timing.compare(runs, seconds=seconds, device=x.device, before=restore)
     times = timing.shared(times, ffn.GRAPH_LAYERS)
     if is_union:
-        times["sparse"] = timing.added(times["gate"], times["after gate"])
+        times["sparse"] = added(times["gate"], times["after gate"])
     return {**times, "frozen": times["sparse"]}
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from trace_ffn import plan_and_rest, replay
+from trace_ffn import added, plan_and_rest, replay
 from twell.formats import TwELL
 from twell.gpu.training import split_training
 from twell.plan import Plan
@@ -49,7 +49,7 @@ def measure(
         layer = _Replay(p, plan, timed)
         runs |= {"gate": layer.cold_gate, "rest": layer.rest}
         times = timing.compare(runs, seconds=seconds, device=device)
-        times["sparse"] = timing.added(times["gate"], times["rest"])
+        times["sparse"] = added(times["gate"], times["rest"])
     case = ffn.Case(workload=name, M=M, D=D, F=F, dtype=dtype, device=str(device), backend="triton")
     return train_ffn.make_row(
         case, "triton", plan, mean_active=mean, times=times, error=errors, memory=None, joules=None

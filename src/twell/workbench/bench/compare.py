@@ -52,7 +52,7 @@ _SPEEDUPS = {  # the times that each was computed from
     for start, places in _PLACES.items()
     for end, sides in _OVER.items()
 }
-_RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "kept_ratio", "joules_ratio", "memory.ratio", "memory_ratio")
+_RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "joules_ratio", "memory.ratio", "memory_ratio")
 
 Verdict = Literal["noise", "better", "worse", "other machine", "unknown"]
 

@@ -57,7 +57,7 @@ def measure(
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
     ids = torch.randint(config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
-    errors: dict[str, Any] = {}
+    errors: dict[str, float] = {}
 
     def check_ffns() -> None:
         outputs = {
@@ -65,8 +65,7 @@ def measure(
             for name, each in models.items()
             if name not in ("dense", "sparse")
         }
-        found, quantisation = check_fp8(tokens.flatten(0, 2), inputs, True, outputs)
-        errors.update({"error": found, "quantisation_error": quantisation} if found else {})
+        errors.update(check_fp8(tokens.flatten(0, 2), inputs, True, outputs))
 
     row = _measured(models, options, ids.to(device), context, check_ffns, **how)
     plan = models["sparse"].model.layers[0].mlp.plan
@@ -75,7 +74,7 @@ def measure(
         "workload": workload,
         "frozen_bytes": frozen,
         "mean_active": round(mean_active, 2),
-        **errors,
+        **({"error": errors} if errors else {}),
         **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
     }
 

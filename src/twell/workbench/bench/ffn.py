@@ -58,7 +58,6 @@ class Case:
     graph: bool = False  # time replays of CUDA graphs of GRAPH_LAYERS layers; rows have the time of one layer
     called: bool | None = None  # also as called. Default: on a GPU; on a CPU all times are those of calls
     fp8: bool | None = None  # also in FP8. Default: where dense FP8 runs
-    seed: int = 0
 
     @property
     def is_fp8(self) -> bool:
@@ -85,8 +84,7 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
             largest = max(c.M for c in cases_ if dataclasses.replace(c, M=0) == key)
             if backends.choose_backend(case.backend, torch.device(case.device)) == "triton":
                 largest += PLAN_TOKENS
-            how: dict[str, Any] = {"seed": case.seed, "dtype": case.dtype, "device": case.device}
-            inputs = cases.make(case.workload, largest, case.D, case.F, **how)
+            inputs = cases.make(case.workload, largest, case.D, case.F, dtype=case.dtype, device=case.device)
             made_for = key
         yield _run_case(case, inputs, seconds)
 
@@ -99,7 +97,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     runs = alternatives(case, inputs, x, plan)
     checked = {name: run().clone() for name, run in runs.items()}
     errors = check_all(x, inputs, case.gated, checked)
-    errors_fp8, quantisation = check_fp8(x, inputs, case.gated, checked)
+    errors |= check_fp8(x, inputs, case.gated, checked)
     times = timing.compare(runs, seconds=seconds, device=x.device)
     for name in runs.keys() - {*DENSE}:
         require_same(runs[name](), checked[name], name)
@@ -112,12 +110,11 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     mean_active = (torch.relu(nnf.linear(x, inputs.w_gate)) != 0).sum().item() / case.M
     row = {
         **fields(case, "ffn", backend, mean_active, times),
-        **({"graph_layers": GRAPH_LAYERS, "graphs": GRAPHS} if case.graph else {}),
+        **({"graph_layers": GRAPH_LAYERS} if case.graph else {}),
         **ratios(times),
         **(_as_called(case, inputs, x, plan, seconds) if case.is_called else {}),
         **({"memory": memory} if memory else {}),
-        "error": {**errors, **errors_fp8},
-        **({"quantisation_error": quantisation} if quantisation else {}),
+        "error": errors,
     }
     if plan is not None:
         row["plan"] = plan_facts(plan)
@@ -201,8 +198,7 @@ def over_fp8(times: timing.Times, prefix: str = "speedup") -> dict[str, Any]:
     found: dict[str, Any] = {"over_fp8": min(times[name].p50 for name in _SPARSE if name in times)}
     if fp8.SPARSE in times:
         found["fp8"] = times[fp8.SPARSE].p50
-    found = {f"{prefix}_{name}": round(min(dense) / ms, 3) for name, ms in found.items()}
-    return found | ({"fp8_accumulation": "fast"} if prefix == "speedup" else {})
+    return {f"{prefix}_{name}": round(min(dense) / ms, 3) for name, ms in found.items()}
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:

@@ -85,8 +85,7 @@ def run(cases_: Sequence[ffn.Case], *, seconds: float = 3.0) -> Iterator[dict[st
     for case in cases_:
         backend = backends.choose_backend(case.backend, torch.device(case.device))
         n_seen = ffn.PLAN_TOKENS if backend == "triton" else 0
-        how: dict[str, Any] = {"seed": case.seed, "dtype": case.dtype, "device": case.device}
-        inputs = cases.make(case.workload, case.M + n_seen, case.D, case.F, **how)
+        inputs = cases.make(case.workload, case.M + n_seen, case.D, case.F, dtype=case.dtype, device=case.device)
         w = Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
         plan = _plan_by(inputs.x[case.M :], w) if n_seen else None
         yield _run_case(case, Problem.of(inputs.x[: case.M], w), plan, seconds)

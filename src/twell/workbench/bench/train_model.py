@@ -42,7 +42,7 @@ def measure(setup: Setup, *, seconds: float = 3.0) -> dict[str, Any]:
     """A JSON-ready row. Dense and sparse one after the other, each alone in memory.
 
     Each is an object, or "out of memory". Its ``memory``, in bytes: ``peak`` of a step; ``activations``, the peak
-    less weights, gradients and optimiser state; ``kept``, what a forward leaves for its backward (None on a CPU).
+    less weights, gradients and optimiser state.
     """
     results = {name: _alone(name, setup, seconds) for name in ("dense", "sparse")}
     return {
@@ -88,8 +88,6 @@ def _compared(dense: dict[str, Any] | str, sparse: dict[str, Any] | str) -> dict
     ratios |= {
         f"{name}_ratio": ratio(sparse["memory"][name], dense["memory"][name]) for name in ("peak", "activations")
     }
-    if dense["memory"]["kept"] is not None:
-        ratios["kept_ratio"] = ratio(sparse["memory"]["kept"], dense["memory"]["kept"])
     if dense["joules"] is not None:
         ratios["joules_ratio"] = ratio(sparse["joules"], dense["joules"])
     return ratios
@@ -210,28 +208,18 @@ class _Training:
     def step(self) -> None:
         self.learn_from(*self.losses())
 
-    def memory(self) -> dict[str, int | None]:
+    def memory(self) -> dict[str, int]:
         """Take a step; its memory, see ``measure``."""
         device = self.ids.device
         of_weights = sum(p.nbytes for p in self.model.parameters())
         of_optimizer = sum(
             t.nbytes for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
         )
-        kept = None
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            losses = self.losses()
-            kept = torch.cuda.memory_allocated(device) - before
-            self.learn_from(*losses)
-            peak = torch.cuda.max_memory_allocated(device)
-        else:
-            peak = timing.peak_bytes(self.step) + of_weights + of_optimizer
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else of_weights + of_optimizer
+        peak = before + timing.peak_bytes(self.step, device)
         return {
             "peak": peak,
             "activations": peak - 2 * of_weights - of_optimizer,  # gradients are as large as the weights
-            "kept": kept,
             "weights": of_weights,
             "optimizer": of_optimizer,
         }
