@@ -96,29 +96,17 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unmatched:
-    """A row of one side that another side lacks."""
-
-    key: dict[str, Any]
-    only_in: str
-    not_in: str
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"verdict": "unmatched"}
-
-
-@dataclasses.dataclass(frozen=True)
 class RowComparison:
     """Each side but the first, compared with the first."""
 
     sides: list[str]
     matched: int  # pairs of rows
     differences: list[Difference]
-    unmatched: list[Unmatched]
-    left_out: list[str]  # rows that were not compared, in words
+    unmatched: list[dict[str, Any]]  # rows that one side lacks: key, only_in, not_in
+    left_out: list[str]  # how many rows were not compared, in words
 
     def to_json(self) -> list[dict[str, Any]]:
-        return [*(d.to_json() for d in self.differences), *(u.to_json() for u in self.unmatched)]
+        return [*(d.to_json() for d in self.differences), *(u | {"verdict": "unmatched"} for u in self.unmatched)]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -175,27 +163,21 @@ def compare(
     if first not in sides:
         raise ValueError(f"there is no side {first!r}: expected one of {', '.join(sides)}")
     newest = {name: _newest(sides[name], without) for name in (first, *(name for name in sides if name != first))}
-    left_out = []
-    for name, found in newest.items():
-        ignored = sum("bench" not in row for row in sides[name])
-        older = len(sides[name]) - ignored - len(found)
-        left_out += [f"{name}: {older} older rows of the same measurements left out"] if older else []
-        left_out += [f"{name}: {ignored} rows of no benchmark left out"] if ignored else []
-    names = list(newest)
+    more = {name: len(sides[name]) - len(found) for name, found in newest.items()}
+    left_out = [f"{name}: {n} rows of older measurements, or of none, left out" for name, n in more.items() if n]
     base = newest.pop(first)
     matched = 0
     differences: list[Difference] = []
-    unmatched: list[Unmatched] = []
-    for key, before in base.items():
-        for name, others in newest.items():
-            if key in others:
-                matched += 1
-                differences += _differences(json.loads(key), name, before, others[key], floor)
-            else:
-                unmatched.append(Unmatched(json.loads(key), first, name))
+    unmatched: list[dict[str, Any]] = []
     for name, others in newest.items():
-        unmatched += [Unmatched(json.loads(key), name, first) for key in others if key not in base]
-    return RowComparison(names, matched, differences, unmatched, left_out)
+        for key in base | others:
+            if key in base and key in others:
+                matched += 1
+                differences += _differences(json.loads(key), name, base[key], others[key], floor)
+            else:
+                has, lacks = (first, name) if key in base else (name, first)
+                unmatched.append({"key": json.loads(key), "only_in": has, "not_in": lacks})
+    return RowComparison([first, *newest], matched, differences, unmatched, left_out)
 
 
 def _newest(rows_: Sequence[Row], without: str | None) -> dict[str, Row]:
@@ -357,7 +339,7 @@ def table(comparison: RowComparison) -> Table:
 def notes(comparison: RowComparison) -> list[str]:
     """Lines below the table."""
     said = ["±: half the distance of the 20th and 80th percentile; ratio: to the first"]
-    unmatched = [f"only in {u.only_in}, not in {u.not_in}: {label(u.key)}" for u in comparison.unmatched]
+    unmatched = [f"only in {u['only_in']}, not in {u['not_in']}: {label(u['key'])}" for u in comparison.unmatched]
     return [*said, *comparison.left_out, *unmatched]
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import stat
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
@@ -29,15 +28,14 @@ def append(row: Mapping[str, Any], path: Path) -> None:
         raise ValueError(f"{path} is a folder: expected a .jsonl file to append to")
     line = json.dumps(row).encode() + b"\n"  # before the file is opened: a row that is not JSON leaves it alone
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
+    with path.open("ab") as file:
         is_alone = _lock(file.fileno())  # until the file is closed
-        rest = _last_line(path, file.fileno())
+        rest = path.read_bytes().rpartition(b"\n")[2] if path.is_file() else b""  # nothing in a pipe
         if rest and (_is_json(rest) or not is_alone):  # without a lock another process may still be writing it
             line = b"\n" + line
         elif rest:
-            os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - len(rest))
-        while line:  # more than once only where a full disk or a signal cuts a write short
-            line = line[file.write(line) :]
+            os.ftruncate(file.fileno(), path.stat().st_size - len(rest))
+        file.write(line)
 
 
 def _lock(descriptor: int) -> bool:
@@ -47,21 +45,6 @@ def _lock(descriptor: int) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             return True
     return False
-
-
-def _last_line(path: Path, descriptor: int) -> bytes:
-    """What follows the last line break; nothing in an empty file, or a pipe."""
-    facts = os.fstat(descriptor)
-    if not stat.S_ISREG(facts.st_mode) or facts.st_size == 0:
-        return b""
-    with path.open("rb") as file:
-        back = 1 << 16
-        while True:  # once: rows are short
-            file.seek(max(0, facts.st_size - back))
-            tail = file.read()
-            if b"\n" in tail or back >= facts.st_size:
-                return tail.rpartition(b"\n")[2]
-            back *= 16
 
 
 def _is_json(line: bytes) -> bool:
