@@ -162,7 +162,7 @@ def test_a_row_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     shorten_lists(monkeypatch.setattr)
     plan = Plan(n_neurons=64, hot=torch.arange(16), cap=16, min_tokens=0, few_tokens_captured=4, predicted=1.5)
-    monkeypatch.setattr(ffn, "_plan", lambda *_: plan)
+    monkeypatch.setattr(ffn, "plan_for", lambda *_, **__: plan)
     monkeypatch.setattr(ffn, "called_layers", lambda *_: 1)
     kind: dict[str, Any] = {"D": 16, "F": 64, "backend": "triton", "called": True}
     (row,) = ffn.run([ffn.Case(workload="skew3", M=2, **kind)], seconds=0)

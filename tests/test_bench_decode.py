@@ -17,6 +17,7 @@ from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.nn.quantize import quantize_
 from twell.workbench.bench import decode, ffn, fp8
+from twell.workbench.bench import model as bench_model
 from twell.workbench.bench.model import without_twell
 from twell.workbench.cli import app
 
@@ -132,7 +133,7 @@ def test_compiled_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with kernels for FP8 weights: here layers call their projections, slowly."""
     monkeypatch.setattr(fp8, "applies_sparsely", lambda device, dtype: True)
-    monkeypatch.setattr(decode, "quantize_", functools.partial(quantize_, emulate=True))
+    monkeypatch.setattr(bench_model, "quantize_", functools.partial(quantize_, emulate=True))
 
 
 def test_a_row_with_fp8(with_kernels: None) -> None:
@@ -166,13 +167,13 @@ def test_wrong_logits_of_fp8_are_not_timed() -> None:
 
 
 def test_models_that_disagree_have_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
-    convert = decode.sparsify_
+    convert = decode.make_sparse_
 
-    def wrongly(model: Any) -> None:
-        convert(model)
+    def wrongly(model: Any, *args: Any, **how: Any) -> None:
+        convert(model, *args, **how)
         model.model.layers[0].mlp.register_forward_hook(lambda module, args, y: 1.5 * y)
 
-    monkeypatch.setattr(decode, "sparsify_", wrongly)
+    monkeypatch.setattr(decode, "make_sparse_", wrongly)
     with pytest.raises(ffn.WrongResult, match="logits differ"):
         decode.measure(llama(), "skew29", 1, 4, graph=False, seconds=0)
 

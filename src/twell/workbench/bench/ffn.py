@@ -92,7 +92,8 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
 def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, Any]:
     x = inputs.x[: case.M].contiguous()
     backend = backends.choose_backend(case.backend, x.device)
-    plan = _plan(case, inputs) if backend == "triton" else None
+    seen = inputs.x[-PLAN_TOKENS:]
+    plan = plan_for(seen, inputs.w_gate, gated=case.gated) if backend == "triton" else None
     forget_compiled(x.device)
     runs = alternatives(case, inputs, x, plan)
     checked = {name: run().clone() for name, run in runs.items()}
@@ -253,11 +254,10 @@ def forget_compiled(device: torch.device) -> None:
         torch.compiler.reset()
 
 
-def _plan(case: Case, inputs: cases.FFNInputs, *, in_fp8: bool = False) -> Plan:
-    """From the counts of tokens that are not timed."""
-    r = torch.relu(nnf.linear(inputs.x[-PLAN_TOKENS:], inputs.w_gate))
-    costs = costs_for(r.device, fp8=in_fp8)
-    return choose_plan((r != 0).sum(0), len(r), costs, width=case.D, gated=case.gated)
+def plan_for(seen: Tensor, w_gate: Tensor, *, gated: bool, **costs: bool) -> Plan:
+    """From the counts of tokens that are not timed, ``seen`` [tokens, D]."""
+    fired = (torch.relu(nnf.linear(seen, w_gate)) != 0).sum(0)
+    return choose_plan(fired, len(seen), costs_for(seen.device, **costs), width=seen.shape[1], gated=gated)
 
 
 class DenseFFN(nn.Module):
@@ -291,7 +291,9 @@ def make_layers(case: Case, inputs: cases.FFNInputs, plan: Plan | None, n: int) 
     in_fp8 = fp8.ways(case.M) if case.is_fp8 else {}
     sparse = (*_SPARSE, fp8.SPARSE) if case.is_sparse_fp8 else _SPARSE
     made: dict[str, list[Any]] = {name: [] for name in ("dense", *in_fp8, *sparse)}
-    plan_fp8 = _plan(case, inputs, in_fp8=True) if case.is_sparse_fp8 and plan is not None else None
+    plan_fp8 = None
+    if case.is_sparse_fp8 and plan is not None:
+        plan_fp8 = plan_for(inputs.x[-PLAN_TOKENS:], inputs.w_gate, gated=case.gated, fp8=True)
     own = (inputs.w_gate, inputs.w_up, inputs.w_down)
     for i in range(n):
         w_gate, w_up, w_down = own if i == 0 else (w.clone() for w in own)

@@ -15,7 +15,7 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from twell import energy
 from twell.hf.configs import SparsityFields
 from twell.hf.sparsify import desparsify_, sparsify_
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns, thaw_
+from twell.nn.quantize import quantize_
 from twell.ops import backends
 from twell.plan import Plan
 from twell.workbench.bench import cases, ffn, timing
@@ -90,17 +91,36 @@ def synthetic(model: Any, workload: str, largest: tuple[int, int], *, backend: s
     inputs = cases.make(workload, *sizes, dtype=model.dtype, device=model.device)
     cases.write_ffns_(model, inputs)
     sparse = copy.deepcopy(model)
-    sparsify_(sparse)
-    fired, plans = (torch.relu(inputs.x[n:] @ inputs.w_gate.T) != 0).sum(0), []
+    fired = (torch.relu(inputs.x[n:] @ inputs.w_gate.T) != 0).sum(0)
+    plans = make_sparse_(sparse, [fired] * layers, ffn.PLAN_TOKENS, backend=backend)
     for i, layer in enumerate(sparse.model.layers):
-        layer.mlp.backend = backend
-        if by_kernels:
-            plans.append(layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS))
         first = i * _TOKENS_OF_A_LAYER
         replaced = functools.partial(_replaced_input, inputs.x[first : first + tokens])
         for each in (layer, model.model.layers[i]):
             each.mlp.register_forward_pre_hook(replaced)
     return Subject(model, sparse, {"workload": workload}, plans=tuple(plans[:1]))  # all layers have the same
+
+
+def make_sparse_(
+    model: Any,
+    fired: Sequence[Tensor],
+    n_seen: int,
+    *,
+    backend: str = "auto",
+    in_fp8: bool = False,
+    training: bool = False,
+) -> list[Plan]:
+    """Replace the FFNs of a Llama-like model. Those that run by kernels are planned from how often each layer's neurons
+    fired in ``n_seen`` tokens; their plans."""
+    sparsify_(model)
+    if in_fp8:
+        quantize_(model)
+    plans = []
+    for layer, counts in zip(model.model.layers, fired, strict=True):
+        layer.mlp.backend = backend
+        if backends.choose_backend(backend, model.device) == "triton":
+            plans.append(layer.mlp.plan_from_counts(counts, n_seen, training=training))
+    return plans
 
 
 def _replaced_input(x: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

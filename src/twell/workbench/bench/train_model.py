@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from twell import energy
-from twell.hf.sparsify import sparsify_
 from twell.nn import SparseFFNBase
 from twell.ops import backends
 from twell.plan import Plan
 from twell.workbench.bench import cases, ffn, timing, train_ffn
 from twell.workbench.bench.checks import WrongResult
+from twell.workbench.bench.model import make_sparse_
 from twell.workbench.bench.train_ffn import ratio
 
 _LEARNING_RATE = 1e-7  # every step writes the weights, and activations stay as sparse as they were
@@ -109,7 +109,10 @@ def _prepare(name: str, setup: Setup) -> tuple[_Training, Plan | None]:
     x = inputs.x[:tokens].view(batch, length, -1).clone()
     cases.write_ffns_(model, inputs)
     del inputs
-    plan = _make_sparse(model, fired, backend) if name == "sparse" else None
+    plan = None
+    if name == "sparse":
+        plans = make_sparse_(model, [fired] * len(model.model.layers), ffn.PLAN_TOKENS, backend=backend, training=True)
+        plan = plans[0] if plans else None  # all layers have the same
     for layer in model.model.layers:
         layer.mlp = _MeasuredFFN(layer.mlp, x)
     return _Training(model, ids, l1), plan
@@ -130,17 +133,6 @@ def _measure_variant(name: str, setup: Setup, seconds: float) -> dict[str, Any]:
         "joules": energy.joules(training.step, device, min(seconds, 2 * train_ffn.ENERGY_SECONDS)),
         **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
     }
-
-
-def _make_sparse(model: Any, fired: Tensor, backend: str) -> Plan | None:
-    """Convert the FFNs. All have the same counts, so the plan of one, if any, is that of all."""
-    sparsify_(model)
-    plan = None
-    for layer in model.model.layers:
-        layer.mlp.backend = backend
-        if backends.choose_backend(backend, fired.device) == "triton":
-            plan = layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS, training=True)
-    return plan
 
 
 class _Overwrite(torch.autograd.Function):
