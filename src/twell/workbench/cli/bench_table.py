@@ -68,13 +68,18 @@ def _over_fp8(row: Row, way: str) -> str:
     return f"{row['speedup_over_fp8']:.2f}x" if way == fastest and "speedup_over_fp8" in row else ""
 
 
-def _number(field: str, scale: float, part: str = "") -> Callable[[Row, str], str]:
-    """A number times ``scale``; with ``part`` of an object, where the field is one."""
+def _number(scale: float, *fields: str) -> Callable[[Row, str], str]:
+    """The first of the fields that is a number, times ``scale``; ``memory.pass`` is a part of a way's object."""
 
     def cell(row: Row, way: str) -> str:
-        value = of(row, field, way)
-        value = value.get(part) if isinstance(value, dict) else None if part else value
-        return "" if value is None else f"{scale * value:.3g}" if scale * value < 1000 else f"{scale * value:,.0f}"
+        for field in fields:
+            name, _, part = field.partition(".")
+            value = of(row, name, way)
+            if part:
+                value = value.get(part) if isinstance(value, dict) else None
+            if isinstance(value, int | float):
+                return f"{scale * value:.3g}" if scale * value < 1000 else f"{scale * value:,.0f}"
+        return ""
 
     return cell
 
@@ -104,19 +109,19 @@ COLUMNS = [
     Column("called", _speedup("speedup_called")),
     Column("with step ms", _spread("called_with_step_ms"), "with step: of fused AdamW"),
     Column("with step", _speedup("speedup_called_with_step")),
-    Column("host us", _number("host_us", 1)),
+    Column("host us", _number(1, "host_us")),
     Column("first token ms", _spread("first_token_ms")),
     Column(
         "tokens/s",
-        lambda row, way: _number("tokens_per_second", 1)(row, way) or _number("tokens_per_ms", 1e3)(row, way),
+        lambda row, way: _number(1, "tokens_per_second")(row, way) or _number(1e3, "tokens_per_ms")(row, way),
     ),
-    Column("pass MB", _number("memory", 1e-6, "pass"), "pass: memory besides weights"),
-    Column("held MB", _number("memory", 1e-6, "held"), "held: by the model"),
-    Column("peak MB", lambda row, way: _number("memory", 1e-6, "peak")(row, way) or _number("memory", 1e-6)(row, way)),
-    Column("activations MB", _number("memory", 1e-6, "activations")),
+    Column("pass MB", _number(1e-6, "memory.pass"), "pass: memory besides weights"),
+    Column("held MB", _number(1e-6, "memory.held"), "held: by the model"),
+    Column("peak MB", _number(1e-6, "memory.peak", "memory")),
+    Column("activations MB", _number(1e-6, "memory.activations")),
     Column("frozen MB", _frozen, "frozen: twell.freeze_"),
-    Column("mJ a token", _number("joules_per_token", 1e3)),
-    Column("J", _number("joules", 1)),
+    Column("mJ a token", _number(1e3, "joules_per_token")),
+    Column("J", _number(1, "joules")),
     Column("error", _error, "error: relative, against float64"),
 ]
 
