@@ -32,12 +32,8 @@ def tiny_model(config: Any = None) -> Any:
     return AutoModelForCausalLM.from_config(config or LlamaSparseReluConfig(**TINY)).double()
 
 
-def trace_of(*patterns: np.ndarray, **meta: Any) -> Trace:
+def named_trace_of(*patterns: np.ndarray) -> Trace:
     """A trace of bool [tokens, F] patterns, one a layer."""
     counts = [p.sum(1).astype(np.uint16) for p in patterns]
-    return Trace(counts, [p.nonzero()[1].astype(np.uint16) for p in patterns], **meta)
-
-
-def named_trace_of(*patterns: np.ndarray) -> Trace:
-    names = [f"layers.{i}.mlp" for i in range(len(patterns))]
-    return trace_of(*patterns, hidden_sizes=[p.shape[1] for p in patterns], names=names)
+    neurons = [p.nonzero()[1].astype(np.uint16) for p in patterns]
+    return Trace(counts, neurons, [p.shape[1] for p in patterns], [f"layers.{i}.mlp" for i in range(len(patterns))])

@@ -355,6 +355,3 @@ def test_errors_say_what_is_wrong(tokenizer: Any) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             analyze(of, tokenizer, text, **{"tokens": 192, **how}, progress=fail)
-    trace = dataclasses.replace(named_trace_of(np.ones((6, 4), dtype=bool)), hidden_sizes=None)
-    with pytest.raises(ValueError, match="does not hold the width"):
-        analyze_trace(trace, torch.zeros(2, 3, dtype=torch.int64), Letters(), width=D, gated=True)

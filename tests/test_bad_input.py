@@ -176,8 +176,7 @@ CONFIGS: dict[str, Damage] = {
 ON_MODEL: dict[str, list[str]] = {
     "analyze": ["analyze", "MODEL", "--text", "TEXT", "--tokens", "64"],
     "generate": ["generate", "MODEL", "-p", "hello", "--max-new-tokens", "2"],
-    "bench": ["bench", "model", "MODEL", "--length", "8", "--batch", "1", "--seconds", "0", "--device", "cpu"],
-    "trace": ["trace", "MODEL", "--text", "TEXT", "--out", "OUT/trace.npz", "--tokens", "64"],
+    "bench": ["bench", "model", "MODEL", "--shape", "1x8", "--seconds", "0", "--device", "cpu"],
     "eval": ["eval", "MODEL", "--text", "TEXT"],
     "calibrate": ["calibrate", "MODEL", "--text", "TEXT", "--tokens", "64"],
     "check": ["convert", "MODEL", "--check"],
@@ -189,8 +188,8 @@ ON_MODEL: dict[str, list[str]] = {
 def pairs() -> list[tuple[str, str]]:
     """Every damage with two of the commands that read the file, so that every command meets every kind of damage."""
     readers = {
-        **dict.fromkeys(WEIGHTS, ("analyze", "generate", "bench", "trace", "eval", "calibrate", "check")),
-        **dict.fromkeys(TOKENIZERS, ("analyze", "generate", "bench", "trace", "eval", "calibrate", "convert")),
+        **dict.fromkeys(WEIGHTS, ("analyze", "generate", "bench", "eval", "calibrate", "check")),
+        **dict.fromkeys(TOKENIZERS, ("analyze", "generate", "bench", "eval", "calibrate", "convert")),
         **dict.fromkeys(CONFIGS, ("doctor", "analyze", "check", "generate", "doctor", "convert", "eval", "bench")),
         "counts garbage": ("doctor", "analyze", "generate"),
     }
@@ -246,31 +245,20 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
     f"bench ffn {FFN}": """
         --seconds -1; --seconds nan; --seconds inf; --seconds x; --dtype float8; --dtype=; --device cuda:99x; --device=
         --backend=; -w skew-1; -w iid0; -w skew; -w skew1e9; -m -1; -m x; --width 0; --hidden -5; --out OUT
-        --out /dev/full; --trace TEXT; --nonsense; extra; -m 0 -> must be at least 1; --graph -> --graph needs a GPU
+        --out /dev/full; --nonsense; extra; -m 0 -> must be at least 1; --graph -> --graph needs a GPU
         -w nonsense -> unknown workload 'nonsense'; --dtype int8 -> unknown dtype 'int8'
         --backend magic -> unknown backend 'magic'; --backend triton -> backend 'triton' is not available
-        --device tpu -> unknown device 'tpu'; -w skew300 -> mean_nnz 300 does not fit 32 neurons
-        --trace none.npz -> --trace times gated FFNs as they were recorded""",
-    "bench ffn --trace none.npz": "-> backend 'triton' is not available",
+        --device tpu -> unknown device 'tpu'; -w skew300 -> mean_nnz 300 does not fit 32 neurons""",
     f"bench train {FFN} --device cpu": """
-        --seconds -1; --seconds nan; --dtype=; --device=; -m 0; --variant x; --variant dense; --largest
-        --model --tokens 2; --trace TEXT; --batch 0; --length 0""",
+        --seconds -1; --seconds nan; --dtype=; --device=; -m 0; --model --tokens 2; --batch 0; --length 0""",
     "bench decode --preset tiny --device cpu --context 2": """
         --seconds -1; --seconds nan; --preset x; -w x; --batch 0; --context 0; --device x; --device=""",
     "bench model MODEL --device cpu": """
-        --seconds -1; --seconds nan; --shape 0x1; --shape x; --shape 1x100000; --length 65; --batch -1; --preset tiny
-        --depth 1; --trace TEXT; --paper --batch 1; --text /none; --text MODEL; --device x; --shape 1x8 --batch 1
-        --length 8 --generate --text OUT/empty.txt""",
+        --seconds -1; --seconds nan; --shape 0x1; --shape x; --shape 1x100000; --shape 1x65; --preset tiny
+        --depth 1; --text /none; --text MODEL; --device x; --shape 1x8 --generate --text OUT/empty.txt""",
     "bench model --device cpu": """
-        --preset tiny --depth 0; --text TEXT; --layers; --preset tiny --trace /none.npz; --preset tiny --trace TEXT
-        --preset tiny --trace TEXT --generate; --preset tiny -w x; --preset huge -> unknown preset 'huge'
-        -w none -> unknown workload 'none'; --batch 0 -> --batch, --length and --depth must be at least 1
-        --preset tiny -> backend 'triton' is not available""",
-    "bench plot": "--out OUT/x.png; /none --out OUT/x.png; ROWS; ROWS --out OUT/x.gif; TEXT --out OUT/x.png",
-    "bench curves": "/none --out OUT/x.png; MODEL --out OUT/x.png; ROWS --out OUT/x.png; TEXT --out OUT/x",
-    "trace MODEL --text TEXT --out OUT/trace.npz": """
-        --tokens 0; --tokens -5; --tokens x; --length 0; --length -1; --length 1000000; --length 65; --out OUT
-        --text /none; --text OUT""",
+        --preset tiny --depth 0 -> --depth must be at least 1; --text TEXT; --layers; --preset tiny -w x
+        --preset huge -> unknown preset 'huge'; -w none -> unknown workload 'none'""",
     "analyze MODEL": "-> model needs --text FILE: only the model that ships with twell, sample, has a text",
     "analyze MODEL --text TEXT": """
         --tokens 0; --tokens 1; --length 0; --length 65; --out OUT; --metrics TEXT; --speed TEXT
@@ -374,13 +362,12 @@ def analysed_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 READERS = (
     "analyze MODEL --text TEXT --report OUT/x.html --speed OUT/rows.jsonl",
-    "bench plot OUT/rows.jsonl --out OUT/x.png",
     "compare OUT/rows.jsonl OUT/rows.jsonl",
 )
 
 
 @pytest.mark.parametrize(
-    ("command", "row"), [(READERS[i % 3], row) for i, row in enumerate([*ROWS, "[1]", "xx\nyy", "\udcff\n\n", "5"])]
+    ("command", "row"), [(READERS[i % 2], row) for i, row in enumerate([*ROWS, "[1]", "xx\nyy", "\udcff\n\n", "5"])]
 )
 def test_wrong_rows_are_refused(
     twell: Twell, place: Path, tmp_path: Path, command: str, row: str, analysed_before: None
@@ -402,14 +389,11 @@ def test_rows_without_anything_to_show_are_refused(twell: Twell, place: Path, tm
     "row",
     ['{"step": "x", "ce_loss": 1}', '{"step": null}', '{"step": [1]}', '{"step": NaN}', '{"step": 1, "ce_loss": "x"}'],
 )
-@pytest.mark.parametrize(
-    "command",
-    ["analyze MODEL --text TEXT --report OUT/x.html --metrics OUT/m.jsonl", "bench curves OUT/m.jsonl --out OUT/x.png"],
-)
 def test_wrong_logs_of_training_are_refused(
-    twell: Twell, place: Path, tmp_path: Path, command: str, row: str, analysed_before: None
+    twell: Twell, place: Path, tmp_path: Path, row: str, analysed_before: None
 ) -> None:
     (tmp_path / "m.jsonl").write_text(row + "\n")
+    command = "analyze MODEL --text TEXT --report OUT/x.html --metrics OUT/m.jsonl"
     result = twell(*filled(command.split(), place, place / "model", tmp_path))
     assert_refused(result)
     assert "m.jsonl, line 1" in result.stderr
@@ -441,7 +425,7 @@ import contextlib, importlib.abc, io, sys
 
 class Blocked(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("transformers", "tokenizers", "safetensors", "accelerate", "matplotlib"):
+        if name.partition(".")[0] in ("transformers", "tokenizers", "safetensors", "accelerate"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocked())
@@ -466,7 +450,6 @@ def test_a_missing_extra_is_named(place: Path, tmp_path: Path) -> None:
         "bench decode --preset tiny",
         "bench train --model --preset tiny",
         "calibrate MODEL --text TEXT",
-        "trace MODEL --text TEXT --out OUT/t.npz",
         "analyze MODEL --text TEXT",
         "generate MODEL -p x",
         "convert MODEL --check",

@@ -21,7 +21,7 @@ from twell.ops import backends
 from twell.ops import functional as ops
 from twell.plan import Plan
 from twell.workbench.bench import cases, ffn, graphs, timing
-from twell.workbench.cli.bench_common import print_speed_table
+from twell.workbench.cli.bench_table import print_rows
 
 __all__ = ["not_timed", "timed_shortly"]  # fixtures
 
@@ -113,7 +113,7 @@ def test_where_dense_is_compiled_sparse_is_called_compiled_too(monkeypatch: pyte
     )
     assert row["speedup_called_eager"] > 0 and row["speedup_called_compiled"] > 0
     assert compiled == [{"fullgraph": True, "dynamic": False}] * (1 + 4 + 4)  # one timed alone, four of both as called
-    print_speed_table([row])
+    print_rows([row])
 
 
 def test_on_a_cpu_calls_are_timed_where_asked_for() -> None:
@@ -162,7 +162,7 @@ def test_a_row_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     shorten_lists(monkeypatch.setattr)
     plan = Plan(n_neurons=64, hot=torch.arange(16), cap=16, min_tokens=0, few_tokens_captured=4, predicted=1.5)
-    monkeypatch.setattr(ffn, "_plan", lambda *_: plan)
+    monkeypatch.setattr(ffn, "plan_for", lambda *_, **__: plan)
     monkeypatch.setattr(ffn, "called_layers", lambda *_: 1)
     kind: dict[str, Any] = {"D": 16, "F": 64, "backend": "triton", "called": True}
     (row,) = ffn.run([ffn.Case(workload="skew3", M=2, **kind)], seconds=0)

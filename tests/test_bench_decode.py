@@ -17,6 +17,7 @@ from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.nn.quantize import quantize_
 from twell.workbench.bench import decode, ffn, fp8
+from twell.workbench.bench import model as bench_model
 from twell.workbench.bench.model import without_twell
 from twell.workbench.cli import app
 
@@ -132,7 +133,7 @@ def test_compiled_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU with kernels for FP8 weights: here layers call their projections, slowly."""
     monkeypatch.setattr(fp8, "applies_sparsely", lambda device, dtype: True)
-    monkeypatch.setattr(decode, "quantize_", functools.partial(quantize_, emulate=True))
+    monkeypatch.setattr(bench_model, "quantize_", functools.partial(quantize_, emulate=True))
 
 
 def test_a_row_with_fp8(with_kernels: None) -> None:
@@ -143,10 +144,9 @@ def test_a_row_with_fp8(with_kernels: None) -> None:
     assert row["speedup_fp8"] == pytest.approx(dense / row["sparse_fp8_ms"]["p50"], abs=1e-3)
     assert row["speedup_over_fp8"] == pytest.approx(dense / row["sparse_ms"]["p50"], abs=1e-3)
     assert row["difference_fp8"] < 0.03 and row["difference"] < 1e-5
-    assert list(row["error"]) == list(row["quantisation_error"]) == ways[2:]
-    assert all(0.01 < error < 0.2 for error in row["quantisation_error"].values())
+    assert list(row["error"]) == ways[2:]
     without = decode.measure(llama(), "skew29", 2, 4, graph=False, seconds=0)
-    assert not [name for name in without if "fp8" in name or "quantisation" in name]
+    assert not [name for name in without if "fp8" in name]
 
 
 @pytest.mark.parametrize(("kind", "says"), [(fp8.DenseFp8FFN, "fp8 output"), (Fp8Linear, "sparse_fp8 output")])
@@ -167,13 +167,13 @@ def test_wrong_logits_of_fp8_are_not_timed() -> None:
 
 
 def test_models_that_disagree_have_no_speedup(monkeypatch: pytest.MonkeyPatch) -> None:
-    convert = decode.sparsify_
+    convert = decode.make_sparse_
 
-    def wrongly(model: Any) -> None:
-        convert(model)
+    def wrongly(model: Any, *args: Any, **how: Any) -> None:
+        convert(model, *args, **how)
         model.model.layers[0].mlp.register_forward_hook(lambda module, args, y: 1.5 * y)
 
-    monkeypatch.setattr(decode, "sparsify_", wrongly)
+    monkeypatch.setattr(decode, "make_sparse_", wrongly)
     with pytest.raises(ffn.WrongResult, match="logits differ"):
         decode.measure(llama(), "skew29", 1, 4, graph=False, seconds=0)
 
@@ -185,8 +185,7 @@ def test_command() -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(row["batch"], row["preset"], row["graph"]) for row in rows] == [(1, "tiny", False), (2, "tiny", False)]
     told = CliRunner().invoke(app, command)
-    assert "1 sequences after 8 tokens: tokens/s dense" in told.output
-    assert "the sparse model is frozen: 0.0 MB beside its weights" in told.output
+    assert "a step of generation: tiny" in told.output and "1 after 8" in told.output and "frozen" in told.output
     for wrong in (["--batch", "0"], ["--context", "0"], ["-w", "skew"], ["--preset", "huge"], ["--fp8"]):
         assert CliRunner().invoke(app, [*command, *wrong]).exit_code != 0
 
@@ -194,7 +193,6 @@ def test_command() -> None:
 def test_command_with_fp8(with_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "applies", lambda *_: True)
     command = ["bench", "decode", "--preset", "tiny", "--device", "cpu", "--context", "4", "--seconds", "0"]
-    told = " ".join(CliRunner().invoke(app, command).output.split())
-    assert "with FP8 FFNs: tokens/s dense FP8" in told and "FP8 weights" in told and "sparse FP8" in told
-    assert "x in 16 bits, " in told and told.endswith("x in FP8")
+    told = CliRunner().invoke(app, command).output
+    assert all(said in told for said in ("dense FP8", "FP8 weights", "sparse FP8", "over FP8: over the faster"))
     assert "FP8" not in CliRunner().invoke(app, [*command, "--no-fp8"]).output

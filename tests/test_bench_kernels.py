@@ -19,13 +19,13 @@ from twell import gpu
 from twell.gpu.decode import few, few_tiles
 from twell.gpu.shared import tail, tiles
 from twell.plan import costs_for
-from twell.workbench.bench import cases, ffn_trace, timing
+from twell.workbench.bench import cases, timing
 from twell.workbench.bench import ffn as ffn_bench
 from twell.workbench.bench import model as model_bench
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
-f16, f32 = torch.float16, torch.float32
+f32 = torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -86,46 +86,6 @@ def test_tune_tries_candidates_and_checks_them(monkeypatch: pytest.MonkeyPatch) 
         list(tuning.tune(*arguments, only=["tail"]))
 
 
-@pytest.mark.usefixtures("timed_once")
-def test_bench_of_a_trace() -> None:
-    """A layer that splits, with hot neurons, long and heavy tokens, and one that runs densely."""
-    torch.manual_seed(0)
-    sparse = torch.rand(40, 2048) < 0.003
-    sparse[:, :200], sparse[30, :1500], sparse[35, :800] = torch.rand(40, 200) < 0.9, True, True
-    row = ffn_trace.measure(
-        ffn_trace.TracedLayer("first", sparse), 20, 32, dtype=f32, device=torch.device("cpu"), seconds=0
-    )
-    assert row["plan"]["hot"] == 256 and row["error"]["sparse"] < 1e-6 and row["parts_ms"]["heavy tokens"] == 2
-    frozen = row["gate_ms"]["p50"] + row["after gate_ms"]["p50"]
-    assert row["frozen_ms"]["p50"] == pytest.approx(frozen, abs=1e-3)
-    assert row["sparse_ms"]["p50"] == pytest.approx(frozen + row["layout_ms"]["p50"], abs=1e-3)
-    assert row["mean_active"] == pytest.approx(sparse[20:].sum().item() / 20, abs=0.01)
-    dense = torch.rand(40, 2048) < 0.5
-    row = ffn_trace.measure(
-        ffn_trace.TracedLayer("last", dense), 20, 32, dtype=f32, device=torch.device("cpu"), seconds=0
-    )
-    assert row["plan"]["hot"] == 2048 and row["parts_ms"] == {}
-    with pytest.raises(ValueError, match="no two halves"):
-        ffn_trace.measure(ffn_trace.TracedLayer("short", dense[:1]), 32, 32, dtype=f32, device=torch.device("cpu"))
-
-
-@pytest.mark.usefixtures("timed_once")
-def test_bench_of_a_trace_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffn_bench.Case, "is_sparse_fp8", property(lambda case: case.is_fp8))
-    costs = costs_for(torch.device("cpu"), fp8=True)._replace(batch=0)
-    monkeypatch.setattr("twell.plan.costs._FP8_COSTS", {90: costs})
-    monkeypatch.setattr(ffn_bench, "parts_ms", lambda *_: {})  # of 16 bits
-    torch.manual_seed(0)
-    active = torch.rand(24, 2048) < 0.003
-    active[:, :200], active[20, :1500] = torch.rand(24, 200) < 0.9, True
-    how: dict[str, Any] = {"dtype": f16, "device": torch.device("cpu"), "seconds": 0, "fp8": True}
-    row = ffn_trace.measure(ffn_trace.TracedLayer("first", active), 12, 32, **how)
-    assert row["error"]["sparse_fp8"] < 2e-3 and row["sparse_fp8_ms"]["p50"] > 0 and row["speedup_fp8"] > 0
-    monkeypatch.setattr("twell.gpu.prefill.split_fp8.write_tail", lambda *_, **__: None)
-    with pytest.raises(ffn_bench.WrongResult, match="sparse FP8 output is wrong"):
-        ffn_trace.measure(ffn_trace.TracedLayer("first", active), 12, 32, **how)
-
-
 def tiny_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -141,10 +101,10 @@ def tiny_llama() -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def bench_of(workload: str, patterns: list[Tensor] | None = None) -> dict[str, Any]:
+def bench_of(workload: str) -> dict[str, Any]:
     model = tiny_llama()
     ids = torch.randint(model.config.vocab_size, (2, 8))
-    return model_bench.measure(model_bench.synthetic(model, workload, (2, 8), patterns), ids, seconds=0)
+    return model_bench.measure(model_bench.synthetic(model, workload, (2, 8), backend="triton"), ids, seconds=0)
 
 
 @pytest.mark.usefixtures("timed_once")
@@ -153,15 +113,6 @@ def test_bench_of_a_model() -> None:
     assert row["layers"] == 2 and row["difference"] < 1e-3 and len(row["plans"]) == 1
     assert row["plans"][0]["hot"] < 2048  # the sparse model ran sparsely
     assert row["speedup"] == pytest.approx(row["dense_ms"]["p50"] / row["sparse_ms"]["p50"], abs=1e-3)
-
-
-@pytest.mark.usefixtures("timed_once")
-def test_bench_of_a_model_with_a_trace() -> None:
-    torch.manual_seed(0)
-    patterns = [torch.rand(20, 2048) < 0.004, torch.rand(20, 2048) < 0.6]
-    row = bench_of("skew10", patterns)
-    assert row["workload"] == "trace" and row["difference"] is None
-    assert [plan["hot"] == 2048 for plan in row["plans"]] == [False, True]  # the second layer runs densely
 
 
 def test_a_model_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.plan import Plan
 from twell.train import recipes
-from twell.workbench.bench import ffn, model, timing
+from twell.workbench.bench import cases, ffn, model, timing
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -96,25 +96,22 @@ def test_calls_of_a_real_model_and_its_generate() -> None:
 def test_a_models_sizes_share_its_weights_and_a_few_tokens_differ_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ffn, "PLAN_TOKENS", 64)
     made = dense_llama(intermediate_size=256)
-    subject = model.synthetic(made, "skew10", (2, 8))
+    subject = model.synthetic(made, "skew10", (2, 8), backend="auto")
+    x = cases.make("skew10", 16 + 64, 64, 256, dtype=torch.float32).x
     seen: dict[int, list[torch.Tensor]] = {}
 
     def look(i: int, _: Any, args: tuple[torch.Tensor, ...]) -> None:
         seen.setdefault(i, []).append(args[0])
 
-    model._feed(subject, 1, 4)  # hooks run in the order they were registered
     for i, layer in enumerate(subject.dense.model.layers):
         layer.mlp.gate_proj.register_forward_pre_hook(functools.partial(look, i))
     with torch.no_grad():
-        for shape in ((1, 4), (1, 1)):
+        for shape in ((1, 4), (1, 1), (2, 8)):
             subject.dense(ids_of(*shape), use_cache=False)
-        model._feed(subject, 2, 8)
-        subject.dense(ids_of(2, 8), use_cache=False)
     assert [x.shape[:2] for x in seen[0]] == [(1, 4), (1, 1), (2, 8)]
-    x = subject.x
-    assert x is not None and torch.equal(seen[0][0][0], x[:4]) and torch.equal(seen[1][0][0], x[4:8])
-    assert torch.equal(seen[1][1][0], x[4:5])  # of a step of generation: the layer's first
-    assert torch.equal(seen[1][2].flatten(0, 1), x[16:32])
+    for i, first in enumerate((0, 64)):
+        assert torch.equal(seen[i][0][0], x[first : first + 4]) and torch.equal(seen[i][1][0], x[first : first + 1])
+        assert torch.equal(seen[i][2].flatten(0, 1), x[first : first + 16])
 
 
 def test_opt_has_other_names_for_its_parts() -> None:
@@ -202,11 +199,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shapes_and_generate_of_a_model_of_random_weights(
     twell: Twell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    small = {"hidden_size": 16, "intermediate_size": 64, "heads": 2, "vocab_size": 50}  # the interpreter takes its time
+    small = {"hidden_size": 16, "intermediate_size": 64, "heads": 2, "vocab_size": 50}
     preset = dataclasses.replace(recipes.preset("tiny"), **small)
     monkeypatch.setattr(recipes, "preset", lambda name: preset)
-    monkeypatch.setattr(ffn, "PLAN_TOKENS", 64)
     monkeypatch.setattr(timing, "host_us", lambda ways, **_: dict.fromkeys(ways, 1.0))
     monkeypatch.setattr(model, "PROMPT_TOKENS", 2)
     monkeypatch.setattr(model, "NEW_TOKENS", 2)
@@ -218,52 +213,34 @@ def test_shapes_and_generate_of_a_model_of_random_weights(
     shapes = [("model", 1, 1), ("model", 2, 3), ("generate", 1, 2)]
     assert [(r["bench"], r["batch"], r["length"]) for r in rows] == shapes
     assert all(r["layers"] == 1 and r["preset"] == "1 layers of tiny" for r in rows)
-    for said in ("called", "not frozen", "model.generate, 2 tokens after 2: dense"):
+    for said in ("called", "model.generate: 1 layers of tiny", "1 x 2 + 2"):
         assert said in result.stdout
 
 
-def test_a_grid_of_rows_on_text(twell: Twell, folder: Path, tmp_path: Path) -> None:
+def test_rows_on_text(twell: Twell, folder: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "new" / "rows.jsonl"
     text.write_text("a b c d " * 40)
-    sizes = [
-        "--layers",
-        "--batch",
-        "1",
-        "--batch",
-        "2",
-        "--length",
-        "8",
-        "--length",
-        "16",
-        "--device",
-        "cpu",
-        "--seconds",
-        "0",
-    ]
-    result = twell("bench", "model", str(folder), "--text", str(text), *sizes, "--out", str(out), columns=160)
+    how = ["--layers", "--shape", "1x8", "--shape", "2x16", "--device", "cpu", "--seconds", "0"]
+    result = twell("bench", "model", str(folder), "--text", str(text), *how, "--out", str(out), columns=160)
     assert result.returncode == 0, result.stderr
-    for said in ("2 x 16", "not available", "model.layers.1.mlp: "):
+    for said in ("2 x 16", "held", "model.layers.1.mlp: "):
         assert said in result.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(r["batch"], r["length"], r["case"]) for r in rows] == [(b, n, "text") for b in (1, 2) for n in (8, 16)]
+    assert [(r["batch"], r["length"], r["case"]) for r in rows] == [(1, 8, "text"), (2, 16, "text")]
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--paper --batch 2", "--paper is 64 x 2048 random tokens"),
-        ("--paper --shape 2x8", "--paper is 64 x 2048 random tokens"),
-        ("--shape 2x8 --batch 2", "--shape says both"),
         ("--shape 2by8", "--shape must be sequences x tokens, as 4x2048, got '2by8'"),
         ("--shape 0x8", "--shape must be sequences x tokens"),
         ("--depth 0", "--depth must be at least 1"),
-        ("--trace t.npz --generate", "--generate is for a workload"),
         ("MODEL --generate", "too few for --generate"),
         ("MODEL --depth 3", "leave out MODEL"),
         ("MODEL --preset tiny", "leave out MODEL"),
         ("--text a.txt", "are for a real model"),
-        ("MODEL --length 65", "context is 64 tokens"),
-        ("MODEL --text TEXT --batch 9", "has 4 tokens"),
+        ("MODEL --shape 1x65", "context is 64 tokens"),
+        ("MODEL --text TEXT --shape 9x64", "has 4 tokens"),
     ],
 )
 def test_what_does_not_fit_is_said(twell: Twell, args: str, message: str, folder: Path, tmp_path: Path) -> None:

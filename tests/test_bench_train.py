@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from pathlib import Path
@@ -19,7 +18,6 @@ from twell import cpu, energy, nn, reference
 from twell.ops import backends
 from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing, train_ffn, train_model
-from twell.workbench.trace import Trace
 
 __all__ = ["not_timed", "timed_once", "timed_shortly"]  # fixtures
 CPU = torch.device("cpu")
@@ -191,34 +189,6 @@ def test_ffn_by_the_kernels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         list(train_ffn.run([case(workload="skew3", M=4, D=16, F=128, gated=gated, backend="triton")]))
 
 
-# -- traces -----------------------------------------------------------------------------------------------
-
-
-@in_the_interpreter
-@pytest.mark.usefixtures("small_splits")
-def test_layers_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that splits, with hot neurons, long and heavy tokens, and one that runs densely."""
-    from twell.gpu.training import split_training
-    from twell.workbench.bench import train_ffn_trace
-    from twell.workbench.bench.ffn_trace import TracedLayer
-
-    active = torch.rand(16, 384) < 0.01
-    active[:, :100], active[9, 200:240], active[12, 200:220] = torch.rand(16, 100) < 0.9, True, True
-    measure = functools.partial(train_ffn_trace.measure, M=8, D=16, dtype=torch.float32, device=CPU, seconds=0)
-    row = measure(TracedLayer("first", active))
-    assert row["plan"]["hot"] == 128 and row["workload"] == "first"
-    assert max(row["error"]["sparse"].values()) < 2e-6 and list(row["error"]["sparse"]) == ["y", "l1", *GRADIENTS]
-    assert row["sparse_ms"]["p50"] == pytest.approx(row["gate_ms"]["p50"] + row["rest_ms"]["p50"], abs=1e-3)
-    assert row["mean_active"] == pytest.approx(active[8:].sum().item() / 8, abs=0.01)
-    assert json.loads(json.dumps(row)) == row
-    row = measure(TracedLayer("last", torch.rand(16, 128) < 0.9))
-    assert row["plan"]["hot"] == 128 and row["error"] is None and "rest_ms" not in row
-    right = split_training.backward
-    monkeypatch.setattr(split_training, "backward", lambda *args: right(*args)._replace(x=torch.zeros_like(args[0])))
-    with pytest.raises(ffn.WrongResult, match="sparse dx is wrong"):
-        measure(TracedLayer("wrong", torch.rand(16, 128) < 0.02))
-
-
 # -- models -----------------------------------------------------------------------------------------------
 
 
@@ -235,8 +205,8 @@ def tiny_config(F: int = 256, layers: int = 2) -> LlamaConfig:
 
 
 def measure_steps(config: LlamaConfig, workload: str = "skew10", batch: int = 2, length: int = 8, **how: Any) -> Any:
-    setup = train_model.Setup(config, workload, length, 1e-3, torch.float32, CPU, how.pop("backend", "auto"))
-    return train_model.measure_steps(setup, batch, seconds=0, **how)
+    setup = train_model.Setup(config, workload, batch, length, 1e-3, torch.float32, CPU, **how)
+    return train_model.measure(setup, seconds=0)
 
 
 def test_steps_of_a_model() -> None:
@@ -303,7 +273,7 @@ def test_gradients_pass_through_ffns_and_weights_are_as_sparse_as_told(monkeypat
 @pytest.mark.usefixtures("small_splits")
 def test_steps_of_a_model_by_the_kernels() -> None:
     config = tiny_config(F=128, layers=1)
-    row = measure_steps(config, workload="skew3", batch=1, length=6, variants=("sparse",), backend="triton")
+    row = measure_steps(config, workload="skew3", batch=1, length=6, backend="triton")
     assert row["backend"] == "triton" and row["sparse"]["plan"]["hot"] == 0
 
 
@@ -373,34 +343,15 @@ def test_command_prints_and_appends_rows(twell: Twell, tmp_path: Path) -> None:
 def test_command_prints_a_table(twell: Twell) -> None:
     result = twell("bench", "train", "-w", "skew10", "-m", "8", "--plain", "--called", *SMALL)
     assert result.returncode == 0, result.stderr
-    assert "as called dense" in result.stdout and "besides AdamW's step" in result.stdout
-    assert "training a plain FFN, D 64, F 256, float32" in result.stdout and "skew10" in result.stdout
+    assert "with step: of fused AdamW" in result.stdout and "host" in result.stdout
+    assert "training: plain FFN, D 64, F 256, float32" in result.stdout and "skew10" in result.stdout
 
 
 def test_command_measures_a_model(twell: Twell) -> None:
     model = ("--model", "--preset", "tiny", "--batch", "1", "--length", "8", "-w", "skew10", *SMALL)
     result = twell("bench", "train", *model)
     assert result.returncode == 0, result.stderr
-    assert "tiny, 1 x 8 tokens, skew10, float32:" in result.stdout and "sparse over dense" in result.stdout
-    result = twell("bench", "train", *model, "--variant", "dense", "--json")
-    assert result.returncode == 0, result.stderr
-    row = json.loads(result.stdout)
-    assert row["preset"] == "tiny" and row["layers"] == 4 and not {"sparse", "speedup", "peak_ratio"} & set(row)
-
-
-@in_the_interpreter
-@pytest.mark.usefixtures("small_splits", "not_timed")
-def test_command_measures_a_trace(twell: Twell, tmp_path: Path) -> None:
-    path = tmp_path / "trace.npz"
-    pattern = torch.rand(8, 256) < 0.02
-    Trace(
-        counts=[pattern.sum(1).numpy().astype("uint16")],
-        neurons=[pattern.nonzero()[:, 1].numpy().astype("uint16")],
-        hidden_sizes=[256],
-    ).save(path)
-    result = twell("bench", "train", "--trace", str(path), "-m", "4", *SMALL)
-    assert result.returncode == 0, result.stderr
-    assert "layer 0" in result.stdout
+    assert "training: tiny, D 128, F 512, float32" in result.stdout and "activations" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -410,12 +361,8 @@ def test_command_measures_a_trace(twell: Twell, tmp_path: Path) -> None:
         (["-m", "0"], "must be at least 1"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--backend", "triton"], "backend 'triton' is not available"),
-        (["--trace", "none.npz"], "backend 'triton' is not available"),
-        (["--trace", "none.npz", "--plain"], "--trace times gated FFNs"),
         (["--model", "--plain"], "--model has gated FFNs"),
         (["--model", "--preset", "huge"], "unknown preset 'huge'"),
-        (["--model", "--variant", "half"], "unknown variant 'half'"),
-        (["--variant", "dense"], "--variant goes with --model"),
     ],
 )
 def test_bad_input_is_one_clear_line(
@@ -424,25 +371,3 @@ def test_bad_input_is_one_clear_line(
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     result = twell("bench", "train", *args, "--device", "cpu")
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-# -- the largest batch -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fits", [1, 2, 3, 4, 7, 8, 9, 40, 97, 98, 100, 103, 250])
-def test_the_largest_batch_that_fits_is_found(fits: int) -> None:
-    tried: list[int] = []
-
-    def peak(batch: int) -> int | None:
-        tried.append(batch)
-        return 1000 + 10 * batch if batch <= fits else None
-
-    assert train_model.largest(peak, room=1000 + 10 * 100) == fits  # memory says 100; something else says fits
-    assert fits < 98 or fits > 103 or len(tried) <= 8  # near what memory says, few are tried
-
-
-def test_where_nothing_fits_it_is_said() -> None:
-    with pytest.raises(RuntimeError, match="not even one sequence"):
-        train_model.largest(lambda batch: None, room=100)
-    with pytest.raises(ValueError, match="a question to a GPU"):
-        train_model.measure_largest(train_model.Setup(None, "skew29", 8, 0.0, torch.float32, CPU))

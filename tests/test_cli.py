@@ -21,7 +21,6 @@ from twell.__main__ import main
 from twell.hf.sparsify import sparsify_
 from twell.train.data import SAMPLE, read_texts
 from twell.workbench.bench import timing
-from twell.workbench.trace import Trace
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--width", "64", "--hidden", "256", "--seconds", "0"]
@@ -79,7 +78,7 @@ def test_bench_prints_a_table(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> 
     result = twell(*command)
     assert result.returncode == 0, result.stderr
     head = next(line for line in result.stdout.splitlines() if "workload" in line)
-    assert head.split() == ["workload", "tokens", "active", "ms", "speedup", "called", "ms", "called", "host", "us"]
+    assert head.split() == ["workload", "tokens", "active", "ms", "speedup", "ms", "called", "us", "MB", "error"]
     assert len(re.findall(r"\d\.\d\dx", result.stdout)) == 4  # sparse and frozen: the device's, and as called
 
 
@@ -122,7 +121,7 @@ def test_compare_says_noise_and_worse(twell: Twell, tmp_path: Path) -> None:
     assert alone.returncode == 2 and len(alone.stderr.splitlines()) == 1
 
 
-# -- train, trace, eval -----------------------------------------------------------------------------------
+# -- train, analyze, eval ---------------------------------------------------------------------------------
 
 MINI_RUN = (
     "hidden_size=32 intermediate_size=64 layers=2 heads=2 context=32 vocab_size=300 steps=4 sequences_per_step=4 "
@@ -130,7 +129,7 @@ MINI_RUN = (
 )
 
 
-def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
+def test_train_analyze_and_eval(twell: Twell, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n<|endoftext|>\n".join(t[:3000] for t in list(read_texts(SAMPLE))[:8]))
     result = twell("train", "--data", str(text), "--out", str(tmp_path / "run"), "--json", *MINI_RUN.split(" "))
@@ -142,15 +141,6 @@ def test_train_trace_and_eval(twell: Twell, tmp_path: Path) -> None:
     assert len(summary["active"]) == 2
     assert "step 4/4" in result.stderr
     model = str(tmp_path / "run" / "model")
-
-    out = tmp_path / "trace.npz"
-    result = twell("trace", model, "--text", str(text), "--out", str(out), "--tokens", "64", "--json")
-    assert result.returncode == 0, result.stderr
-    trace = Trace.load(out)
-    assert (trace.layers, trace.tokens) == (2, 64)
-    assert [layer["mean"] for layer in json.loads(result.stdout)] == pytest.approx([c.mean() for c in trace.counts])
-    result = twell("trace", model, "--text", str(text), "--out", str(out), "--tokens", "64")
-    assert "busiest tenth" in result.stdout
 
     written = tmp_path / "analysis.json"
     page = tmp_path / "report.html"

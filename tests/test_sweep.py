@@ -79,7 +79,6 @@ def test_rows_table_and_figure(recipe: Recipe, text: Path, out: Path) -> None:
     lines = (out / sweeping.TABLE_FILE).read_text().splitlines()
     assert len(lines) == 2 + 3 and f"| l1-0 | {rows[0]['validation_loss']:.3f} | +0.0 % |" in lines[2]
     assert "| silu |" in lines[3] and "| all |" in lines[3]
-    assert (out / sweeping.FIGURE_FILE).stat().st_size > 5000
 
 
 def test_a_finished_run_stays_and_a_cut_one_resumes(

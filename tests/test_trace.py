@@ -1,8 +1,7 @@
-"""Traces: recorded patterns against hooks by hand, files there and back, and a model left as it was."""
+"""Traces: recorded patterns against hooks by hand, and a model left as it was."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,19 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, OPTConfig
 
 import twell
-from small_models import LAYERS, TEXT, TINY, VOCAB, F, tiny_model, trace_of
+from small_models import LAYERS, TEXT, TINY, VOCAB, F, named_trace_of, tiny_model
 from twell.hf import LlamaSparseReluConfig, Qwen2SparseReluConfig
 from twell.nn import SparseFFNBase, sparse_ffns
 from twell.train.tokenizer import train_bpe
 from twell.workbench import trace as trace_module
-from twell.workbench.trace import MAX_WIDTH, Trace, record, record_text
+from twell.workbench.trace import MAX_WIDTH, record, record_text
 
 OPT = {"ffn_dim": F, "word_embed_proj_dim": 32, **TINY}
 
@@ -89,10 +85,6 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
 
 
-def u16(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.uint16)
-
-
 # -- recording ----------------------------------------------------------------------------------------------
 
 
@@ -106,7 +98,6 @@ def test_recorded_patterns_are_those_found_by_hand(name: str, monkeypatch: pytes
         trace = record(model, ids, batch_size=batch_size, progress=lambda *args, calls=calls: calls.append(args))
         assert trace.layers == len(expected) == LAYERS
         assert trace.hidden_sizes == [F] * LAYERS
-        assert trace.sequence_length == 12
         for layer, pattern in enumerate(expected):
             assert torch.equal(trace.pattern(layer), pattern)
             assert 0 < pattern.double().mean() < 1
@@ -247,7 +238,7 @@ def test_a_text_is_recorded_in_sequences_of_the_context(tmp_path: Path) -> None:
     path, model, tokenizer = tmp_path / "text.txt", dense_or_sparse("llama sparse"), train_bpe([TEXT], VOCAB)
     path.write_text(TEXT)
     whole, some = record_text(model, tokenizer, path), record_text(model, tokenizer, path, tokens=30, length=8)
-    assert (whole.sequence_length, some.sequence_length, some.tokens) == (64, 8, 24)
+    assert some.tokens == 24
     ids = torch.tensor(tokenizer.encode(TEXT))
     assert torch.equal(whole.pattern(1)[:64], record(model, ids[None, :64]).pattern(1))
     for how, message in (
@@ -274,72 +265,7 @@ def test_width_is_limited_by_16_bits() -> None:
     assert trace.pattern(0).all()
 
 
-# -- files --------------------------------------------------------------------------------------------------
-
-
-def test_a_recorded_trace_survives_its_file(tmp_path: Path) -> None:
-    trace = record(dense_or_sparse("llama sparse"), token_ids())
-    path = tmp_path / "new" / "trace.npz"
-    trace.save(path)
-    trace.save(str(path))  # over an older one
-    assert [p.name for p in path.parent.iterdir()] == ["trace.npz"]
-    loaded = Trace.load(str(path))
-    assert (loaded.hidden_sizes, loaded.names) == ([F] * LAYERS, ["layers.0.mlp", "layers.1.mlp"])
-    assert loaded.sequence_length == 12
-    assert repr(loaded) == repr(trace)
-    assert loaded.summary() == trace.summary()
-    for layer in range(LAYERS):
-        assert loaded.counts[layer].dtype == loaded.neurons[layer].dtype == np.uint16
-        assert torch.equal(loaded.pattern(layer), trace.pattern(layer))
-
-
-def test_links_are_followed_and_devices_left_alone(tmp_path: Path) -> None:
-    trace, pipe, link = trace_of(np.eye(4, dtype=bool)), tmp_path / "pipe", tmp_path / "link.npz"
-    os.mkfifo(pipe)
-    with pytest.raises(ValueError, match="pipe is not a file"):
-        trace.save(pipe)
-    assert pipe.is_fifo()
-    link.symlink_to(tmp_path / "real.npz")
-    trace.save(link)
-    assert link.is_symlink() and Trace.load(tmp_path / "real.npz").tokens == 4
-
-
-def test_a_failed_save_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, trace = tmp_path / "trace.npz", trace_of(np.eye(3, dtype=bool))
-    trace.save(path)
-    before = path.read_bytes()
-
-    def fail(file: Any, **arrays: Any) -> None:
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(np, "savez_compressed", fail)
-    with pytest.raises(OSError, match="disk full"):
-        trace.save(path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_the_shared_layout_loads_and_is_written(tmp_path: Path) -> None:
-    """Counts and neurons alone, as in traces that others recorded."""
-    arrays = {"counts_0": u16(2, 0, 1), "neurons_0": u16(1, 3, 0), "counts_1": u16(0, 0, 0), "neurons_1": u16()}
-    np.savez_compressed(tmp_path / "shared.npz", **arrays)
-    trace = Trace.load(tmp_path / "shared.npz")
-    assert (trace.hidden_sizes, trace.names, trace.sequence_length) == (None, None, None)
-    assert trace.pattern(0, 5).int().tolist() == [[0, 1, 0, 1, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]]
-    assert not trace.pattern(1, 5).any()
-    assert [row.layer for row in trace.summary(5)] == ["0", "1"]
-    for needs_width in (lambda: trace.pattern(0), trace.summary):
-        with pytest.raises(ValueError, match="pass F"):
-            needs_width()
-    with pytest.raises(ValueError, match="names neuron 3 of a layer of 3"):
-        trace.pattern(0, 3)
-    trace.save(tmp_path / "again.npz")
-    with np.load(tmp_path / "again.npz") as file:
-        assert sorted(file.files) == sorted(arrays)
-        for name, array in arrays.items():
-            assert file[name].dtype == np.uint16
-            assert np.array_equal(file[name], array)
+# -- numbers ------------------------------------------------------------------------------------------------
 
 
 def test_summary_by_hand() -> None:
@@ -347,82 +273,12 @@ def test_summary_by_hand() -> None:
     pattern[:, 0] = True  # every token
     pattern[:50, 1] = True
     pattern[0, :10] = True  # the first token wakes ten
-    (row,) = trace_of(pattern, hidden_sizes=[20], names=["ffn"]).summary()
-    assert row.layer == "ffn"
+    (row,) = named_trace_of(pattern).summary()
+    assert row.layer == "layers.0.mlp"
     assert row.mean == pytest.approx((100 + 50 + 8) / 100)
     assert row.p99 == np.percentile([10] + [2] * 49 + [1] * 50, 99)
     assert row.max == 10
     assert row.dead == 0.5
     assert row.top_tenth == pytest.approx(150 / 158)
-    silent = trace_of(np.zeros((2, 3), dtype=bool), hidden_sizes=[3]).summary()[0]
+    silent = named_trace_of(np.zeros((2, 3), dtype=bool)).summary()[0]
     assert (silent.mean, silent.max, silent.dead, silent.top_tenth) == (0, 0, 1, 0)
-
-
-def test_the_width_of_a_recorded_layer_is_its_own() -> None:
-    trace = trace_of(np.eye(3, 8, dtype=bool), hidden_sizes=[8])
-    assert torch.equal(trace.pattern(0, 8), trace.pattern(0))
-    with pytest.raises(ValueError, match="layer 0 has 8 neurons, not 9"):
-        trace.pattern(0, 9)
-
-
-GOOD: dict[str, Any] = {"counts_0": u16(2, 1), "neurons_0": u16(1, 3, 0), "counts_1": u16(0, 1), "neurons_1": u16(2)}
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"neurons_0": u16(1, 3)}, "neurons_0 holds 2 indices, but counts_0 sums to 3"),
-    ({"neurons_0": u16(3, 1, 0)}, "neurons_0 does not ascend within token 0"),
-    ({"counts_0": u16(1, 2), "neurons_0": u16(1, 3, 3)}, "does not ascend within token 1"),
-    ({"counts_1": np.array([0, 1])}, "counts_1 must be uint16 and flat, got int64 [2]"),
-    ({"neurons_1": u16(2)[None]}, "neurons_1 must be uint16 and flat, got uint16 [1, 1]"),
-    ({"counts_1": u16(0, 1, 0)}, "counts_1 holds 3 tokens, counts_0 2"),
-    ({"neurons_1": None}, "neurons_1 is not a file in the archive"),
-    ({"counts_0": None, "neurons_0": None}, "is not a trace: counts_0 is not a file"),
-    ({"hidden_0": 3, "hidden_1": 4}, "neurons_0 names neuron 3 of a layer of 3"),
-    ({"hidden_0": 1 << 16, "hidden_1": 4}, "a trace holds 1 to 65,535 neurons a layer, not 65,536"),
-    ({"hidden_0": "wide", "hidden_1": 4}, "invalid literal"),
-    ({"sequence_length": 3}, "2 tokens are not whole sequences of 3"),
-    ({"counts_0": np.array([None])}, "Object arrays"),
-    (dict.fromkeys(GOOD), "at least one layer"),
-    ({f"{what}_{i}": u16() for what in ("counts", "neurons") for i in range(2)}, "holds 0 tokens"),
-]
-
-
-def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "bad.npz"
-    for changes, message in BAD:
-        np.savez(path, **{key: value for key, value in {**GOOD, **changes}.items() if value is not None})
-        with pytest.raises(ValueError) as error:
-            Trace.load(path)
-        assert str(path) in str(error.value)
-        assert message in str(error.value)
-
-
-def test_corrupted_files_are_refused_by_name(tmp_path: Path) -> None:
-    whole, path = tmp_path / "whole.npz", tmp_path / "bad.npz"
-    random = np.random.default_rng(0).random((200, 50)) < 0.3
-    trace_of(random, hidden_sizes=[50]).save(whole)
-    content = whole.read_bytes()
-    damaged = bytearray(content)
-    damaged[len(content) // 3 : len(content) // 3 + 40] = bytes(40)
-    array = tmp_path / "array.npy"
-    np.save(array, random)
-    for bad in (b"", b"no trace", content[:-30], content[: len(content) // 2], bytes(damaged), array.read_bytes()):
-        path.write_bytes(bad)
-        with pytest.raises(ValueError, match=r"bad\.npz"):
-            Trace.load(path)
-    with pytest.raises(FileNotFoundError, match=r"none\.npz does not exist"):
-        Trace.load(tmp_path / "none.npz")
-
-
-patterns = st.tuples(st.integers(1, 12), st.integers(1, 40)).flatmap(
-    lambda shape: st.lists(hnp.arrays(np.bool_, shape), min_size=1, max_size=3)
-)
-
-
-@given(patterns, st.booleans())
-def test_any_pattern_survives_its_file(tmp_path_factory: pytest.TempPathFactory, layers: Any, tell: bool) -> None:
-    width = layers[0].shape[1]
-    path = tmp_path_factory.getbasetemp() / "any.npz"
-    trace_of(*layers, hidden_sizes=[width] * len(layers) if tell else None).save(path)
-    loaded = Trace.load(path)
-    assert loaded.layers == len(layers)
-    for layer, pattern in enumerate(layers):
-        assert np.array_equal(loaded.pattern(layer, None if tell else width).numpy(), pattern)

@@ -6,11 +6,11 @@
     python tools/publish.py --machine cpu                               # the steps of the CPU
     python tools/publish.py --commit 0123456789ab                       # in a copy of the tree without its .git
 
-Each step is a command of ``twell``; publish_steps.py has them all. A finished step keeps its rows in the folder --rows
-and is skipped at the same commit, so the same command continues after an interruption. (Models lie there too: a step
-whose model is needed and gone runs again.) A step that fails is reported, and the others run. When all steps of a file
-are finished its rows replace the file in results/, but only if no row of another commit remains there. --keep names
-files that may stay as they are; curves of training, which have no commit, always may.
+Each step is a command of ``twell`` or of tools/; publish_steps.py has them all. A finished step keeps its rows in the
+folder --rows and is skipped at the same commit, so the same command continues after an interruption. (Models lie there
+too: a step whose model is needed and gone runs again.) A step that fails is reported, and the others run. When all
+steps of a file are finished its rows replace the file in results/, but only if no row of another commit remains there.
+--keep names files that may stay as they are; curves of training, which have no commit, always may.
 
 Exit code: 0 results/ was replaced, 1 a step failed, 2 something is left to do.
 """
@@ -143,9 +143,10 @@ class Publisher:
 
     def _call(self, command: str, seconds: float | None = None) -> None:
         words = [word.format(**self.places) for word in shlex.split(command)]
+        words = [sys.executable, *words[1:]] if words[0] == "python" else [*self.twell, *words]
         seconds = None if seconds is None or seconds == float("inf") else seconds
         how: dict[str, Any] = {"cwd": ROOT, "env": _environment(), "timeout": seconds, "check": False}
-        code = subprocess.run([*self.twell, *words], **how).returncode
+        code = subprocess.run(words, **how).returncode
         if code:
             raise StepFailed(f"exit code {code}")
 
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS, 
     parser.add_argument("--list", action="store_true", help="show the steps and run none")
     parser.add_argument("--only", action="append", metavar="NAME", help="a step, or a file in results/; repeatable")
     parser.add_argument("--machine", choices=("gpu", "cpu"), default="gpu", help="whose steps to run")
-    parser.add_argument("--trace", type=Path, help="a trace of a trained model (twell trace)")
+    parser.add_argument("--trace", type=Path, help="a trace of a trained model (tools/trace_bench.py)")
     parser.add_argument("--data", type=Path, help="a folder with texts to train on and to evaluate on")
     parser.add_argument(
         "--time-limit", type=float, default=float("inf"), metavar="SECONDS", help="start no step that would take longer"
@@ -211,7 +212,7 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS, 
     if given.list:
         for step in chosen:
             state = "finished" if commit and publisher.is_finished(step, steps) else f"about {step.seconds:.0f} s"
-            print(f"{step.name} ({step.file}.jsonl, {state}): twell {step.command}")
+            print(f"{step.name} ({step.file}.jsonl, {state}): {step.command}")
         print(f"{len(chosen)} steps, about {sum(step.seconds for step in chosen) / 60:.0f} minutes")
         return 0
     failed, left, started = [], [], time.monotonic()

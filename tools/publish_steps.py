@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 
 class Step(NamedTuple):
-    """A command of ``twell`` and the file in results/ that its rows go to.
+    """A command of ``twell``, or of tools/ (``python tools/...``), and the file in results/ that its rows go to.
 
     ``command`` may name {trace}, a trace of a trained model; {data}, a folder with train.u16.xz, val.u16,
     tokenizer.json and, in eval/, WikiText-2, LAMBADA and the seven tasks; {work}, where models are kept.
@@ -43,6 +43,7 @@ def _each(option: str, values: str) -> str:
 
 CURVES = ("train-small-curves", "sweep-small-curves", "train-paths")  # logs of training runs: rows without a commit
 
+_TRACED = "python tools/trace_bench.py"
 _FFN = "bench ffn --device cuda"
 _FFN_16 = f"{_FFN} --no-fp8"
 _FFN_SWEEP = f"{_FFN_16} --no-called"
@@ -59,7 +60,7 @@ FFN = [
     ),
     Step("ffn-plain", "ffn-h200", 30, f"{_FFN_SWEEP} -w skew29 -m 16384 --plain"),
     Step("ffn-wide", "ffn-h200", 40, f"{_FFN_SWEEP} -w skew72 -m 8192 {_WIDE}"),
-    Step("ffn-layers", "ffn-h200", 120, f"{_FFN_16} --trace {{trace}} -m 16384"),
+    Step("ffn-layers", "ffn-h200", 120, f"{_TRACED} ffn --trace {{trace}} --no-fp8 -m 16384"),
     Step(
         "few-workloads",
         "ffn-few-h200",
@@ -73,12 +74,12 @@ FFN = [
         f"{_FFN_16} --graph -w skew29 {_each('-m', '1 8 16 32 64 128 256 512 1024 2048')}",
     ),
     Step("few-wide", "ffn-few-h200", 90, f"{_FFN_SWEEP} --graph -w skew72 {_WIDE} {_each('-m', '1 8 32 64 256')}"),
-    Step("few-layers", "ffn-few-h200", 240, f"{_FFN_16} --trace {{trace}} -m 256 -m 1024"),
+    Step("few-layers", "ffn-few-h200", 240, f"{_TRACED} ffn --trace {{trace}} --no-fp8 -m 256 -m 1024"),
     Step(
         "fp8-graphs", "ffn-fp8-h200", 400, f"{_FFN} --graph -w skew29 {_each('-m', '1 8 32 64 128 512 1024 2048 4096')}"
     ),
     Step("fp8-large", "ffn-fp8-h200", 40, f"{_FFN} -w skew29 -m 16384"),
-    Step("fp8-layers", "ffn-fp8-h200", 200, f"{_FFN} --trace {{trace}} -m 16384"),
+    Step("fp8-layers", "ffn-fp8-h200", 200, f"{_TRACED} ffn --trace {{trace}} -m 16384"),
     *(
         Step(
             f"fp8-{w}", "ffn-fp8-sweep-h200", 200, f"{_FFN} --no-called --graph -w {w} {_each('-m', '1 8 64 512 2048')}"
@@ -120,16 +121,21 @@ FFN = [
 _TRAIN, _STEPS = "bench train --device cuda", "bench train --device cuda --model -w skew29"
 MODELS = [
     *(
-        Step(f"model-{p}", "model-h200", seconds, f"bench model --preset {p} -w skew29 --paper --no-called")
+        Step(f"model-{p}", "model-h200", seconds, f"bench model --preset {p} -w skew29 --shape 64x2048 --no-called")
         for p, seconds in (("0.5b", 40), ("1b", 60), ("1.5b", 80), ("2b", 100))
     ),
-    Step("model-compiled", "model-h200", 120, "bench model --preset 1.5b -w skew29 --paper --no-called --compile"),
+    Step(
+        "model-compiled",
+        "model-h200",
+        120,
+        "bench model --preset 1.5b -w skew29 --shape 64x2048 --no-called --compile",
+    ),
     *(
         Step(
             f"model-{p}-trace",
             "model-h200",
             seconds,
-            f"bench model --preset {p} --batch 32 --trace {{trace}} --no-called",
+            f"{_TRACED} model --trace {{trace}} --preset {p}",
         )
         for p, seconds in (("0.5b", 60), ("1b", 70), ("1.5b", 80), ("2b", 90))
     ),
@@ -144,10 +150,9 @@ MODELS = [
     Step("train-ffn", "train-h200", 60, f"{_TRAIN} -w skew29 -w skew100 -m 16384"),
     Step("train-ffn-tokens", "train-h200", 60, f"{_TRAIN} -w skew29 -m 4096 -m 65536"),
     Step("train-ffn-plain", "train-h200", 30, f"{_TRAIN} -w skew29 -m 16384 --plain --no-called"),
-    Step("train-layers", "train-h200", 120, f"{_TRAIN} --trace {{trace}} -m 16384"),
+    Step("train-layers", "train-h200", 120, f"{_TRACED} train --trace {{trace}} -m 16384"),
     Step("train-17", "train-h200", 80, f"{_STEPS} --preset 1.5b --batch 17"),
     *(Step(f"train-{p}", "train-h200", 60, f"{_STEPS} --preset {p} --batch 12") for p in ("0.5b", "1b", "1.5b", "2b")),
-    *(Step(f"largest-{p}", "train-h200", 150, f"{_STEPS} --preset {p} --largest") for p in ("1b", "1.5b", "2b")),
 ]
 
 _DATA = "--data {data}/train.u16.xz --validation {data}/val.u16"

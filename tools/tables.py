@@ -26,7 +26,7 @@ import speed_tables as speed
 import training_tables as training
 from speed_tables import Row, is_shape, is_traced_layer, workload
 from twell.workbench.bench import rows as result_files
-from twell.workbench.bench import sweep_results
+from twell.workbench.bench import sweep_table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("docs/results.md", "docs/training.md", "docs/converting.md", "README.md")
@@ -99,10 +99,6 @@ def _is_step(row: Row) -> bool:
     return row.get("level") == "model" and "speedup" in row
 
 
-def _is_largest(row: Row) -> bool:
-    return row.get("level") == "largest" and "speedup" in row
-
-
 def _is_of_readme(row: Row) -> bool:
     """Training of one FFN; of the 1.5B model its forward, a token, and a step of the batch that fills a GPU."""
     if row["bench"] == "decode":
@@ -128,16 +124,18 @@ def _is_gated_fp32(row: Row) -> bool:
 
 
 _FFN, _TRAIN, _WHOLE = "twell bench ffn --device cuda", "twell bench train", "twell bench train --model"
+_TRACED = "python tools/trace_bench.py"
 _SMALL = "twell train --preset small --compile --data train.u16.xz --validation val.u16 --tokenizer tokenizer.json"
 _CONVERT = "twell convert SILU/model --relufy --train --data TEXT --out RUN steps=... lr=... l1=..."
 _COMMANDS = {
     "few": f"{_FFN} --graph -w WORKLOAD -m 1 -m 8 ... -m 1024 -m 2048 [-d 4096 -f 14336]",
     "half": f"{_FFN} --no-called [--graph] -w skew2816 -w skew1126 -w skew563 -w skew282 -m 1 ... -m 16384",
     "fp8": f"{_FFN} --no-called [--graph] -w skew100 -w iid29 -w skew300 -w skew2800 -m 1 ... -m 16384",
-    "model": "twell bench model --preset 1.5b -w skew29 --paper [--compile]; --batch 32 --trace TRACE.npz; "
-    "--depth 16 --shape 1x1 --shape 4x2048 --generate",
+    "model": "twell bench model --preset 1.5b -w skew29 --shape 64x2048 [--compile]; "
+    f"{_TRACED} model --trace TRACE.npz --preset 1.5b; "
+    "twell bench model --depth 16 --shape 1x1 --shape 4x2048 --generate",
     "models": "twell bench model; twell bench decode --preset 1.5b --compile; twell bench train [--model]",
-    "paper": f"twell bench model --paper; {_WHOLE} --batch 12; {_WHOLE} --largest",
+    "paper": f"twell bench model --shape 64x2048; {_WHOLE} --batch 12",
     "decode": "twell bench decode --preset 1.5b -w skew29 --batch 1 --batch 8 --compile",
     "cpu decode": "twell bench decode --preset 0.5b --context 128 --seconds 10 --device cpu",
     "text": "twell eval RUN/model --text wikitext2_raw_test.txt --last-words lambada_test.jsonl",
@@ -150,24 +148,25 @@ _COMMANDS = {
 }
 TABLES = {
     "ffn": Table("ffn-h200", f"{_FFN} -w skew29 -m 4096 -m 16384 -m 131072", speed.ffn, _is_workload),
-    "ffn-layers": Table("ffn-h200", f"{_FFN} --trace TRACE.npz", speed.layers, is_traced_layer),
+    "ffn-layers": Table("ffn-h200", f"{_TRACED} ffn --trace TRACE.npz", speed.layers, is_traced_layer),
     "ffn-few": Table("ffn-few-h200", _COMMANDS["few"], speed.few_tokens, _is_workload),
     "ffn-between-layers": Table(
-        "ffn-few-h200", f"{_FFN} --trace TRACE.npz -m 256 -m 1024", speed.layers_by_tokens, is_traced_layer
+        "ffn-few-h200", f"{_TRACED} ffn --trace TRACE.npz -m 256 -m 1024", speed.layers_by_tokens, is_traced_layer
     ),
     "ffn-fp8": Table(
         "ffn-fp8-h200", f"{_FFN} [--graph] -w skew29 -m 1 ... -m 16384", speed.sparse_in_fp8, _is_workload
     ),
-    "ffn-fp8-layers": Table("ffn-fp8-h200", f"{_FFN} --trace TRACE.npz -m 16384", speed.layers_in_fp8, is_traced_layer),
+    "ffn-fp8-layers": Table(
+        "ffn-fp8-h200", f"{_TRACED} ffn --trace TRACE.npz -m 16384", speed.layers_in_fp8, is_traced_layer
+    ),
     "ffn-fp8-sweep": Table("ffn-fp8-sweep-h200", _COMMANDS["fp8"], speed.fp8_by_tokens),
     "ffn-half": Table("ffn-half-h200", _COMMANDS["half"], speed.by_share),
     "model": Table("model-h200", _COMMANDS["model"], speed.model),
     "train-ffn": Table(
         "train-h200", f"{_TRAIN} -w skew29 -w skew100 -m 16384 [--plain]", speed.train_ffn, _is_workload
     ),
-    "train-layers": Table("train-h200", f"{_TRAIN} --trace TRACE.npz -m 16384", speed.layers, is_traced_layer),
+    "train-layers": Table("train-h200", f"{_TRACED} train --trace TRACE.npz -m 16384", speed.layers, is_traced_layer),
     "train-step": Table("train-h200", f"{_WHOLE} --batch 17 -w skew29", speed.train_step, _is_step),
-    "train-largest": Table("train-h200", f"{_WHOLE} --largest -w skew29", speed.largest_batch, _is_largest),
     "paper": Table("model-h200 train-h200", _COMMANDS["paper"], speed.paper, lambda row: "preset" in row),
     "gpu-decode": Table("decode-h200", _COMMANDS["decode"], speed.decode_with_fp8),
     "cpu-decode": Table("cpu-decode", _COMMANDS["cpu decode"], speed.decode),
@@ -191,7 +190,7 @@ TABLES = {
     "target-small": Table("target-small", f"{_SMALL} steps=1225", training.targets),
     "convert-tiny": Table("convert-tiny", _CONVERT, training.conversions),
     "convert-small": Table("convert-small", _CONVERT, training.conversions),
-    "sweep": Table("sweep-small", _COMMANDS["sweep"], sweep_results.table),
+    "sweep": Table("sweep-small", _COMMANDS["sweep"], sweep_table.table),
     "eval": Table("eval-small", _COMMANDS["eval"], training.evaluations),
     "eval-fp8": Table("eval-fp8-small", _COMMANDS["eval fp8"], training.evaluations),
 }

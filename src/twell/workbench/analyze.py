@@ -45,7 +45,7 @@ def analyze(
     input_ids = sequences_of(tokenizer, text, tokens, length, context, shortest=2)
     batch_size = max(1, DEFAULT_LENGTH // input_ids.shape[1])
     trace = record(model, input_ids, batch_size=batch_size, progress=progress)
-    ffn = getattr(model, "base_model", model).get_submodule((trace.names or [])[0])
+    ffn = getattr(model, "base_model", model).get_submodule(trace.names[0])
     gate = projection_names(ffn)[0]  # the projection that the activation follows
     return analyze_trace(
         trace,
@@ -70,8 +70,6 @@ def analyze_trace(
 ) -> Analysis:
     """Analyse the trace of ``input_ids`` [sequences, length]. Plans follow the costs of ``device``, or of a CPU."""
     n_sequences, length = input_ids.shape
-    if trace.hidden_sizes is None:
-        raise ValueError("the trace does not hold the width of its layers")
     ids_SL = input_ids.cpu().numpy()
     active_SL = np.sum(trace.counts, axis=0, dtype=np.int64).reshape(n_sequences, length)  # over all layers
     positions = [0, *(1 << k for k in range((length - 1).bit_length()))]

@@ -21,7 +21,7 @@ from typing import Any
 
 from twell._version import __version__
 from twell.workbench.analysis import Analysis
-from twell.workbench.bench import plot
+from twell.workbench.bench import break_even
 
 Row = Mapping[str, Any]
 
@@ -244,7 +244,9 @@ def verdict(analysis: Analysis, measurements: Sequence[Row] = ()) -> str:
     dense = sum(layer.plan.dense for layer in layers)
     if dense == len(layers):
         F, active = max(facts.hidden_sizes), f"{analysis.mean_active / len(layers):.3g}"
-        pays = plot.modelled_break_even(plot.Shape("", True, facts.width, F, "", 1 << 40))  # for a batch of any size
+        pays = break_even.modelled_break_even(
+            break_even.Shape("", True, facts.width, F, "", 1 << 40)
+        )  # for a batch of any size
         if pays is None:
             said = f"This model is too small for the GPU kernels to gain: layers of {F:,} neurons always run densely."
         else:

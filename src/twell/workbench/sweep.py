@@ -1,8 +1,8 @@
 """``twell sweep``: what sparsity costs and gives. A training run for each target or l1, evaluated and timed.
 
-A sweep is a folder with a run of ``twell train`` for each variant, and its results: ``sweep.jsonl``, ``sweep.md``,
-``sweep.png``. The same command continues an interrupted sweep: finished runs stay, a run that was cut short resumes
-from its newest checkpoint.
+A sweep is a folder with a run of ``twell train`` for each variant, and its results: ``sweep.jsonl``, ``sweep.md``.
+The same command continues an interrupted sweep: finished runs stay, a run that was cut short resumes from its newest
+checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from twell.train.recipes import Recipe, override
 from twell.train.run import DATA_FOLDER, MODEL_FOLDER, SUMMARY_FILE, read_corpus, read_summary, run
 from twell.train.tokenizer import load_tokenizer
 from twell.workbench.bench import model as speed
-from twell.workbench.bench import plot, sweep_results
+from twell.workbench.bench import sweep_table
 
 PAPER_L1 = (0.0, 6e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 6e-5, 1e-4)  # of its 1.5B model
 ABLATIONS = ("silu", "plain", "restart")
-ROWS_FILE, TABLE_FILE, FIGURE_FILE, SPEED_FILE = "sweep.jsonl", "sweep.md", "sweep.png", "speed.json"
+ROWS_FILE, TABLE_FILE, SPEED_FILE = "sweep.jsonl", "sweep.md", "speed.json"
 _BATCH = 32  # sequences timed at once on a GPU; on a CPU an eighth of them
 
 
@@ -144,9 +144,4 @@ def _held_out(recipe: Recipe, data: Sequence[Path | str], validation: Sequence[P
 
 def _write(rows: list[dict[str, Any]], out: Path) -> None:
     (out / ROWS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (out / TABLE_FILE).write_text("\n".join(sweep_results.table(rows)) + "\n")
-    try:
-        figure = sweep_results.draw(rows)
-    except RuntimeError:  # no matplotlib
-        return
-    plot.save(figure, out / FIGURE_FILE)
+    (out / TABLE_FILE).write_text("\n".join(sweep_table.table(rows)) + "\n")

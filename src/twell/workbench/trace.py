@@ -1,21 +1,9 @@
-"""Traces: which neurons of a model fire on a text, recorded, saved and read back.
-
-A trace file is an ``.npz`` with two arrays per FFN layer L = 0, 1, ...
-
-    counts_L    uint16 [tokens]          active neurons of each token
-    neurons_L   uint16 [sum of counts]   their indices, token after token, ascending
-
-``record`` adds ``hidden_L`` (the layer's width F), ``name_L`` and ``sequence_length``. A file holds neither
-activations nor weights.
-"""
+"""Traces: which neurons of a model fire on a text, token by token."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,39 +31,20 @@ class LayerSummary(NamedTuple):
     top_tenth: float  # share of all firings that the busiest tenth of the neurons carries
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """Which neurons fired, layer by layer, tokens in order.
-
-    ``hidden_sizes``, ``names`` (one a layer) and ``sequence_length`` are None where the file lacks them.
+    """Which neurons fired, layer by layer, tokens in order. All lists have an entry a layer.
 
     >>> def u16(*values):
     ...     return np.array(values, dtype=np.uint16)
-    >>> trace = Trace([u16(2, 0, 1)], [u16(0, 3, 3)], hidden_sizes=[4])
-    >>> trace
-    Trace(1 layer, 3 tokens, 1.0 neurons active)
-    >>> trace.pattern(0).int().tolist()
+    >>> Trace([u16(2, 0, 1)], [u16(0, 3, 3)], hidden_sizes=[4], names=["ffn"]).pattern(0).int().tolist()
     [[1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 1]]
     """
 
-    counts: list[np.ndarray]  # uint16 [tokens] each
-    neurons: list[np.ndarray]  # uint16 [sum of counts] each
-    hidden_sizes: list[int] | None = None
-    names: list[str] | None = None
-    sequence_length: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.counts:
-            raise ValueError("a trace needs at least one layer")
-        for what in (self.neurons, self.hidden_sizes, self.names):
-            if what is not None and len(what) != len(self.counts):
-                raise ValueError(f"{len(self.counts)} layers of counts, but {len(what)} of neurons, sizes or names")
-        for layer in range(len(self.counts)):
-            _check_layer(layer, self.counts[layer], self.neurons[layer], self.tokens)
-            if self.hidden_sizes is not None:
-                _check_width(layer, self.neurons[layer], self.hidden_sizes[layer])
-        if self.sequence_length is not None and (self.sequence_length < 1 or self.tokens % self.sequence_length):
-            raise ValueError(f"{self.tokens:,} tokens are not whole sequences of {self.sequence_length:,}")
+    counts: list[np.ndarray]  # uint16 [tokens]: active neurons of each token
+    neurons: list[np.ndarray]  # uint16 [sum of counts]: their indices, token after token, ascending
+    hidden_sizes: list[int]
+    names: list[str]
 
     @property
     def layers(self) -> int:
@@ -85,130 +54,32 @@ class Trace:
     def tokens(self) -> int:
         return len(self.counts[0])
 
-    def neuron_counts(self, layer: int, F: int | None = None) -> Tensor:
+    def neuron_counts(self, layer: int) -> Tensor:
         """int64 [F]: for how many tokens each neuron of a layer fired."""
-        return torch.from_numpy(np.bincount(self.neurons[layer], minlength=self._width(layer, F)))
+        return torch.from_numpy(np.bincount(self.neurons[layer], minlength=self.hidden_sizes[layer]))
 
-    def pattern(self, layer: int, F: int | None = None) -> Tensor:
-        """bool [tokens, F]: which neurons of a layer fired. Pass ``F`` if the trace does not hold it."""
-        pattern = np.zeros((self.tokens, self._width(layer, F)), dtype=np.bool_)
-        pattern[_token_of(self.counts[layer]), self.neurons[layer]] = True
+    def pattern(self, layer: int) -> Tensor:
+        """bool [tokens, F]: which neurons of a layer fired."""
+        pattern = np.zeros((self.tokens, self.hidden_sizes[layer]), dtype=np.bool_)
+        pattern[np.repeat(np.arange(self.tokens), self.counts[layer]), self.neurons[layer]] = True
         return torch.from_numpy(pattern)
 
-    def summary(self, F: int | None = None) -> list[LayerSummary]:
-        """A row for each layer. Pass ``F`` if the trace does not hold it."""
+    def summary(self) -> list[LayerSummary]:
+        """A row for each layer."""
         rows = []
-        for layer, counts in enumerate(self.counts):
-            width = self._width(layer, F)
-            firings = np.sort(np.bincount(self.neurons[layer], minlength=width))  # [F], the busiest last
+        for layer, (name, counts, width) in enumerate(zip(self.names, self.counts, self.hidden_sizes, strict=True)):
+            firings = self.neuron_counts(layer).sort().values  # [F], the busiest last
             rows.append(
                 LayerSummary(
-                    layer=str(layer) if self.names is None else self.names[layer],
+                    layer=name,
                     mean=float(counts.mean()),
                     p99=float(np.percentile(counts, 99)),
                     max=int(counts.max()),
-                    dead=float((firings == 0).mean()),
-                    top_tenth=float(firings[-max(1, round(width / 10)) :].sum() / max(1, firings.sum())),
+                    dead=float((firings == 0).double().mean()),
+                    top_tenth=float(firings[-max(1, round(width / 10)) :].sum()) / max(1, int(firings.sum())),
                 )
             )
         return rows
-
-    def _width(self, layer: int, F: int | None) -> int:
-        known = None if self.hidden_sizes is None else self.hidden_sizes[layer]
-        width = known if F is None else F
-        if width is None:
-            raise ValueError("the trace does not hold the width of its layers: pass F")
-        if known not in (None, width):
-            raise ValueError(f"layer {layer} has {known:,} neurons, not {width:,}")
-        _check_width(layer, self.neurons[layer], width)
-        return width
-
-    def save(self, path: Path | str) -> None:
-        """Write the trace to a file, which is replaced only once the new one is complete."""
-        path = Path(path).resolve()  # write the file that a link points to, not the link
-        if path.exists() and not path.is_file():  # do not replace a device by a file
-            raise ValueError(f"{path} is not a file: choose another name")
-        arrays: dict[str, Any] = {}
-        for layer in range(self.layers):
-            arrays[f"counts_{layer}"] = self.counts[layer]
-            arrays[f"neurons_{layer}"] = self.neurons[layer]
-            if self.hidden_sizes is not None:
-                arrays[f"hidden_{layer}"] = np.array(self.hidden_sizes[layer])
-            if self.names is not None:
-                arrays[f"name_{layer}"] = np.array(self.names[layer])
-        if self.sequence_length is not None:
-            arrays["sequence_length"] = np.array(self.sequence_length)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            with part.open("wb") as file:
-                np.savez_compressed(file, **arrays)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-
-    @classmethod
-    def load(cls, path: Path | str) -> Trace:
-        """Read a trace file, with or without the arrays that ``record`` adds."""
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist")
-        if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is not a complete .npz file")
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                n_layers = sum(name.startswith("counts_") for name in file.files)
-
-                def each(what: str) -> list[np.ndarray]:
-                    return [file[f"{what}_{layer}"] for layer in range(n_layers)]
-
-                def has(what: str) -> bool:
-                    return all(f"{what}_{layer}" in file.files for layer in range(n_layers))
-
-                return cls(
-                    counts=each("counts"),
-                    neurons=each("neurons"),
-                    hidden_sizes=[int(size) for size in each("hidden")] if has("hidden") else None,
-                    names=[str(name) for name in each("name")] if has("name") else None,
-                    sequence_length=int(file["sequence_length"]) if "sequence_length" in file.files else None,
-                )
-        except KeyError as error:
-            raise ValueError(f"{path} is not a trace: {error.args[0]}") from None
-        except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{path}: {error}") from None
-
-    def __repr__(self) -> str:
-        means = [float(counts.mean()) for counts in self.counts]
-        low, high = f"{min(means):.1f}", f"{max(means):.1f}"
-        active = low if low == high else f"{low} to {high}"
-        return f"Trace({self.layers} layer{'s'[: self.layers > 1]}, {self.tokens:,} tokens, {active} neurons active)"
-
-
-def _check_layer(layer: int, counts: np.ndarray, neurons: np.ndarray, tokens: int) -> None:
-    for name, array in (("counts", counts), ("neurons", neurons)):
-        if array.dtype != np.uint16 or array.ndim != 1:
-            raise ValueError(f"{name}_{layer} must be uint16 and flat, got {array.dtype} {list(array.shape)}")
-    if len(counts) == 0 or len(counts) != tokens:
-        raise ValueError(f"counts_{layer} holds {len(counts):,} tokens, counts_0 {tokens:,}")
-    total = int(counts.sum(dtype=np.int64))
-    if total != len(neurons):
-        raise ValueError(f"neurons_{layer} holds {len(neurons):,} indices, but counts_{layer} sums to {total:,}")
-    token = _token_of(counts)
-    falls = (neurons[1:] <= neurons[:-1]) & (token[1:] == token[:-1])
-    if falls.any():
-        raise ValueError(f"neurons_{layer} does not ascend within token {token[int(falls.argmax())]:,}")
-
-
-def _check_width(layer: int, neurons: np.ndarray, F: int) -> None:
-    if not 0 < F <= MAX_WIDTH:
-        raise ValueError(f"layer {layer}: a trace holds 1 to {MAX_WIDTH:,} neurons a layer, not {F:,}")
-    if len(neurons) and int(neurons.max()) >= F:
-        raise ValueError(f"neurons_{layer} names neuron {int(neurons.max()):,} of a layer of {F:,}")
-
-
-def _token_of(counts: np.ndarray) -> np.ndarray:
-    """int32 [sum of counts]: the token each entry belongs to."""
-    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
 
 # -- recording ----------------------------------------------------------------------------------------------
@@ -240,7 +111,6 @@ def record(model: nn.Module, input_ids: Tensor, *, batch_size: int = 8, progress
         neurons=[np.concatenate(layer.neurons) for layer in layers],
         hidden_sizes=[layer.width for layer in layers],
         names=[layer.name for layer in layers],
-        sequence_length=length,
     )
 
 

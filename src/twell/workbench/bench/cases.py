@@ -14,10 +14,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
+    from twell.train.recipes import Recipe
 
 _CENTRES = 4096  # clusters of similar tokens, drawn with weight 1 / rank
 _TOKEN_BLOCK = 4096  # tokens are drawn in blocks of this size; `shift` is fitted to the first block
@@ -150,3 +155,18 @@ def write_ffns_(model: Any, inputs: FFNInputs) -> None:
         layer.mlp.gate_proj.weight.copy_(inputs.w_gate)
         layer.mlp.up_proj.weight.copy_(inputs.w_up)
         layer.mlp.down_proj.weight.copy_(inputs.w_down)
+
+
+def llama_config(recipe: Recipe, length: int) -> LlamaConfig:
+    """A dense Llama with ReLU of the recipe's shape, for sequences of ``length`` tokens."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        vocab_size=recipe.vocab_size,
+        max_position_embeddings=max(length, recipe.context),
+        hidden_act="relu",
+    )

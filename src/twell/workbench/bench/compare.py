@@ -3,17 +3,16 @@
 Rows match where they measured the same (``KEY``). Each quantity of a row is judged against the first side's:
 
 - noise: the intervals from the 20th to the 80th percentile overlap, or the medians differ by less than a floor.
-  Speedups and rates are single numbers; their intervals follow from the times they were computed from. Where no
-  interval is known, the floor alone decides.
+  Speedups are single numbers; their intervals follow from the times they were computed from. Where no interval is
+  known, the floor alone decides.
 - better or worse: all other differences.
-- other machine: times and rates of different machines say nothing about the code; ratios inside a row do.
-- unknown: only one side has the quantity, or its value is not a usable number.
+- other machine: times of different machines say nothing about the code; ratios inside a row do.
+- unknown: only one side has the quantity, or its value is not a positive number.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import fnmatch
 import json
 import math
@@ -34,30 +33,26 @@ FLOOR = 0.02  # medians closer than this are noise
 THRESHOLD = 0.05  # a check fails beyond it
 CHECKED = ("speedup", "sparse_ms", "sparse.step_ms")
 
-_DENSE, _SPARSE = ("dense_ms", "compiled_ms", "dense.step_ms"), ("sparse_ms", "sparse.step_ms")
-_DENSE_FP8 = ("fp8_ms", "fp8_weights_ms")
-_CALLED, _CALLED_FP8 = ("called_ms.dense", "called_ms.compiled"), ("called_ms.fp8", "called_ms.fp8_weights")
-_SPEEDUPS: dict[
-    str, tuple[tuple[str, ...], tuple[str, ...]]
-] = {  # the times they were computed from, where a row has them
-    "speedup": (_DENSE, _SPARSE),
-    "speedup_eager": (("dense_ms",), ("sparse_ms",)),
-    "speedup_frozen": (_DENSE, ("frozen_ms",)),
-    "speedup_over_fp8": (_DENSE_FP8, ("frozen_ms", "sparse_ms")),
-    "speedup_fp8": (_DENSE_FP8, ("sparse_fp8_ms",)),
-    "speedup_called": (_CALLED, ("called_ms.sparse",)),
-    "speedup_called_frozen": (_CALLED, ("called_ms.frozen",)),
-    "speedup_called_eager": (("called_ms.dense",), ("called_ms.sparse",)),
-    "speedup_called_compiled": (("called_ms.compiled",), ("called_ms.sparse_compiled",)),
-    "speedup_called_over_fp8": (_CALLED_FP8, ("called_ms.frozen", "called_ms.sparse")),
-    "speedup_called_fp8": (_CALLED_FP8, ("called_ms.sparse_fp8",)),
-    "speedup_called_with_step": (
-        ("called_with_step_ms.dense", "called_with_step_ms.compiled"),
-        ("called_with_step_ms.sparse",),
-    ),
+_DENSE, _FP8 = ("dense", "compiled"), ("fp8", "fp8_weights")
+_OVER = {  # by the end of a speedup's name: over the fastest of which ways, and of which way (the first that is there)
+    "": (_DENSE, ("sparse",)),
+    "_eager": (("dense",), ("sparse",)),
+    "_frozen": (_DENSE, ("frozen",)),
+    "_compiled": (("compiled",), ("sparse_compiled",)),
+    "_over_fp8": (_FP8, ("frozen", "sparse")),
+    "_fp8": (_FP8, ("sparse_fp8",)),
 }
-_RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "kept_ratio", "joules_ratio", "memory.ratio", "memory_ratio")
-_RATE = "tokens_per_ms"
+_PLACES = {  # of the times, by the start of the name
+    "speedup": ("{}_ms", "{}.step_ms"),
+    "speedup_called": ("called_ms.{}",),
+    "speedup_called_with_step": ("called_with_step_ms.{}",),
+}
+_SPEEDUPS = {  # the times that each was computed from
+    start + end: [[place.format(way) for way in ways for place in places] for ways in sides]
+    for start, places in _PLACES.items()
+    for end, sides in _OVER.items()
+}
+_RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "joules_ratio", "memory.ratio", "memory_ratio")
 
 Verdict = Literal["noise", "better", "worse", "other machine", "unknown"]
 
@@ -72,11 +67,11 @@ class Measured:
 
     @property
     def half_width(self) -> float:
-        """Half of the interval, relative to the value, which must not be 0."""
+        """Half of the interval, relative to the value."""
         return (self.high - self.low) / 2 / self.value
 
     def __str__(self) -> str:
-        width = f" ±{self.half_width:.0%}" if self.high > self.low and self.value else ""
+        width = f" ±{self.half_width:.0%}" if self.high > self.low else ""
         return (f"{self.value:#.4g}".rstrip(".") if self.value < 1e4 else f"{self.value:,.0f}") + width
 
 
@@ -94,54 +89,24 @@ class Difference:
     @property
     def ratio(self) -> float | None:
         """After over before."""
-        if self.before is None or self.after is None or self.before.value == 0:
-            return None
-        return self.after.value / self.before.value
-
-    @property
-    def change(self) -> float:
-        """The larger value over the smaller one, less 1: the same in both directions."""
-        if self.before is None or self.after is None:
-            return math.nan
-        return _change(self.before.value, self.after.value)
+        return None if self.before is None or self.after is None else self.after.value / self.before.value
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"ratio": None if self.ratio is None else round(self.ratio, 4)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Unmatched:
-    """A row of one side that another side lacks."""
-
-    key: dict[str, Any]
-    only_in: str
-    not_in: str
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"verdict": "unmatched"}
-
-
-@dataclasses.dataclass(frozen=True)
-class RowCounts:
-    """Rows of a side: compared, left out for newer ones of the same measurement, left out because no benchmark's."""
-
-    name: str
-    rows: int
-    superseded: int
-    ignored: int
-
-
-@dataclasses.dataclass(frozen=True)
 class RowComparison:
     """Each side but the first, compared with the first."""
 
-    sides: list[RowCounts]
+    sides: list[str]
     matched: int  # pairs of rows
     differences: list[Difference]
-    unmatched: list[Unmatched]
+    unmatched: list[dict[str, Any]]  # rows that one side lacks: key, only_in, not_in
+    left_out: list[str]  # how many rows were not compared, in words
 
     def to_json(self) -> list[dict[str, Any]]:
-        return [*(d.to_json() for d in self.differences), *(u.to_json() for u in self.unmatched)]
+        return [*(d.to_json() for d in self.differences), *(u | {"verdict": "unmatched"} for u in self.unmatched)]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -161,9 +126,7 @@ def compare_files(
     if len(paths) < 2:
         raise ValueError("expected two files or more to compare, or a field to tell the rows of one file apart")
     names = [path.name for path in paths]
-    names = names if len(set(names)) == len(names) else [str(path) for path in paths]
-    nth = [names[: i + 1].count(name) for i, name in enumerate(names)]  # a file may be given twice
-    names = [name if n == 1 else f"{name} ({n})" for name, n in zip(names, nth, strict=True)]
+    names = names if len(set(names)) == len(names) else list(map(str, paths))
     return compare({name: _read([path]) for name, path in zip(names, paths, strict=True)}, first=first, floor=floor)
 
 
@@ -200,24 +163,21 @@ def compare(
     if first not in sides:
         raise ValueError(f"there is no side {first!r}: expected one of {', '.join(sides)}")
     newest = {name: _newest(sides[name], without) for name in (first, *(name for name in sides if name != first))}
-    counts = []
-    for name, compared in newest.items():
-        ignored = sum("bench" not in row for row in sides[name])
-        counts.append(RowCounts(name, len(compared), len(sides[name]) - ignored - len(compared), ignored))
+    more = {name: len(sides[name]) - len(found) for name, found in newest.items()}
+    left_out = [f"{name}: {n} rows of older measurements, or of none, left out" for name, n in more.items() if n]
     base = newest.pop(first)
     matched = 0
     differences: list[Difference] = []
-    unmatched: list[Unmatched] = []
-    for key, before in base.items():
-        for name, others in newest.items():
-            if key in others:
-                matched += 1
-                differences += _differences(json.loads(key), name, before, others[key], floor)
-            else:
-                unmatched.append(Unmatched(json.loads(key), first, name))
+    unmatched: list[dict[str, Any]] = []
     for name, others in newest.items():
-        unmatched += [Unmatched(json.loads(key), name, first) for key in others if key not in base]
-    return RowComparison(counts, matched, differences, unmatched)
+        for key in base | others:
+            if key in base and key in others:
+                matched += 1
+                differences += _differences(json.loads(key), name, base[key], others[key], floor)
+            else:
+                has, lacks = (first, name) if key in base else (name, first)
+                unmatched.append({"key": json.loads(key), "only_in": has, "not_in": lacks})
+    return RowComparison([first, *newest], matched, differences, unmatched, left_out)
 
 
 def _newest(rows_: Sequence[Row], without: str | None) -> dict[str, Row]:
@@ -228,18 +188,9 @@ def _newest(rows_: Sequence[Row], without: str | None) -> dict[str, Row]:
             # A flag that is off is left out: older rows do not have it.
             there = [name for name in KEY if name != without and row.get(name) is not None and row[name] is not False]
             key = json.dumps({name: row[name] for name in there})
-            if key not in newest or _time(row) >= _time(newest[key]):
+            if key not in newest or str(row.get("time", "")) >= str(newest[key].get("time", "")):
                 newest[key] = row
     return newest
-
-
-def _time(row: Row) -> float:
-    """In seconds; before all others where a row has none."""
-    try:
-        time = datetime.datetime.fromisoformat(row["time"])
-    except (KeyError, TypeError, ValueError):
-        return -math.inf
-    return (time if time.tzinfo else time.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -265,43 +216,29 @@ def _leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _is_quantity(name: str) -> bool:
-    return name in _RATIOS or _is_rate(name) or name.startswith("host_us.")
-
-
-def _is_rate(name: str) -> bool:
-    return _RATE in name.split(".")
+    return name in _RATIOS or name.startswith("host_us.")
 
 
 def _measured(value: Any) -> Measured | None:
-    low, value, high = (value[name] for name in ("p20", "p50", "p80")) if isinstance(value, dict) else [value] * 3
-    if not is_number(value):
-        return None
-    if not is_number(low) or not is_number(high):
-        return Measured(value, value, value)
-    return Measured(value, min(low, value), max(high, value))
+    low, median, high = (value[name] for name in ("p20", "p50", "p80")) if isinstance(value, dict) else [value] * 3
+    is_usable = all(is_number(number) and number > 0 for number in (low, median, high))
+    return Measured(median, low, high) if is_usable else None
 
 
 def _with_interval(name: str, m: Measured, known: Mapping[str, Measured]) -> Measured:
-    """A rate or a speedup with the interval that follows from its times; ``m`` where these are not known."""
-    if _is_rate(name):
-        of_step = name.endswith(_RATE)
-        time = known.get(name.replace(_RATE, "step_ms") if of_step else f"{name.removeprefix(f'{_RATE}.')}_ms")
-        if time is not None and time.low > 0 and m.low == m.high:
-            return Measured(m.value, m.value * time.value / time.high, m.value * time.value / time.low)
-    if name in _SPEEDUPS:
-        dense_names, sparse_names = _SPEEDUPS[name]
-        dense = min((known[n] for n in dense_names if n in known), key=lambda time: time.value, default=None)
-        sparse = next((known[n] for n in sparse_names if n in known), None)
-        if dense is not None and sparse is not None and dense.value > 0 and sparse.value > 0:
-            width = math.hypot(dense.half_width, sparse.half_width)
-            return Measured(m.value, max(0.0, m.value * (1 - width)), m.value * (1 + width))
-    return m
+    """A speedup with the interval that follows from its times; all else, or where these are not known, as it is."""
+    dense_names, sparse_names = _SPEEDUPS.get(name, ((), ()))
+    dense = min((known[n] for n in dense_names if n in known), key=lambda time: time.value, default=None)
+    sparse = next((known[n] for n in sparse_names if n in known), None)
+    if dense is None or sparse is None:
+        return m
+    width = math.hypot(dense.half_width, sparse.half_width)
+    return Measured(m.value, max(0.0, m.value * (1 - width)), m.value * (1 + width))
 
 
 def _differences(key: dict[str, Any], side: str, before: Row, after: Row, floor: float) -> Iterator[Difference]:
-    hosts = {row["host"] for row in (before, after) if row.get("host") is not None}
     machine = ("device", "gpu", "cpu", "threads")
-    is_other_machine = len(hosts) > 1 or any(before.get(name) != after.get(name) for name in machine)
+    is_other_machine = any(before.get(name) != after.get(name) for name in machine)
     a, b = quantities(before), quantities(after)
     for name in a | b:
         judged = judge(name, a.get(name), b.get(name), floor)
@@ -311,7 +248,7 @@ def _differences(key: dict[str, Any], side: str, before: Row, after: Row, floor:
 
 
 def judge(quantity: str, before: Measured | None, after: Measured | None, floor: float = FLOOR) -> Verdict:
-    """Judge two values from one machine. Speedups and rates should be high; times, memory and energy low.
+    """Judge two values from one machine. Speedups should be high; times, memory and energy low.
 
     >>> judge("sparse_ms", Measured(1.0, 0.99, 1.01), Measured(1.1, 1.08, 1.12))
     'worse'
@@ -321,17 +258,14 @@ def judge(quantity: str, before: Measured | None, after: Measured | None, floor:
     if before is None or after is None:
         return "unknown"
     overlap = before.low <= after.high and after.low <= before.high
-    if overlap or _change(before.value, after.value) < floor:
+    if overlap or _change(before, after) < floor:
         return "noise"
-    should_be_high = quantity in _SPEEDUPS or _is_rate(quantity)
-    return "better" if (after.value > before.value) == should_be_high else "worse"
+    return "better" if (after.value > before.value) == (quantity in _SPEEDUPS) else "worse"
 
 
-def _change(a: float, b: float) -> float:
-    small, large = sorted((a, b))
-    if small == 0:
-        return math.inf if large else 0.0
-    return large / small - 1
+def _change(a: Measured, b: Measured) -> float:
+    """The larger value over the smaller one, less 1: the same in both directions."""
+    return max(a.value, b.value) / min(a.value, b.value) - 1
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -342,7 +276,7 @@ def _change(a: float, b: float) -> float:
 def verdict(comparison: RowComparison, names: Sequence[str] | None = None, threshold: float = THRESHOLD) -> int:
     """The exit code of a check: 1 where there are ``failures``. Raises where nothing can be judged, so that a check of
     nothing does not pass."""
-    first, *others = (side.name for side in comparison.sides)
+    first, *others = comparison.sides
     if comparison.matched == 0:
         raise ValueError(f"nothing to compare: no row of {first} is also in {' or '.join(others)}")
     for name in names or ():
@@ -365,12 +299,13 @@ def failures(
     first side has: what no longer runs does not pass."""
     if not threshold >= 0:
         raise ValueError(f"expected a threshold of 0 or more, got {threshold}")
-    return [
-        d
-        for d in comparison.differences
-        if _is_named(d.quantity, names or CHECKED)
-        and ((d.verdict == "worse" and d.change > threshold) or (d.before is not None and d.after is None))
-    ]
+    return [d for d in comparison.differences if _is_named(d.quantity, names or CHECKED) and _fails(d, threshold)]
+
+
+def _fails(d: Difference, threshold: float) -> bool:
+    if d.before is None or d.after is None:
+        return d.before is not None
+    return d.verdict == "worse" and _change(d.before, d.after) > threshold
 
 
 def _is_named(quantity: str, names: Sequence[str]) -> bool:
@@ -378,39 +313,34 @@ def _is_named(quantity: str, names: Sequence[str]) -> bool:
 
 
 def table(comparison: RowComparison) -> Table:
-    """A line for each quantity of each row, two columns for each side but the first; then the unmatched rows."""
+    """A line for each quantity of each matched row and side."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    keys = [*(d.key for d in comparison.differences), *(u.key for u in comparison.unmatched)]
-    shared = {n: v for n, v in (keys[0] if keys else {}).items() if all(key.get(n) == v for key in keys)}
-    first, *others = (side.name for side in comparison.sides)
-    made = Table(title=Text(label(shared)), caption=Text(_caption(comparison)), box=box.SIMPLE)
-    made.add_column("row")
-    made.add_column("quantity", no_wrap=True)
-    made.add_column(Text(first), justify="right")
-    for name in others:
-        made.add_column(Text(name), justify="right")
-        made.add_column("ratio", no_wrap=True)
-
-    lines: dict[tuple[str, str], dict[str, Difference]] = {}
-    for d in comparison.differences:
-        lines.setdefault((json.dumps(d.key), d.quantity), {})[d.side] = d
+    first, *others = comparison.sides
+    keys = [d.key for d in comparison.differences]
+    shared = {name: value for name, value in (keys or [{}])[0].items() if all(key.get(name) == value for key in keys)}
+    made = Table(title=Text(label(shared)), box=box.SIMPLE)
+    for head in ("row", "quantity", first, others[0] if len(others) == 1 else "other", "ratio", "verdict", "other is"):
+        if head != "other is" or len(others) > 1:
+            made.add_column(Text(head), justify="right" if head == "ratio" else "left", no_wrap=True)
     row_above = None
-    for (row, quantity), by_side in lines.items():
-        some = next(iter(by_side.values()))
-        cells = [Text(str(some.before or "-"))]
-        for of in (by_side.get(name) for name in others):
-            ratio = "" if of is None or of.ratio is None else f"{of.ratio:.3f} "
-            style = {"better": "green", "worse": "red"}.get(of.verdict, "dim") if of else ""
-            cells += [Text(str(of.after or "-")), Text.assemble(ratio, (of.verdict, style))] if of else [Text(), Text()]
-        made.add_row(Text("" if row == row_above else label(some.key, shared)), Text(quantity), *cells)
-        row_above = row
-    for u in comparison.unmatched:
-        sides = [Text("missing" if name == u.not_in else "", "yellow") for name in (first, *others)]
-        made.add_row(Text(label(u.key, shared)), "", sides[0], *(c for side in sides[1:] for c in (side, Text())))
+    for d in comparison.differences:
+        style = {"better": "green", "worse": "red"}.get(d.verdict, "dim")
+        ratio = "" if d.ratio is None else f"{d.ratio:.3f}"
+        cells = ["" if d.key == row_above else label(d.key, shared), d.quantity, str(d.before or "-")]
+        cells += [str(d.after or "-"), ratio]
+        made.add_row(*map(Text, cells), Text(d.verdict, style), *([Text(d.side)] if len(others) > 1 else []))
+        row_above = d.key
     return made
+
+
+def notes(comparison: RowComparison) -> list[str]:
+    """Lines below the table."""
+    said = ["±: half the distance of the 20th and 80th percentile; ratio: to the first"]
+    unmatched = [f"only in {u['only_in']}, not in {u['not_in']}: {label(u['key'])}" for u in comparison.unmatched]
+    return [*said, *comparison.left_out, *unmatched]
 
 
 def label(key: Mapping[str, Any], without: Mapping[str, Any] | None = None) -> str:
@@ -424,13 +354,3 @@ def label(key: Mapping[str, Any], without: Mapping[str, Any] | None = None) -> s
         for name, value in key.items()
         if name not in (without or {})
     )
-
-
-def _caption(comparison: RowComparison) -> str:
-    said = ["±: half the distance of the 20th and 80th percentile; ratio: to the first"]
-    for side in comparison.sides:
-        if side.superseded:
-            said.append(f"{side.name}: {side.superseded} older rows of the same measurements left out")
-        if side.ignored:
-            said.append(f"{side.name}: {side.ignored} rows of no benchmark left out")
-    return "\n".join(said)

@@ -23,13 +23,11 @@ from transformers import StaticCache
 
 from twell import energy
 from twell.hf.sparsify import sparsify_
-from twell.nn import FreezeReport, SparseFFNBase, freeze_, sparse_ffns
-from twell.nn.quantize import quantize_
-from twell.ops import backends
+from twell.nn import FreezeReport, freeze_, sparse_ffns
 from twell.workbench.bench import cases, ffn, fp8, timing
 from twell.workbench.bench.checks import check_fp8
 from twell.workbench.bench.graphs import as_if_captured, replayed
-from twell.workbench.bench.model import check_logits, without_twell
+from twell.workbench.bench.model import check_logits, make_sparse_, without_twell
 
 NEW_TOKENS = 16  # of a text: steps that are timed together
 COUNTED_TOKENS = 8192  # of a text: their counts make the plans
@@ -57,7 +55,7 @@ def measure(
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
     ids = torch.randint(config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
-    errors: dict[str, Any] = {}
+    errors: dict[str, float] = {}
 
     def check_ffns() -> None:
         outputs = {
@@ -65,8 +63,7 @@ def measure(
             for name, each in models.items()
             if name not in ("dense", "sparse")
         }
-        found, quantisation = check_fp8(tokens.flatten(0, 2), inputs, True, outputs)
-        errors.update({"error": found, "quantisation_error": quantisation} if found else {})
+        errors.update(check_fp8(tokens.flatten(0, 2), inputs, True, outputs))
 
     row = _measured(models, options, ids.to(device), context, check_ffns, **how)
     plan = models["sparse"].model.layers[0].mlp.plan
@@ -75,7 +72,7 @@ def measure(
         "workload": workload,
         "frozen_bytes": frozen,
         "mean_active": round(mean_active, 2),
-        **errors,
+        **({"error": errors} if errors else {}),
         **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
     }
 
@@ -215,15 +212,9 @@ def _measured(
 
 
 def _sparse(dense: Any, fired: Sequence[Tensor], n_seen: int, *, in_fp8: bool = False) -> tuple[Any, FreezeReport]:
-    """A frozen sparse copy, planned from how often each layer's neurons fired in ``n_seen`` tokens."""
+    """A frozen sparse copy."""
     sparse = copy.deepcopy(dense)
-    sparsify_(sparse)
-    if in_fp8:
-        quantize_(sparse)
-    for layer, counts in zip(sparse.model.layers, fired, strict=True):
-        assert isinstance(layer.mlp, SparseFFNBase)
-        if backends.choose_backend(layer.mlp.backend, dense.device) == "triton":
-            layer.mlp.plan_from_counts(counts, n_seen)
+    make_sparse_(sparse, fired, n_seen, in_fp8=in_fp8)
     return sparse, freeze_(sparse)
 
 

@@ -58,7 +58,6 @@ class Case:
     graph: bool = False  # time replays of CUDA graphs of GRAPH_LAYERS layers; rows have the time of one layer
     called: bool | None = None  # also as called. Default: on a GPU; on a CPU all times are those of calls
     fp8: bool | None = None  # also in FP8. Default: where dense FP8 runs
-    seed: int = 0
 
     @property
     def is_fp8(self) -> bool:
@@ -85,8 +84,7 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
             largest = max(c.M for c in cases_ if dataclasses.replace(c, M=0) == key)
             if backends.choose_backend(case.backend, torch.device(case.device)) == "triton":
                 largest += PLAN_TOKENS
-            how: dict[str, Any] = {"seed": case.seed, "dtype": case.dtype, "device": case.device}
-            inputs = cases.make(case.workload, largest, case.D, case.F, **how)
+            inputs = cases.make(case.workload, largest, case.D, case.F, dtype=case.dtype, device=case.device)
             made_for = key
         yield _run_case(case, inputs, seconds)
 
@@ -94,12 +92,13 @@ def run(cases_: list[Case], *, seconds: float = 3.0) -> Iterator[dict[str, Any]]
 def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, Any]:
     x = inputs.x[: case.M].contiguous()
     backend = backends.choose_backend(case.backend, x.device)
-    plan = _plan(case, inputs) if backend == "triton" else None
+    seen = inputs.x[-PLAN_TOKENS:]
+    plan = plan_for(seen, inputs.w_gate, gated=case.gated) if backend == "triton" else None
     forget_compiled(x.device)
     runs = alternatives(case, inputs, x, plan)
     checked = {name: run().clone() for name, run in runs.items()}
     errors = check_all(x, inputs, case.gated, checked)
-    errors_fp8, quantisation = check_fp8(x, inputs, case.gated, checked)
+    errors |= check_fp8(x, inputs, case.gated, checked)
     times = timing.compare(runs, seconds=seconds, device=x.device)
     for name in runs.keys() - {*DENSE}:
         require_same(runs[name](), checked[name], name)
@@ -112,12 +111,11 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     mean_active = (torch.relu(nnf.linear(x, inputs.w_gate)) != 0).sum().item() / case.M
     row = {
         **fields(case, "ffn", backend, mean_active, times),
-        **({"graph_layers": GRAPH_LAYERS, "graphs": GRAPHS} if case.graph else {}),
+        **({"graph_layers": GRAPH_LAYERS} if case.graph else {}),
         **ratios(times),
         **(_as_called(case, inputs, x, plan, seconds) if case.is_called else {}),
         **({"memory": memory} if memory else {}),
-        "error": {**errors, **errors_fp8},
-        **({"quantisation_error": quantisation} if quantisation else {}),
+        "error": errors,
     }
     if plan is not None:
         row["plan"] = plan_facts(plan)
@@ -201,8 +199,7 @@ def over_fp8(times: timing.Times, prefix: str = "speedup") -> dict[str, Any]:
     found: dict[str, Any] = {"over_fp8": min(times[name].p50 for name in _SPARSE if name in times)}
     if fp8.SPARSE in times:
         found["fp8"] = times[fp8.SPARSE].p50
-    found = {f"{prefix}_{name}": round(min(dense) / ms, 3) for name, ms in found.items()}
-    return found | ({"fp8_accumulation": "fast"} if prefix == "speedup" else {})
+    return {f"{prefix}_{name}": round(min(dense) / ms, 3) for name, ms in found.items()}
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
@@ -257,11 +254,10 @@ def forget_compiled(device: torch.device) -> None:
         torch.compiler.reset()
 
 
-def _plan(case: Case, inputs: cases.FFNInputs, *, in_fp8: bool = False) -> Plan:
-    """From the counts of tokens that are not timed."""
-    r = torch.relu(nnf.linear(inputs.x[-PLAN_TOKENS:], inputs.w_gate))
-    costs = costs_for(r.device, fp8=in_fp8)
-    return choose_plan((r != 0).sum(0), len(r), costs, width=case.D, gated=case.gated)
+def plan_for(seen: Tensor, w_gate: Tensor, *, gated: bool, **costs: bool) -> Plan:
+    """From the counts of tokens that are not timed, ``seen`` [tokens, D]."""
+    fired = (torch.relu(nnf.linear(seen, w_gate)) != 0).sum(0)
+    return choose_plan(fired, len(seen), costs_for(seen.device, **costs), width=seen.shape[1], gated=gated)
 
 
 class DenseFFN(nn.Module):
@@ -295,7 +291,9 @@ def make_layers(case: Case, inputs: cases.FFNInputs, plan: Plan | None, n: int) 
     in_fp8 = fp8.ways(case.M) if case.is_fp8 else {}
     sparse = (*_SPARSE, fp8.SPARSE) if case.is_sparse_fp8 else _SPARSE
     made: dict[str, list[Any]] = {name: [] for name in ("dense", *in_fp8, *sparse)}
-    plan_fp8 = _plan(case, inputs, in_fp8=True) if case.is_sparse_fp8 and plan is not None else None
+    plan_fp8 = None
+    if case.is_sparse_fp8 and plan is not None:
+        plan_fp8 = plan_for(inputs.x[-PLAN_TOKENS:], inputs.w_gate, gated=case.gated, fp8=True)
     own = (inputs.w_gate, inputs.w_up, inputs.w_down)
     for i in range(n):
         w_gate, w_up, w_down = own if i == 0 else (w.clone() for w in own)

@@ -1,9 +1,7 @@
 """``twell bench model``: the forward pass of a whole Hugging Face model, dense against sparse.
 
 A real model runs on text or random tokens as it is. A model of random weights has no sparse activations, so each of its
-FFNs gets the weights of a workload and, by a hook, its input: the dense model's and the sparse model's alike. With a
-trace, the sparse model's FFNs run their gate on that input and everything else at the trace's positions (see
-``ffn_trace.py``); the trace's layers are repeated through the depth.
+FFNs gets the weights of a workload and, by a hook, its input: the dense model's and the sparse model's alike.
 
 The sparse model is as ``sparsify_`` leaves it, not frozen. Its times are the GPU's, by events, and *as called*: whole
 calls in a plain loop, the host's time included. ``measure_generate`` times ``model.generate``, also frozen.
@@ -28,8 +26,9 @@ from twell import energy
 from twell.hf.configs import SparsityFields
 from twell.hf.sparsify import desparsify_, sparsify_
 from twell.nn import SparseFFNBase, freeze_, sparse_ffns, thaw_
+from twell.nn.quantize import quantize_
+from twell.ops import backends
 from twell.plan import Plan
-from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing
 from twell.workbench.bench.checks import WrongResult, relative_error
 from twell.workbench.bench.graphs import as_if_captured, replayed
@@ -38,7 +37,7 @@ from twell.workbench.bench.train_ffn import ratio
 ENERGY_SECONDS = 3.0
 PROMPT_TOKENS, NEW_TOKENS = 32, 64  # of measure_generate
 GENERATE_ROUNDS = 7  # at least
-_TOKENS_OF_A_LAYER = 64  # at least, of a workload: batches this small have other tokens in every layer
+_TOKENS_OF_A_LAYER = 64  # of a workload: batches this small have other tokens in every layer
 _LAYER_TOKENS = 16384  # at most, where FFNs are timed one by one
 _TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 1e-3}  # of logits; bf16: 0.01 after 28 layers
 
@@ -49,9 +48,8 @@ class Subject(NamedTuple):
     dense: Any
     sparse: Any
     facts: dict[str, Any]  # of the row
-    comparable: bool = True  # False with a trace: the sparse model computes something else
+    comparable: bool = True  # False: their logits differ, by intention
     plans: tuple[Plan, ...] = ()  # of the layers, where this module makes them
-    x: Tensor | None = None  # [n, D]: a workload's tokens, which the FFNs get instead of the model's own
 
 
 @torch.no_grad()
@@ -88,56 +86,52 @@ def without_twell(model: Any, *, shares_weights: bool = False) -> Any:
 
 
 @torch.no_grad()
-def synthetic(model: Any, workload: str, x_shape: tuple[int, int], patterns: Sequence[Tensor] | None = None) -> Subject:
-    """Overwrites the FFN weights of ``model``, a dense Llama-like model with ReLU. ``x_shape``: the largest batch.
-
-    ``patterns``: bool [tokens, F] of each layer of a trace; then all batches have the shape ``x_shape``.
-    """
-    device, dtype, config = model.device, model.dtype, model.config
-    D, F, n_layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    tokens = x_shape[0] * x_shape[1]
-    n = max(tokens, _TOKENS_OF_A_LAYER * n_layers)
-    inputs = cases.make(workload, n + ffn.PLAN_TOKENS, D, F, dtype=dtype, device=device)
+def synthetic(model: Any, workload: str, largest: tuple[int, int], *, backend: str = "auto") -> Subject:
+    """Overwrites the FFN weights of ``model``, a dense Llama-like model with ReLU. ``largest``: the largest batch."""
+    config, layers = model.config, model.config.num_hidden_layers
+    by_kernels = backends.choose_backend(backend, model.device) == "triton"
+    tokens = largest[0] * largest[1]
+    n = tokens + _TOKENS_OF_A_LAYER * (layers - 1)
+    sizes = n + ffn.PLAN_TOKENS * by_kernels, config.hidden_size, config.intermediate_size
+    inputs = cases.make(workload, *sizes, dtype=model.dtype, device=model.device)
     cases.write_ffns_(model, inputs)
-    x = inputs.x[:n]
     sparse = copy.deepcopy(model)
-    sparsify_(sparse)
     fired = (torch.relu(inputs.x[n:] @ inputs.w_gate.T) != 0).sum(0)
-    plans = []
+    plans = make_sparse_(sparse, [fired] * layers, ffn.PLAN_TOKENS, backend=backend)
     for i, layer in enumerate(sparse.model.layers):
-        assert isinstance(layer.mlp, SparseFFNBase)
-        layer.mlp.backend = "triton"
-        if patterns is None:
-            plans.append(layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS))
-        else:
-            layer.mlp = _TracedFFN.of(layer.mlp, x[:tokens], patterns, i)
-            plans.append(layer.mlp.plan)
-    facts = {"workload": workload if patterns is None else "trace"}
-    return Subject(model, sparse, facts, patterns is None, tuple(plans[: len(patterns or [0])]), x)
+        first = i * _TOKENS_OF_A_LAYER
+        replaced = functools.partial(_replaced_input, inputs.x[first : first + tokens])
+        for each in (layer, model.model.layers[i]):
+            each.mlp.register_forward_pre_hook(replaced)
+    return Subject(model, sparse, {"workload": workload}, plans=tuple(plans[:1]))  # all layers have the same
 
 
-def _feed(subject: Subject, batch: int, length: int) -> None:
-    """Make the FFNs of both models run on the workload's tokens; each layer on its own, where there are enough."""
-    x, n = subject.x, batch * length
-    if x is None:
-        return
-    for model in (subject.dense, subject.sparse):
-        for i, layer in enumerate(model.model.layers):
-            first = i * n if (i + 1) * n <= len(x) else 0
-            part = x[first : first + n].view(batch, length, -1)
-            for key in [key for key, hook in layer.mlp._forward_pre_hooks.items() if _is_ours(hook)]:
-                del layer.mlp._forward_pre_hooks[key]
-            layer.mlp.register_forward_pre_hook(functools.partial(_replaced_input, part))
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(hook, functools.partial) and hook.func is _replaced_input
+def make_sparse_(
+    model: Any,
+    fired: Sequence[Tensor],
+    n_seen: int,
+    *,
+    backend: str = "auto",
+    in_fp8: bool = False,
+    training: bool = False,
+) -> list[Plan]:
+    """Replace the FFNs of a Llama-like model. Those that run by kernels are planned from how often each layer's neurons
+    fired in ``n_seen`` tokens; their plans."""
+    sparsify_(model)
+    if in_fp8:
+        quantize_(model)
+    plans = []
+    for layer, counts in zip(model.model.layers, fired, strict=True):
+        layer.mlp.backend = backend
+        if backends.choose_backend(backend, model.device) == "triton":
+            plans.append(layer.mlp.plan_from_counts(counts, n_seen, training=training))
+    return plans
 
 
 def _replaced_input(x: Tensor, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The workload's tokens in place of the model's, as many."""
+    """The first of the layer's tokens, in place of as many of the model's."""
     batch, length = args[0].shape[:2]
-    return (x if (batch, length) == x.shape[:2] else x[:batch, :length], *args[1:])
+    return (x[: batch * length].view(batch, length, -1), *args[1:])
 
 
 @torch.no_grad()
@@ -156,7 +150,6 @@ def measure(
     """
     dense, sparse = models = subject.dense, subject.sparse
     device, tokens = dense.device, ids.numel()
-    _feed(subject, *ids.shape)
     if compiled:
         ffn.forget_compiled(device)
         for each in models:
@@ -267,7 +260,6 @@ def _as_called(runs: Mapping[str, Callable[[], Any]], seconds: float, device: to
 def measure_generate(subject: Subject, ids: Tensor, new_tokens: int, *, seconds: float) -> dict[str, Any]:
     """A JSON-ready row of greedy ``model.generate`` after the prompts ids [batch, length]: dense, sparse and frozen."""
     dense, sparse, device = subject.dense, subject.sparse, subject.dense.device
-    _feed(subject, *ids.shape)
     for each in (dense, sparse):
         each.generation_config.update(eos_token_id=None, pad_token_id=0)  # so that every way makes as many tokens
 
@@ -357,33 +349,3 @@ def _layers(dense: Any, sparse: Any, ids: Tensor, seconds: float) -> list[dict[s
             }
         )
     return rows
-
-
-class _TracedFFN(nn.Module):
-    """A layer that runs its gate on x and everything after it at recorded positions; for timing only."""
-
-    def __init__(self, projections: nn.ParameterList, x: Tensor, active: Tensor) -> None:
-        from twell.workbench.bench.ffn_trace import plan_and_rest
-        from twell.workbench.bench.parts import Parts  # needs triton
-
-        super().__init__()
-        self.weights = projections
-        self.plan, timed = plan_and_rest(active.to(x.device), *x.shape)
-        self.parts = None
-        if self.plan.runs_split(len(x), captured=False):
-            self.parts = Parts(x, Weights(*projections), self.plan)
-            self.parts.replay(timed)
-
-    @classmethod
-    def of(cls, layer: SparseFFNBase, x: Tensor, patterns: Sequence[Tensor], index: int) -> _TracedFFN:
-        projections = nn.ParameterList([getattr(layer, name).weight for name in layer.projections])
-        return cls(projections, x, patterns[index % len(patterns)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        from twell import gpu
-
-        if self.parts is None or x.shape[:-1].numel() != len(self.parts.x):
-            return gpu.forward(x.flatten(0, 1), Weights(*self.weights), "relu", None).view(x.shape)
-        self.parts.lay_out()  # its result is not used: a layer that is not frozen does this in every call
-        self.parts.cold_gate(self.parts.tiles.gate, self.parts.tiles.use_tma)
-        return self.parts.after_gate().view(x.shape)

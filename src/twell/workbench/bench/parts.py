@@ -9,14 +9,13 @@ from torch import Tensor
 
 from twell import gpu, saved
 from twell.formats import SLOTS, TwELL
-from twell.gpu.prefill import split, split_fp8
+from twell.gpu.prefill import split
 from twell.gpu.shared import gate, heavy, layout, lists, tail
 from twell.gpu.shared.layout import Layout, SplitSizes
 from twell.gpu.shared.replay import Space
-from twell.gpu.shared.round_fp8 import room_for, round_rows
 from twell.gpu.shared.tiles import GateTile, RowTile
 from twell.plan import Plan
-from twell.reference import Weights, to_fp8
+from twell.reference import Weights
 
 
 class Parts:
@@ -44,10 +43,6 @@ class Parts:
         self.restore()
         if self.has_hot:
             self.hot(self.tiles.gate, self.tiles.use_tma)
-
-    def replay(self, active: Tensor) -> Tensor:
-        """As if the neurons ``active`` [M, F] (bool) had fired. Only cold ones count: hot ones run densely."""
-        return self.replace_gate(active[:, self.cold])
 
     def replace_gate(self, active: Tensor) -> Tensor:
         """As if the cold gate had random positive values at ``active`` [M, C] (bool); returns the gate [M, C].
@@ -115,39 +110,3 @@ class Parts:
         """Everything but the cold gate, as a frozen layer runs it."""
         given = self.order, self.places, self.split, "relu", self.tiles, self.programs, self.rows.down, self.layout
         return split.forward(self.x, self.weights, *given, cold_gate=self.in_twell)
-
-
-class Fp8Parts:
-    """The cold gate of a layer with FP8 weights, and everything after it. Gated, relu, no biases."""
-
-    def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
-        assert w.up is not None
-        self.x, self.plan = x, plan.on(x.device)
-        self.fp8 = to_fp8(w.gate), to_fp8(w.up), to_fp8(w.down)
-        self.w, layout = gpu.fp8.keep(*self.fp8, self.plan, x.dtype)
-        tiles = split_fp8.tiles_for(90)
-        assert layout is not None and tiles is not None
-        self.layout, self.tiles, self.split = layout, tiles, SplitSizes.of(self.plan)
-        self.programs = gpu.launch_facts(x)[1]
-        self.cold = self.plan.order[self.split.n_hot :].long()
-        self.q, self.scale = room_for(x.shape[0], x.shape[1], x.new_empty)
-        round_rows(x, (self.q, self.scale))
-        self.in_twell = self.cold_gate()
-
-    def cold_gate(self) -> TwELL:
-        """From the rounded x; rounding it is timed with the part after the gate."""
-        tiles, scales = self.tiles, (self.scale, self.layout.cold_scale)
-        facts: dict[str, Any] = {"tile": tiles.gate, "programs": self.programs, "use_tma": tiles.use_tma}
-        return gate.gate_in_twell(self.q, self.layout.cold, None, scales=scales, dtype=self.x.dtype, **facts)
-
-    def replay(self, active: Tensor) -> Tensor:
-        """As ``Parts.replay``. Returns the cold gate [M, C], but the kernels compute heavy tokens' gate from x."""
-        r = torch.rand(len(active), len(self.cold), dtype=self.x.dtype, device=self.x.device) + 0.1
-        r = r * active[:, self.cold]
-        self.in_twell = TwELL.pack(r, slots=SLOTS, compact=True, overflow="mark")
-        return r
-
-    def after_gate(self) -> Tensor:
-        order, places, *_ = self.plan
-        given = order, places, self.split, "relu", self.tiles, self.programs
-        return split_fp8.forward(self.x, self.w, self.layout, *given, cold_gate=self.in_twell)

@@ -6,10 +6,9 @@ import contextlib
 import json
 import math
 import os
-import stat
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,14 @@ def append(row: Mapping[str, Any], path: Path) -> None:
         raise ValueError(f"{path} is a folder: expected a .jsonl file to append to")
     line = json.dumps(row).encode() + b"\n"  # before the file is opened: a row that is not JSON leaves it alone
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
+    with path.open("ab") as file:
         is_alone = _lock(file.fileno())  # until the file is closed
-        rest = _last_line(path, file.fileno())
+        rest = path.read_bytes().rpartition(b"\n")[2] if path.is_file() else b""  # nothing in a pipe
         if rest and (_is_json(rest) or not is_alone):  # without a lock another process may still be writing it
             line = b"\n" + line
         elif rest:
-            os.ftruncate(file.fileno(), os.fstat(file.fileno()).st_size - len(rest))
-        while line:  # more than once only where a full disk or a signal cuts a write short
-            line = line[file.write(line) :]
+            os.ftruncate(file.fileno(), path.stat().st_size - len(rest))
+        file.write(line)
 
 
 def _lock(descriptor: int) -> bool:
@@ -47,21 +45,6 @@ def _lock(descriptor: int) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             return True
     return False
-
-
-def _last_line(path: Path, descriptor: int) -> bytes:
-    """What follows the last line break; nothing in an empty file, or a pipe."""
-    facts = os.fstat(descriptor)
-    if not stat.S_ISREG(facts.st_mode) or facts.st_size == 0:
-        return b""
-    with path.open("rb") as file:
-        back = 1 << 16
-        while True:  # once: rows are short
-            file.seek(max(0, facts.st_size - back))
-            tail = file.read()
-            if b"\n" in tail or back >= facts.st_size:
-                return tail.rpartition(b"\n")[2]
-            back *= 16
 
 
 def _is_json(line: bytes) -> bool:
@@ -92,9 +75,9 @@ def read(paths: Iterable[Path]) -> list[Row]:
                 raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} is no JSON object")
-            for name, is_right, what in _fields_of(row.get("bench")):
-                if name in row and not is_right(row[name]):
-                    raise ValueError(f"{path}, line {number}: {name} must be {what}, got {row[name]!r}")
+            for name, value in row.items():
+                if not _is_right(name, value, row.get("bench")):
+                    raise ValueError(f"{path}, line {number}: {name} is not as twell writes it: {value!r}")
             found.append(row)
     return found
 
@@ -105,7 +88,7 @@ def measured(row: Row) -> Row:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The type of each field that readers rely on. Any field may be missing.
+# The fields that readers rely on. Any may be missing.
 # ---------------------------------------------------------------------------------------------------------
 
 
@@ -114,67 +97,40 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
-def _is_count(value: Any) -> bool:
-    return is_number(value) and isinstance(value, int) and value >= 1
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
+def _is_right(name: str, value: Any, bench: Any) -> bool:
+    """Whether a field of a row of the benchmark ``bench``, or of a training run's log, is as twell writes it."""
+    if name == "bench":
+        return isinstance(value, str)
+    if bench not in ("ffn", "model", "decode", "train"):
+        is_loss = value is None or isinstance(value, int | float)
+        return is_number(value) if name == "step" else is_loss if name in ("ce_loss", "eval_loss") else True
+    if name in ("M", "D", "F", "batch", "length"):
+        return is_number(value) and isinstance(value, int) and value >= 1
+    if name in ("workload", "dtype", "kind", "gpu", "cpu", "model"):
+        return value is None or isinstance(value, str)
+    if name == "mean_active" or name.startswith("speedup"):
+        return is_number(value)
+    if name in ("called_ms", "called_with_step_ms", "first_token_ms"):
+        return isinstance(value, dict) and all(map(_is_spread, value.values()))
+    if name.endswith("_ms") and name not in ("parts_ms", "tokens_per_ms"):
+        return _is_spread(value)
+    if name == "ffns":
+        return isinstance(value, list) and all(map(_is_layer, value))
+    if name == "memory" and bench == "model":
+        return isinstance(value, dict) and all(
+            isinstance(side, dict) and all(map(is_number, side.values())) for side in value.values()
+        )
+    return True
 
 
 def _is_spread(value: Any) -> bool:
     return isinstance(value, dict) and all(is_number(value.get(name)) for name in ("p20", "p50", "p80"))
 
 
-def _is_object_of(is_right: Callable[[Any], bool], value: Any) -> bool:
-    return isinstance(value, dict) and all(map(is_right, value.values()))
-
-
-def _is_ffns(value: Any) -> bool:
+def _is_layer(value: Any) -> bool:
     numbers = ("tokens", "mean_active", "speedup")
-    return isinstance(value, list) and all(
-        isinstance(ffn, dict) and isinstance(ffn.get("name"), str) and all(is_number(ffn.get(name)) for name in numbers)
-        for ffn in value
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and all(is_number(value.get(name)) for name in numbers)
     )
-
-
-_Field = tuple[str, Callable[[Any], bool], str]  # name, its check, what is expected
-
-
-def _fields_of(bench: Any) -> list[_Field]:
-    if bench not in ("ffn", "model", "decode", "train"):
-        return _LOG_FIELDS
-    return [*_FIELDS, *_MODEL_FIELDS] if bench == "model" else _FIELDS
-
-
-def _all_of(names: str, is_right: Callable[[Any], bool], what: str) -> list[_Field]:
-    return [(name, is_right, what) for name in names.split(" ")]
-
-
-_LOG_FIELDS = [  # of a training run
-    *_all_of("step", is_number, "a number"),
-    *_all_of("ce_loss eval_loss", lambda value: value is None or isinstance(value, int | float), "a number"),
-    *_all_of("bench", lambda value: isinstance(value, str), "a name"),
-]
-_FIELDS = [
-    *_all_of("M D F batch length", _is_count, "a whole number of at least 1"),
-    *_all_of("workload dtype kind gpu cpu model", _is_text, "a text"),
-    *_all_of("speedup speedup_over_fp8 speedup_fp8 mean_active", is_number, "a number"),
-    *_all_of("memory joules_per_token", lambda value: value is None or isinstance(value, dict), "an object"),
-    *_all_of(
-        "dense_ms compiled_ms fp8_ms fp8_weights_ms sparse_ms frozen_ms sparse_fp8_ms",
-        _is_spread,
-        "numbers p20, p50 and p80",
-    ),
-    *_all_of(
-        "called_ms first_token_ms",
-        lambda value: _is_object_of(_is_spread, value),
-        "an object of numbers p20, p50 and p80",
-    ),
-    *_all_of("ffns", _is_ffns, "a list of name, tokens, mean_active and speedup"),
-]
-_MODEL_FIELDS = _all_of(
-    "memory",
-    lambda value: value is None or _is_object_of(lambda side: _is_object_of(is_number, side), value),
-    "an object of numbers of each side",
-)

@@ -47,11 +47,6 @@ def shared(times: Times, n: int, digits: int = 5) -> dict[str, Spread]:
     return {name: Spread(*(round(t / n, digits) for t in spread)) for name, spread in times.items()}
 
 
-def added(*spreads: Spread) -> Spread:
-    """Of calls that follow each other."""
-    return Spread(*(round(sum(of), 5) for of in zip(*spreads, strict=True)))
-
-
 def compare(
     alternatives: Mapping[str, Callable[[], Any]],
     *,

@@ -25,7 +25,7 @@ from torch import Tensor
 from twell import energy, reference
 from twell.ops import backends
 from twell.ops import functional as ops
-from twell.plan import Plan, choose_plan, costs_for
+from twell.plan import Plan
 from twell.reference import Weights
 from twell.workbench.bench import cases, ffn, timing
 from twell.workbench.bench.checks import SLACK, WrongResult, relative_error, require_same
@@ -85,18 +85,11 @@ def run(cases_: Sequence[ffn.Case], *, seconds: float = 3.0) -> Iterator[dict[st
     for case in cases_:
         backend = backends.choose_backend(case.backend, torch.device(case.device))
         n_seen = ffn.PLAN_TOKENS if backend == "triton" else 0
-        how: dict[str, Any] = {"seed": case.seed, "dtype": case.dtype, "device": case.device}
-        inputs = cases.make(case.workload, case.M + n_seen, case.D, case.F, **how)
+        inputs = cases.make(case.workload, case.M + n_seen, case.D, case.F, dtype=case.dtype, device=case.device)
         w = Weights(inputs.w_gate, inputs.w_up if case.gated else None, inputs.w_down)
-        plan = _plan_by(inputs.x[case.M :], w) if n_seen else None
+        seen = inputs.x[case.M :]
+        plan = ffn.plan_for(seen, w.gate, gated=case.gated, training=True) if n_seen else None
         yield _run_case(case, Problem.of(inputs.x[: case.M], w), plan, seconds)
-
-
-def _plan_by(seen: Tensor, w: Weights) -> Plan:
-    """From the counts of tokens that are not timed."""
-    fired = (torch.relu(nnf.linear(seen, w.gate)) != 0).sum(0)
-    costs = costs_for(seen.device, training=True)
-    return choose_plan(fired, len(seen), costs, width=seen.shape[1], gated=w.up is not None)
 
 
 def _run_case(case: ffn.Case, p: Problem, plan: Plan | None, seconds: float) -> dict[str, Any]:

@@ -6,10 +6,8 @@ and its input, which overwrites the hidden states; gradients pass through.
 
 from __future__ import annotations
 
-import functools
 import gc
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
@@ -17,24 +15,22 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from twell import energy
-from twell.hf.sparsify import sparsify_
 from twell.nn import SparseFFNBase
 from twell.ops import backends
 from twell.plan import Plan
 from twell.workbench.bench import cases, ffn, timing, train_ffn
 from twell.workbench.bench.checks import WrongResult
+from twell.workbench.bench.model import make_sparse_
 from twell.workbench.bench.train_ffn import ratio
 
 _LEARNING_RATE = 1e-7  # every step writes the weights, and activations stay as sparse as they were
 _MAX_LOSS_DIFFERENCE = 0.01
-OUT_OF_MEMORY = "out of memory"
-_PROBES = (4, 8)  # sequences
-Result = TypeVar("Result")
 
 
 class Setup(NamedTuple):
     config: Any  # of a Llama with ReLU
     workload: str
+    batch: int  # sequences of a step
     length: int  # of a sequence
     l1: float
     dtype: torch.dtype
@@ -42,107 +38,44 @@ class Setup(NamedTuple):
     backend: str = "auto"
 
 
-BOTH = ("dense", "sparse")
+def measure(setup: Setup, *, seconds: float = 3.0) -> dict[str, Any]:
+    """A JSON-ready row. Dense and sparse one after the other, each alone in memory.
 
-
-def measure_steps(setup: Setup, batch: int, *, variants: Sequence[str] = BOTH, seconds: float = 3.0) -> dict[str, Any]:
-    """A JSON-ready row. One variant after the other, each alone in memory.
-
-    A variant is an object, or "out of memory". Its ``memory``, in bytes: ``peak`` of a step; ``activations``, the peak
-    less weights, gradients and optimiser state; ``kept``, what a forward leaves for its backward (None on a CPU).
+    Each is an object, or "out of memory". Its ``memory``, in bytes: ``peak`` of a step; ``activations``, the peak
+    less weights, gradients and optimiser state.
     """
-    results = {name: _alone(name, setup, batch, seconds) or OUT_OF_MEMORY for name in variants}
-    return {**_facts("model", setup), "batch": batch, **results, **_compared(results)}
-
-
-def measure_largest(setup: Setup, *, variants: Sequence[str] = BOTH, seconds: float = 3.0) -> dict[str, Any]:
-    """A JSON-ready row: each variant at its own largest batch that fits this GPU, and its speed there."""
-    if setup.device.type != "cuda":
-        raise ValueError("the largest batch that fits is a question to a GPU")
-    room = torch.cuda.get_device_properties(setup.device).total_memory
-    results: dict[str, Any] = {}
-    for name in variants:
-        batch = largest(functools.partial(_peak, name, setup), room)
-        result = _alone(name, setup, batch, seconds)
-        if result is None:
-            raise RuntimeError(f"{batch} sequences fitted the GPU and then did not: is another program on it?")
-        results[name] = {"batch": batch, **result}
-    row = {**_facts("largest", setup), **results}
-    if {*BOTH} <= {*results}:
-        dense, sparse = results["dense"], results["sparse"]
-        row["batch_ratio"] = round(sparse["batch"] / dense["batch"], 3)
-        row["speedup"] = round(sparse["tokens_per_ms"] / dense["tokens_per_ms"], 3)
-    return row
-
-
-def largest(peak: Callable[[int], int | None], room: int) -> int:
-    """The largest batch whose ``peak`` memory is not None; ``room``: bytes of the GPU.
-
-    Each sequence takes the same memory, so two batches tell about how many fit (not the smallest, which run densely).
-    From there down to a batch that fits, then up, one by one, to one that does not.
-    """
-    near, far = (peak(batch) for batch in _PROBES)
-    if near is None or far is None:
-        batch = (_PROBES[0] if near is None else _PROBES[1]) - 1
-    else:
-        each = max(1.0, (far - near) / (_PROBES[1] - _PROBES[0]))
-        batch = max(_PROBES[1], _PROBES[0] + int((room - near) / each))
-    while batch and peak(batch) is None:
-        batch -= max(1, batch // 50)
-    if not batch:
-        raise RuntimeError("not even one sequence fits")
-    while peak(batch + 1) is not None:
-        batch += 1
-    return batch
-
-
-def _facts(level: str, setup: Setup) -> dict[str, Any]:
+    results = {name: _alone(name, setup, seconds) for name in ("dense", "sparse")}
     return {
         "bench": "train",
-        "level": level,
+        "level": "model",
         "workload": setup.workload,
         "layers": setup.config.num_hidden_layers,
         "D": setup.config.hidden_size,
         "F": setup.config.intermediate_size,
+        "batch": setup.batch,
         "length": setup.length,
         "dtype": timing.dtype_name(setup.dtype),
         "backend": backends.choose_backend(setup.backend, setup.device),
         **timing.environment(setup.device),
+        **results,
+        **_compared(**results),
     }
 
 
-def _alone(name: str, setup: Setup, batch: int, seconds: float) -> dict[str, Any] | None:
-    """One variant, which leaves nothing in memory; None where it does not fit."""
-    return _if_it_fits(functools.partial(_measure_variant, name, setup, batch, seconds), setup.device)
-
-
-def _peak(name: str, setup: Setup, batch: int) -> int | None:
-    """Bytes of a step's peak; None where it does not fit."""
-
-    def measure() -> int:
-        training, _ = _prepare(name, setup, batch)
-        training.step()  # the first step begins without optimiser state
-        peak = training.memory()["peak"]
-        assert peak is not None
-        return peak
-
-    return _if_it_fits(measure, setup.device)
-
-
-def _if_it_fits(measure: Callable[[], Result], device: torch.device) -> Result | None:
+def _alone(name: str, setup: Setup, seconds: float) -> dict[str, Any] | str:
+    """One variant, which leaves nothing in memory."""
     try:
-        return measure()
+        return _measure_variant(name, setup, seconds)
     except torch.OutOfMemoryError:
-        return None
+        return "out of memory"
     finally:
         gc.collect()  # modules and their hooks form reference cycles
-        if device.type == "cuda":
+        if setup.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _compared(results: dict[str, Any]) -> dict[str, Any]:
+def _compared(dense: dict[str, Any] | str, sparse: dict[str, Any] | str) -> dict[str, Any]:
     """Ratios of both variants; raises WrongResult where they do not compute the same."""
-    dense, sparse = results.get("dense"), results.get("sparse")
     if not isinstance(dense, dict) or not isinstance(sparse, dict):
         return {}
     for name in ("cross_entropy", "l1"):
@@ -155,16 +88,14 @@ def _compared(results: dict[str, Any]) -> dict[str, Any]:
     ratios |= {
         f"{name}_ratio": ratio(sparse["memory"][name], dense["memory"][name]) for name in ("peak", "activations")
     }
-    if dense["memory"]["kept"] is not None:
-        ratios["kept_ratio"] = ratio(sparse["memory"]["kept"], dense["memory"]["kept"])
     if dense["joules"] is not None:
         ratios["joules_ratio"] = ratio(sparse["joules"], dense["joules"])
     return ratios
 
 
-def _prepare(name: str, setup: Setup, batch: int) -> tuple[_Training, Plan | None]:
+def _prepare(name: str, setup: Setup) -> tuple[_Training, Plan | None]:
     """A variant's model with its batch, and the plan of its layers, if they have one."""
-    config, workload, length, l1, dtype, device, backend = setup
+    config, workload, batch, length, l1, dtype, device, backend = setup
     torch.manual_seed(0)
     with device:
         model: Any = LlamaForCausalLM(config)
@@ -178,15 +109,18 @@ def _prepare(name: str, setup: Setup, batch: int) -> tuple[_Training, Plan | Non
     x = inputs.x[:tokens].view(batch, length, -1).clone()
     cases.write_ffns_(model, inputs)
     del inputs
-    plan = _make_sparse(model, fired, backend) if name == "sparse" else None
+    plan = None
+    if name == "sparse":
+        plans = make_sparse_(model, [fired] * len(model.model.layers), ffn.PLAN_TOKENS, backend=backend, training=True)
+        plan = plans[0] if plans else None  # all layers have the same
     for layer in model.model.layers:
         layer.mlp = _MeasuredFFN(layer.mlp, x)
     return _Training(model, ids, l1), plan
 
 
-def _measure_variant(name: str, setup: Setup, batch: int, seconds: float) -> dict[str, Any]:
-    training, plan = _prepare(name, setup, batch)
-    tokens, device = batch * setup.length, setup.device
+def _measure_variant(name: str, setup: Setup, seconds: float) -> dict[str, Any]:
+    training, plan = _prepare(name, setup)
+    tokens, device = setup.batch * setup.length, setup.device
     first = training.first_losses()
     training.step()  # the second warm-up
     memory = training.memory()
@@ -199,17 +133,6 @@ def _measure_variant(name: str, setup: Setup, batch: int, seconds: float) -> dic
         "joules": energy.joules(training.step, device, min(seconds, 2 * train_ffn.ENERGY_SECONDS)),
         **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
     }
-
-
-def _make_sparse(model: Any, fired: Tensor, backend: str) -> Plan | None:
-    """Convert the FFNs. All have the same counts, so the plan of one, if any, is that of all."""
-    sparsify_(model)
-    plan = None
-    for layer in model.model.layers:
-        layer.mlp.backend = backend
-        if backends.choose_backend(backend, fired.device) == "triton":
-            plan = layer.mlp.plan_from_counts(fired, ffn.PLAN_TOKENS, training=True)
-    return plan
 
 
 class _Overwrite(torch.autograd.Function):
@@ -277,28 +200,18 @@ class _Training:
     def step(self) -> None:
         self.learn_from(*self.losses())
 
-    def memory(self) -> dict[str, int | None]:
-        """Take a step; its memory, see ``measure_steps``."""
+    def memory(self) -> dict[str, int]:
+        """Take a step; its memory, see ``measure``."""
         device = self.ids.device
         of_weights = sum(p.nbytes for p in self.model.parameters())
         of_optimizer = sum(
             t.nbytes for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
         )
-        kept = None
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            losses = self.losses()
-            kept = torch.cuda.memory_allocated(device) - before
-            self.learn_from(*losses)
-            peak = torch.cuda.max_memory_allocated(device)
-        else:
-            peak = timing.peak_bytes(self.step) + of_weights + of_optimizer
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else of_weights + of_optimizer
+        peak = before + timing.peak_bytes(self.step, device)
         return {
             "peak": peak,
             "activations": peak - 2 * of_weights - of_optimizer,  # gradients are as large as the weights
-            "kept": kept,
             "weights": of_weights,
             "optimizer": of_optimizer,
         }

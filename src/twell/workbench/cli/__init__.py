@@ -8,7 +8,8 @@ import warnings
 
 from twell.workbench.cli import (  # noqa: F401  each adds its commands to the app
     analyze,
-    bench,
+    bench_decode,
+    bench_ffn,
     bench_model,
     bench_train,
     calibrate,
@@ -22,7 +23,6 @@ from twell.workbench.cli import (  # noqa: F401  each adds its commands to the a
     quantize,
     serve,
     sweep,
-    trace,
     train,
     tune,
 )

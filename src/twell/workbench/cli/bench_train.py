@@ -16,19 +16,14 @@ from twell.workbench.cli.bench_common import (
     Hidden,
     Out,
     Plain,
-    Row,
     Tokens,
-    TraceOfFFN,
     Width,
     Workloads,
-    bold,
-    dense_config,
-    machine_of,
     place_of,
-    print_lines,
-    trace_rows,
+    show,
 )
-from twell.workbench.cli.common import Seconds, collect
+from twell.workbench.cli.bench_table import Row
+from twell.workbench.cli.common import Seconds
 
 
 @bench_app.command("train")
@@ -39,7 +34,6 @@ def bench_train(
     hidden: Hidden = 5632,
     dtype: Dtype = None,
     plain: Plain = False,
-    trace: TraceOfFFN = None,
     whole_model: Annotated[
         bool, typer.Option("--model", help="Steps of a whole model, AdamW included, instead of one FFN.")
     ] = False,
@@ -53,10 +47,6 @@ def bench_train(
             help="One FFN: also time a plain loop with an optimiser's step, the host included. Default: on a GPU.",
         ),
     ] = None,
-    largest: Annotated[
-        bool, typer.Option("--largest", help="With --model: each at the largest batch that fits the GPU.")
-    ] = False,
-    variant: Annotated[str, typer.Option(help="With --model: dense, sparse or both.")] = "both",
     device: Device = None,
     backend: Backend = "auto",
     seconds: Seconds = 3.0,
@@ -68,144 +58,32 @@ def bench_train(
     Example: [bold]twell bench train -w skew29 -w skew100 -m 16384[/bold] or
     [bold]twell bench train --model --preset 1.5b --batch 8 -w skew29[/bold]
     """
-    from twell.ops import backends
-    from twell.workbench.bench import cases
+    from twell.workbench.bench import cases, ffn, train_ffn
 
     torch_device, torch_dtype = place_of(device, dtype, backend)
-    for name in workload or []:
+    names, sizes = workload or ["skew29"], tokens or [16384 if torch_device.type == "cuda" else 2048]
+    for name in names:
         cases.get_workload(name)
-    sizes = tokens or [16384 if torch_device.type == "cuda" else 2048]
     if min(*sizes, width, hidden, batch, length) < 1:
         raise ValueError("--tokens, --width, --hidden, --batch and --length must be at least 1")
-    if variant not in ("both", "dense", "sparse"):
-        raise ValueError(f"unknown variant {variant!r}: expected both, dense or sparse")
-    if whole_model and (tokens or plain or trace is not None):
-        raise ValueError("--model has gated FFNs on --batch times --length tokens: no --tokens, --plain or --trace")
-    if largest and not whole_model:
-        raise ValueError("--largest goes with --model")
-    if variant != "both" and not whole_model:
-        raise ValueError("--variant goes with --model: one FFN is always measured both ways")
-    if trace is not None and (workload or plain):
-        raise ValueError("--trace times gated FFNs as they were recorded: it takes no --workload or --plain")
-    names, how = workload or ["skew29"], {"dtype": torch_dtype, "device": torch_device, "seconds": seconds}
+    if whole_model and (tokens or plain):
+        raise ValueError("--model has gated FFNs on --batch times --length tokens: no --tokens or --plain")
     if whole_model:
-        how |= {"variants": ("dense", "sparse") if variant == "both" else (variant,), "backend": backend}
-        n_rows, measured = len(names), _step_rows(names, preset, None if largest else batch, length, **how)
-    elif trace is not None:
-        backends.choose_backend("triton", torch_device)  # before train_ffn_trace, which needs triton, is imported
-        from twell.workbench.bench import train_ffn_trace
-
-        n_rows, measured = trace_rows(train_ffn_trace.measure, trace, sizes, width, hidden, **how)
-    else:
-        from twell.workbench.bench import ffn, train_ffn
-
-        case: dict[str, Any] = {"dtype": torch_dtype, "device": str(torch_device), "backend": backend}
-        case |= {"D": width, "F": hidden, "gated": not plain, "called": called}
-        todo = [ffn.Case(workload=name, M=m, **case) for name in names for m in sizes]
-        n_rows, measured = len(todo), train_ffn.run(todo, seconds=seconds)
-    rows = collect(
-        measured,
-        n_rows,
-        as_json,
-        out,
-        lambda row: f"{row['workload']}: {row['speedup']:.2f}x" if "speedup" in row else row["workload"],
-    )
-    if not as_json:
-        (_print_model_steps if whole_model else _print_ffn_steps)(rows)
+        place: dict[str, Any] = {"dtype": torch_dtype, "device": torch_device, "backend": backend}
+        show(_step_rows(names, preset, batch, length, seconds, **place), len(names), as_json, out)
+        return
+    case: dict[str, Any] = {"dtype": torch_dtype, "device": str(torch_device), "backend": backend}
+    case |= {"D": width, "F": hidden, "gated": not plain, "called": called}
+    todo = [ffn.Case(workload=name, M=m, **case) for name in names for m in sizes]
+    show(train_ffn.run(todo, seconds=seconds), len(todo), as_json, out)
 
 
-def _step_rows(
-    names: list[str],
-    preset: str,
-    batch: int | None,
-    length: int,
-    *,
-    dtype: Any,
-    device: Any,
-    backend: str,
-    **how: Any,
-) -> Iterator[Row]:
-    """``batch`` None: the largest that fits."""
-    try:
-        from twell.workbench.bench import train_model
-    except ImportError as error:
-        raise RuntimeError(f"models need more packages ({error}): pip install 'twell[train]'") from None
+def _step_rows(names: list[str], preset: str, batch: int, length: int, seconds: float, **place: Any) -> Iterator[Row]:
     from twell.train import recipes
+    from twell.workbench.bench import cases, train_model
 
     recipe = recipes.preset(preset)
-    config, l1 = dense_config(recipe, length), 2e-5 if recipe.l1 is None else recipe.l1
-
-    def measure(name: str) -> Row:
-        setup = train_model.Setup(config, name, length, l1, dtype, device, backend)
-        if batch is None:
-            return train_model.measure_largest(setup, **how)
-        return train_model.measure_steps(setup, batch, **how)
-
-    return ({**measure(name), "preset": preset} for name in names)
-
-
-def _print_ffn_steps(rows: list[Row]) -> None:
-    first = rows[0]
-    timed = [name for name in ("dense", "compiled", "sparse") if f"{name}_ms" in first]
-    as_called = ["as called"] if "called_ms" in first else []
-
-    def line(row: Row) -> list[str]:
-        return [
-            row["workload"],
-            str(row["M"]),
-            f"{row['mean_active']:.0f}",
-            *(f"{row[f'{name}_ms']['p50']:.2f}" for name in timed),
-            bold(row["speedup"]),
-            *(bold(row["speedup_called"]) for _ in as_called),
-            "" if row["error"] is None else f"{max(row['error']['sparse'].values()):.1e}",
-        ]
-
-    notes = ["median ms of forward and backward", "speedup over the faster dense one"]
-    notes.append("error: largest of y and gradients, relative, against float64")
-    title = f"training a {first['kind']} FFN, D {first['D']}, F {first['F']}, {first['dtype']}, {machine_of(first)}"
-    head = ["workload", "tokens", "active", *timed, "speedup", *as_called, "error"]
-    print_lines(title, notes, head, map(line, rows))
-    for row in rows:
-        print(f"{row['workload']}, {row['M']} tokens: {'; '.join(_facts(row))}")
-
-
-def _facts(row: Row) -> Iterator[str]:
-    if "plan" in row:
-        yield f"{row['plan']['hot']} hot, long or heavy above {row['plan']['cap']}"
-    if (memory := row["memory"]) is not None:
-        dense, sparse = memory["dense"] / 1e6, memory["sparse"] / 1e6
-        yield f"peak memory {sparse:.0f} of {dense:.0f} MB ({memory['ratio']:.2f}x)"
-    if (joules := row["joules"]) is not None:
-        dense, sparse = joules["dense"], joules["sparse"]
-        yield f"energy {sparse:.2f} of {dense:.2f} J ({sparse / dense:.2f}x)"
-    if "called_ms" in row:
-        ways = ", ".join(
-            f"{name} {spread['p50']:.2f} ms ({row['host_us'][name]:.0f} us of the host)"
-            for name, spread in row["called_ms"].items()
-        )
-        step = f"{row['optimizer_ms']['p50']:.2f} ms"
-        yield f"as called {ways}, besides AdamW's step of {step}; with it {row['speedup_called_with_step']:.2f}x"
-
-
-def _print_model_steps(rows: list[Row]) -> None:
-    for row in rows:
-        batch = f"{row['batch']} x {row['length']}" if "batch" in row else f"largest batch x {row['length']}"
-        print(f"{row['preset']}, {batch} tokens, {row['workload']}, {row['dtype']}:")
-        for name in ("dense", "sparse"):
-            if isinstance(of := row.get(name), str):
-                print(f"    {name}: {of}")
-            elif of is not None:
-                peak, activations = (of["memory"][key] / 1e9 for key in ("peak", "activations"))
-                energy = "" if of["joules"] is None else f", {of['joules']:.0f} J"
-                own = f"{of['batch']} sequences, " if "batch" in of else ""
-                print(
-                    f"    {name}: {own}{of['step_ms']['p50']:.1f} ms a step, {of['tokens_per_ms']:.1f} tokens/ms, "
-                    f"peak {peak:.2f} GB, activations {activations:.2f} GB{energy}"
-                )
-        if "batch_ratio" in row:
-            print(f"    sparse over dense: {row['batch_ratio']:.2f}x the sequences, {row['speedup']:.2f}x as fast")
-        elif "speedup" in row:
-            print(
-                f"    sparse over dense: {row['speedup']:.2f}x as fast, peak memory {row['peak_ratio']:.2f}x, "
-                f"activations {row['activations_ratio']:.2f}x"
-            )
+    config, l1 = cases.llama_config(recipe, length), 2e-5 if recipe.l1 is None else recipe.l1
+    for name in names:
+        setup = train_model.Setup(config, name, batch, length, l1, **place)
+        yield {**train_model.measure(setup, seconds=seconds), "preset": preset}

@@ -1,9 +1,8 @@
-"""What commands share: devices and models by name, progress bars, rows printed as they come, tables."""
+"""What commands share: devices and models by name, progress bars, rows, tables."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -74,27 +73,6 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     if language_model.dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
         raise RuntimeError(problem)
     return language_model.to(torch_device).eval(), tokenizer
-
-
-def collect(
-    measured: Iterator[dict[str, Any]], n_rows: int, as_json: bool, out: Path | None, says: Callable[[Any], str]
-) -> list[dict[str, Any]]:
-    """All rows, each printed and written as soon as it is measured. ``says``: the progress bar's text after a row."""
-    rows: list[dict[str, Any]] = []
-    try:
-        with counted_bar("measuring") as progress:
-            progress(0, n_rows)
-            for row in measured:
-                rows.append(row)
-                if as_json:
-                    print(json.dumps(row), flush=True)
-                append(row, out)
-                progress(len(rows), n_rows, says(row))
-    except KeyboardInterrupt:
-        where = "" if out is None else f", in {out}"
-        print(f"twell: interrupted: {len(rows)} of {n_rows} rows are done{where}", file=sys.stderr)
-        raise
-    return rows
 
 
 def append(row: dict[str, Any], out: Path | None) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from twell.workbench.cli.app import app
+from twell.workbench.cli.common import print_table
 
 
 @app.command()
@@ -35,7 +36,6 @@ def compare(
     if as_json:
         print(json.dumps(comparison.to_json()))
     else:
-        from rich.console import Console
-
-        Console().print(comparing.table(comparison))
+        print_table(comparing.table(comparison))
+        print("\n".join(comparing.notes(comparison)))
     raise typer.Exit(comparing.verdict(comparison, check or None, threshold))

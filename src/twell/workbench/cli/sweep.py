@@ -37,7 +37,7 @@ def sweep(
     seconds: Seconds = 3.0,
     as_json: Annotated[bool, Option("--json", help="JSON lines on standard output, the rest on error.")] = False,
 ) -> None:
-    """Train, evaluate and time a model for each target or l1: a table and a figure of what sparsity costs and gains.
+    """Train, evaluate and time a model for each target or l1: a table of what sparsity costs and gains.
 
     Example: [bold]twell sweep --preset tiny --l1 0 --target 0.03 --target 0.01 --ablation silu --out my-sweep[/bold]
 
@@ -47,7 +47,7 @@ def sweep(
     from twell.train.data import SAMPLE
     from twell.train.run import quiet_libraries
     from twell.workbench import sweep as sweeping
-    from twell.workbench.bench import sweep_results
+    from twell.workbench.bench import sweep_table
 
     quiet_libraries()
     recipe = recipes.override(recipes.preset(preset), overrides or [])
@@ -78,5 +78,5 @@ def sweep(
         )
         raise
     if not as_json:
-        print("\n".join(sweep_results.table(rows)))
-    say(f"the sweep is in {out}: {sweeping.ROWS_FILE}, {sweeping.TABLE_FILE}, {sweeping.FIGURE_FILE}")
+        print("\n".join(sweep_table.table(rows)))
+    say(f"the sweep is in {out}: {sweeping.ROWS_FILE}, {sweeping.TABLE_FILE}")

@@ -1,4 +1,4 @@
-"""``twell bench ffn --trace``: the forward of one FFN, dense against sparse, with the activations of a trained model.
+"""``trace_bench.py ffn``: the forward of one FFN, dense against sparse, with the activations of a trained model.
 
 A trace has positions and no values. So the gate is timed on a synthetic input with as many active neurons. Then its
 output is overwritten, untimed, with random positive values at the trace's positions, and everything after the gate is
@@ -12,35 +12,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from twell import gpu
-from twell.gpu.prefill import union
+from twell.formats import TwELL
+from twell.gpu.prefill import split_fp8, union
+from twell.gpu.shared import gate
+from twell.gpu.shared.layout import SplitSizes
+from twell.gpu.shared.round_fp8 import room_for, round_rows
 from twell.plan import Plan, choose_plan, costs_for
 from twell.reference import Weights, to_fp8
-from twell.workbench.bench import cases, ffn, timing
+from twell.workbench.bench import cases, ffn, parts, timing
 from twell.workbench.bench import fp8 as fp8_ways
 from twell.workbench.bench.checks import WrongResult, relative_error
 from twell.workbench.bench.graphs import replayed
-from twell.workbench.bench.parts import Fp8Parts, Parts
-from twell.workbench.bench.timing import added
+from twell.workbench.bench.parts import Parts
 
 _CHECKED_ROWS = 256
 _IN_GRAPHS = 4096  # fewer tokens are timed in CUDA graphs, where the host does not matter
 
 
-class TracedLayer(NamedTuple):
-    name: str
-    active: Tensor  # bool [tokens, F]
-
-
 @torch.inference_mode()
 def measure(
-    layer: TracedLayer,
+    name: str,
+    recorded: Tensor,
     M: int,
     D: int,
     *,
@@ -49,36 +48,16 @@ def measure(
     seconds: float = 3.0,
     fp8: bool | None = None,
 ) -> dict[str, Any]:
-    """A JSON-ready row of one layer, as a gated FFN on a GPU (or in Triton's interpreter)."""
-    plan, timed = plan_and_rest(layer.active.to(device), M, D)
-    plan_fp8, _ = plan_and_rest(layer.active.to(device), M, D, fp8=True)
-    mean = max(1, round(timed.sum().item() / M))
+    """A JSON-ready row of one layer, as a gated FFN on a GPU (or in Triton's interpreter).
+
+    ``recorded``: bool [tokens, F], its active neurons.
+    """
+    plan, active = plan_and_rest(recorded.to(device), M, D)
+    plan_fp8, _ = plan_and_rest(recorded.to(device), M, D, fp8=True)
     with torch.inference_mode(False):
-        inputs = cases.make(f"skew{mean}", M, D, timed.shape[1], dtype=dtype, device=device)
-    return _row(layer.name, inputs, timed, plan, plan_fp8, seconds, fp8)
-
-
-def plan_and_rest(active: Tensor, M: int, D: int, *, fp8: bool = False) -> tuple[Plan, Tensor]:
-    """A plan from the first half of ``active`` [tokens, F], and the second half repeated to M tokens: bool [M, F]."""
-    half = len(active) // 2
-    if half < 1:
-        raise ValueError(f"a trace of {len(active)} tokens has no two halves: one to plan by, one to time")
-    seen, rest = active[:half], active[half:]
-    plan = choose_plan(seen.sum(0), half, costs_for(active.device, fp8=fp8), width=D)
-    return plan, rest.repeat(-(-M // len(rest)), 1)[:M]
-
-
-def _row(
-    name: str,
-    inputs: cases.FFNInputs,
-    active: Tensor,
-    plan: Plan,
-    plan_fp8: Plan,
-    seconds: float,
-    fp8: bool | None,
-) -> dict[str, Any]:
+        mean, F = max(1, round(active.sum().item() / M)), active.shape[1]
+        inputs = cases.make(f"skew{mean}", M, D, F, dtype=dtype, device=device)
     x, w = inputs.x, Weights(inputs.w_gate, inputs.w_up, inputs.w_down)
-    (M, D), F = x.shape, w.gate.shape[0]
     case = ffn.Case(workload=name, M=M, D=D, F=F, dtype=x.dtype, device=x.device.type, backend="triton", fp8=fp8)
     runs: dict[str, Callable[[], Any]] = {
         n: run for n, run in ffn.alternatives(case, inputs, x, plan).items() if n in ffn.DENSE
@@ -94,12 +73,11 @@ def _row(
         times = timing.compare(runs, seconds=seconds, device=x.device)
         times["frozen"] = times["sparse"]
     else:
-        parts = Parts(x, w, plan)
-        error = _check(parts, w, parts.replay(active))
-        tiles = parts.tiles
-        runs["layout"] = parts.lay_out
-        runs["gate"] = lambda: parts.cold_gate(tiles.gate, tiles.use_tma)
-        runs["after gate"] = parts.after_gate
+        split = Parts(x, w, plan)
+        error = _check(split, w, replay(split, active))
+        runs["layout"] = split.lay_out
+        runs["gate"] = functools.partial(split.cold_gate, split.tiles.gate, split.tiles.use_tma)
+        runs["after gate"] = split.after_gate
         if case.is_sparse_fp8 and plan_fp8.runs_split(M, captured=False):
             in_fp8 = Fp8Parts(x, w, plan_fp8)
             error_fp8 = _check_fp8(in_fp8, in_fp8.replay(active))
@@ -115,7 +93,7 @@ def _row(
             times[fp8_ways.SPARSE] = added(times.pop("gate in fp8"), times.pop("after gate in fp8"))
         times["frozen"] = added(times["gate"], times["after gate"])
         times["sparse"] = added(times["layout"], times["frozen"])
-        parts_ms = ffn.parts_ms(parts, w, seconds)
+        parts_ms = ffn.parts_ms(split, w, seconds)
     return {
         **ffn.fields(case, "ffn", "triton", active.sum().item() / M, times),
         **({"graph_layers": ffn.GRAPH_LAYERS} if in_graphs else {}),
@@ -124,6 +102,21 @@ def _row(
         "plan": ffn.plan_facts(plan),
         "parts_ms": parts_ms,
     }
+
+
+def added(*spreads: timing.Spread) -> timing.Spread:
+    """Of calls that follow each other."""
+    return timing.Spread(*(round(sum(of), 5) for of in zip(*spreads, strict=True)))
+
+
+def plan_and_rest(recorded: Tensor, M: int, D: int, **costs: bool) -> tuple[Plan, Tensor]:
+    """A plan from the first half of ``recorded`` [tokens, F], and the second half repeated to M tokens: bool [M, F]."""
+    half = len(recorded) // 2
+    if half < 1:
+        raise ValueError(f"a trace of {len(recorded)} tokens has no two halves: one to plan by, one to time")
+    seen, rest = recorded[:half], recorded[half:]
+    plan = choose_plan(seen.sum(0), half, costs_for(recorded.device, **costs), width=D)
+    return plan, rest.repeat(-(-M // len(rest)), 1)[:M]
 
 
 def _in_graphs(
@@ -168,18 +161,26 @@ def _in_graphs(
     return {**times, "frozen": times["sparse"]}
 
 
-def _check(parts: Parts, w: Weights, r: Tensor) -> float:
+def replay(split: Parts, active: Tensor) -> Tensor:
+    """As if the neurons ``active`` [M, F] (bool) had fired. Only cold ones count: hot ones run densely.
+
+    Returns the cold gate [M, C].
+    """
+    return split.replace_gate(active[:, split.cold])
+
+
+def _check(split: Parts, w: Weights, r: Tensor) -> float:
     """Relative error of what follows the cold gate ``r`` [M, C] against float64, on rows spread over x."""
-    rows = slice(None, None, max(1, len(parts.x) // _CHECKED_ROWS))
+    rows = slice(None, None, max(1, len(split.x) // _CHECKED_ROWS))
     r = r[rows].double()
-    y = parts.after_gate()[rows].double()
-    x, layout, cold = parts.x[rows].double(), parts.layout, parts.cold
+    y = split.after_gate()[rows].double()
+    x, layout, cold = split.x[rows].double(), split.layout, split.cold
     assert w.up is not None
     truth = (r * (x @ w.up[cold].double().T)) @ w.down[:, cold].double().T
-    if parts.has_hot:
+    if split.has_hot:
         z, u = (x @ layout.hot.double().T).unflatten(1, (-1, 2)).unbind(2)
         truth += (torch.relu(z) * u) @ layout.hot_down.double()
-    dense = nnf.linear(torch.relu(nnf.linear(parts.x[rows], w.gate)) * nnf.linear(parts.x[rows], w.up), w.down)
+    dense = nnf.linear(torch.relu(nnf.linear(split.x[rows], w.gate)) * nnf.linear(split.x[rows], w.up), w.down)
     true_dense = (torch.relu(x @ w.gate.double().T) * (x @ w.up.double().T)) @ w.down.double().T
     error, allowed = relative_error(y, truth), 2 * relative_error(dense, true_dense) + 1e-3
     if not error <= allowed:
@@ -201,3 +202,39 @@ def _check_fp8(parts: Fp8Parts, r: Tensor) -> float:
     if not error <= 1e-2:
         raise WrongResult(f"sparse FP8 output is wrong: relative error {error:.2e}")
     return float(f"{error:.3g}")
+
+
+class Fp8Parts:
+    """The cold gate of a layer with FP8 weights, and everything after it. Gated, relu, no biases."""
+
+    def __init__(self, x: Tensor, w: Weights, plan: Plan) -> None:
+        assert w.up is not None
+        self.x, self.plan = x, plan.on(x.device)
+        self.fp8 = to_fp8(w.gate), to_fp8(w.up), to_fp8(w.down)
+        self.w, layout = gpu.fp8.keep(*self.fp8, self.plan, x.dtype)
+        tiles = split_fp8.tiles_for(90)
+        assert layout is not None and tiles is not None
+        self.layout, self.tiles, self.split = layout, tiles, SplitSizes.of(self.plan)
+        self.programs = gpu.launch_facts(x)[1]
+        self.cold = self.plan.order[self.split.n_hot :].long()
+        self.q, self.scale = room_for(x.shape[0], x.shape[1], x.new_empty)
+        round_rows(x, (self.q, self.scale))
+        self.in_twell = self.cold_gate()
+
+    def cold_gate(self) -> TwELL:
+        """From the rounded x; rounding it is timed with the part after the gate."""
+        tiles, scales = self.tiles, (self.scale, self.layout.cold_scale)
+        facts: dict[str, Any] = {"tile": tiles.gate, "programs": self.programs, "use_tma": tiles.use_tma}
+        return gate.gate_in_twell(self.q, self.layout.cold, None, scales=scales, dtype=self.x.dtype, **facts)
+
+    def replay(self, active: Tensor) -> Tensor:
+        """As ``replay``. Returns the cold gate [M, C], but the kernels compute heavy tokens' gate from x."""
+        r = torch.rand(len(active), len(self.cold), dtype=self.x.dtype, device=self.x.device) + 0.1
+        r = r * active[:, self.cold]
+        self.in_twell = TwELL.pack(r, slots=parts.SLOTS, compact=True, overflow="mark")
+        return r
+
+    def after_gate(self) -> Tensor:
+        order, places, *_ = self.plan
+        given = order, places, self.split, "relu", self.tiles, self.programs
+        return split_fp8.forward(self.x, self.w, self.layout, *given, cold_gate=self.in_twell)

@@ -1,9 +1,8 @@
-"""The speedup plot: which rows it draws, where it breaks even, and what it refuses."""
+"""Figures: which rows they show, where sparse breaks even, training runs over each other."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,13 @@ pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes
 from matplotlib.image import imread
 
-from command_line import Twell
+import figures
+from test_sweep_table import layer
+from test_sweep_table import row as run_of_sweep
 from twell.plan import costs_for
-from twell.workbench.bench import plot, rows
+from twell.workbench.bench import break_even as curve
 
-SHAPE = plot.Shape("NVIDIA H200", True, 2048, 5632, "bfloat16", 16384)
+SHAPE = curve.Shape("NVIDIA H200", True, 2048, 5632, "bfloat16", 16384)
 
 
 def row(workload: str, mean_active: float, speedup: float, **other: Any) -> dict[str, Any]:
@@ -49,11 +50,11 @@ LAYERS = [{k: v for k, v in row(f"layer {i}", 12.0 + i, 2.0).items() if k != "gr
 @pytest.fixture(autouse=True)
 def few_points(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for each of 200 points of a curve takes half a second."""
-    monkeypatch.setattr(plot, "_CURVE_POINTS", 10)
+    monkeypatch.setattr(curve, "_CURVE_POINTS", 10)
 
 
 def axes_of(rows: list[dict[str, Any]]) -> Axes:
-    (axes,) = plot.draw(rows).axes
+    (axes,) = figures.speedup(rows).axes
     return axes
 
 
@@ -107,13 +108,13 @@ def test_a_family_without_rows_is_not_drawn() -> None:
 )
 def test_other_rows_are_left_out(other: dict[str, Any]) -> None:
     odd = [row("skew77", 77.0, 9.0) | other]
-    assert plot.select([*odd, *SKEWED]) == plot.select(SKEWED) == (SHAPE, {"skew": [(29.0, 1.97), (300.5, 1.42)]})
+    assert curve.select([*odd, *SKEWED]) == curve.select(SKEWED) == (SHAPE, {"skew": [(29.0, 1.97), (300.5, 1.42)]})
 
 
 def test_the_shape_with_the_most_rows_is_drawn_then_the_one_with_the_most_tokens() -> None:
     small = [row("skew29", 29.0, 1.7, M=4096), row("skew10", 10.0, 1.8, M=4096)]
-    assert plot.select([*SKEWED, *small, row("iid29", 29.0, 1.5, M=4096)])[0].M == 4096
-    assert plot.select([*small, *SKEWED])[0].M == plot.select([*SKEWED, *small])[0].M == 16384
+    assert curve.select([*SKEWED, *small, row("iid29", 29.0, 1.5, M=4096)])[0].M == 4096
+    assert curve.select([*small, *SKEWED])[0].M == curve.select([*SKEWED, *small])[0].M == 16384
 
 
 def test_speedups_are_written_at_the_highest_point_and_at_each_last() -> None:
@@ -142,41 +143,41 @@ def test_measured_break_even_is_interpolated_on_the_logarithmic_axis() -> None:
     ],
 )
 def test_measured_break_even_is_the_first_fall_to_1(speedups: list[float], expected: float | None) -> None:
-    points = [plot.Point(10.0 * 2**i, s) for i, s in enumerate(speedups)]
-    assert plot.measured_break_even(points) == expected
+    points = [curve.Point(10.0 * 2**i, s) for i, s in enumerate(speedups)]
+    assert curve.measured_break_even(points) == expected
 
 
 def test_a_layer_that_ran_densely_does_not_say_where_sparse_stops_paying() -> None:
     dense = row("iid400", 400.0, 1.0) | {"plan": {"hot": SHAPE.F}}
     at, text = break_even(axes_of([row("iid10", 10.0, 2.0), dense])) or pytest.fail("not marked")
-    assert at == plot.modelled_break_even(SHAPE) and "predicted" in text
+    assert at == curve.modelled_break_even(SHAPE) and "predicted" in text
 
 
 def test_skewed_rows_do_not_set_the_break_even() -> None:
     at, text = break_even(axes_of([row("skew40", 40.0, 1.5), row("skew160", 160.0, 0.5)])) or pytest.fail("not marked")
-    assert at == plot.modelled_break_even(SHAPE)
+    assert at == curve.modelled_break_even(SHAPE)
     assert text.endswith("(predicted)")
 
 
 def test_modelled_break_even_is_where_the_plan_turns_dense() -> None:
-    at = plot.modelled_break_even(SHAPE)
+    at = curve.modelled_break_even(SHAPE)
     assert at is not None
-    assert plot.modelled_speedup(SHAPE, at) > 1
-    assert plot.modelled_speedup(SHAPE, at * 1.001) == 1
+    assert curve.modelled_speedup(SHAPE, at) > 1
+    assert curve.modelled_speedup(SHAPE, at * 1.001) == 1
     assert break_even(axes_of(UNIFORM)) == (at, f"uniform break-even: {at:.0f} (predicted)")
 
 
 def test_modelled_curve_is_the_cost_model_down_to_1() -> None:
     costs = costs_for(torch.device("cpu"))
-    curve = lines(axes_of(UNIFORM))["uniform, predicted"]
-    assert curve[0][0] == 10.0  # as far as the rows go
-    assert curve[-1] == (plot.modelled_break_even(SHAPE), 1)
-    for n, predicted in curve[:-1]:
+    drawn = lines(axes_of(UNIFORM))["uniform, predicted"]
+    assert drawn[0][0] == 10.0  # as far as the rows go
+    assert drawn[-1] == (curve.modelled_break_even(SHAPE), 1)
+    for n, predicted in drawn[:-1]:
         assert predicted == pytest.approx(3 * 5632 / (costs.gate * 5632 + costs.gather * n + costs.token), rel=1e-6)
 
 
 def test_a_batch_too_small_for_the_split_has_an_earlier_break_even_or_none() -> None:
-    large, small = (plot.modelled_break_even(SHAPE._replace(M=m)) for m in (16384, 4096))
+    large, small = (curve.modelled_break_even(SHAPE._replace(M=m)) for m in (16384, 4096))
     assert large is not None
     assert small is not None
     assert small < large
@@ -195,73 +196,80 @@ def test_rows_of_a_cpu_have_no_model_but_may_break_even() -> None:
     assert break_even(axes_of(rows[:2])) is None
 
 
-# -- files and errors -------------------------------------------------------------------------------------
+def test_rows_of_which_none_fits_are_refused() -> None:
+    for rows in ([], [{}], [row("skew29", 29.0, 1.5, kind="plain"), row("skew29", 29.0, 1.5, graph=True)]):
+        with pytest.raises(ValueError, match="nothing to plot"):
+            figures.speedup(rows)
 
 
-def test_png_has_the_size_it_is_laid_out_for(tmp_path: Path) -> None:
-    plot.speedup([*UNIFORM, *SKEWED], tmp_path / "speedup.png")
-    assert imread(tmp_path / "speedup.png").shape[:2] == (500, 800)
+# -- sweeps and training runs -----------------------------------------------------------------------------
 
 
-def test_svg_is_the_same_for_the_same_rows(tmp_path: Path) -> None:
-    for name in ("a.svg", "b.SVG"):
-        plot.speedup([*UNIFORM, *SKEWED], tmp_path / name)
-    assert "<svg" in (tmp_path / "a.svg").read_text()
-    assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.SVG").read_text()
+def test_a_sweep() -> None:
+    noisy = [layer(3.0, 1.0, 2.0, 3.0)]
+    rows = [run_of_sweep("l1-0.001", 4.1, 20, noisy), run_of_sweep("l1-0", 4.0, 200), run_of_sweep("silu", 3.9)]
+    losses, speeds = figures.sweep(rows).axes
+    assert [list(values) for values in losses.lines[0].get_data()] == [[20, 200], [4.1, 4.0]]
+    assert list(speeds.lines[0].get_ydata()) == [1.5, 1.5]
+    assert [path.vertices[:, 1].tolist() for path in speeds.collections[0].get_paths()] == [[1.0, 3.0], [1.5, 1.5]]
+    assert {text.get_text() for text in losses.texts} == {"0.001", "0", "silu"}
+    assert {text.get_text() for text in speeds.texts} == {"0.001", "0"}
 
 
-@pytest.mark.parametrize("name", ["speedup.pdf", "speedup", "png"])
-def test_other_file_types_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"ends in \.png or \.svg"):
-        plot.speedup(UNIFORM, tmp_path / name)
-    assert not list(tmp_path.iterdir())
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
-@pytest.mark.parametrize(
-    "rows", [[], [{}], [row("skew29", 29.0, 1.5, kind="plain"), row("skew29", 29.0, 1.5, graph=True)]]
-)
-def test_rows_of_which_none_fits_are_refused(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="nothing to plot"):
-        plot.speedup(rows, tmp_path / "speedup.png")
-    assert not list(tmp_path.iterdir())
+def log(loss: float, **more: Any) -> list[dict[str, Any]]:
+    logged = [{"step": s, "ce_loss": loss / s, "active_mean": 100 / s, "sparse_layers": s // 20} for s in (10, 20, 30)]
+    return [{**row, **more} for row in logged] + [{"step": 30, "eval_loss": 1.0, **more}]
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'twell\[plot\]'"):
-        plot.speedup(UNIFORM, tmp_path / "speedup.png")
+def test_runs_of_folders_files_and_of_one_file(tmp_path: Path) -> None:
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    write(folder / "metrics.jsonl", log(40))
+    file = write(tmp_path / "both.jsonl", [*log(41, run="sparse"), *log(40, run="dense")])
+    runs = figures.read_runs([folder, file])
+    assert list(runs) == ["a run", "sparse", "dense"]
+    assert list(runs["sparse"]) == [10, 20, 30]  # and no evaluation
+    assert figures.differences(runs["dense"], runs["sparse"]) == {10: 0.025, 20: 0.025, 30: 0.025}
+    loss, difference, active, sparse = figures.curves(runs, "dense").axes
+    assert [line.get_label() for line in loss.lines] == ["dense", "a run", "sparse"]
+    assert difference.lines[1].get_ydata() == pytest.approx([2.5] * 3)
+    assert len(active.lines) == len(sparse.lines) == 3
+    with pytest.raises(ValueError, match="no run 'other'"):
+        figures.curves(runs, "other")
+    with pytest.raises(ValueError, match="no logged steps"):
+        figures.read_runs([write(tmp_path / "none.jsonl", [{"step": 1}])])
+
+
+def test_over_minutes(tmp_path: Path) -> None:
+    fast, slow = ([{**row, "tokens": 600 * row["step"], "tokens_per_second": v} for row in log(40)] for v in (200, 100))
+    both = [{**row, "run": name} for name, run in (("fast", fast), ("slow", slow)) for row in run if "ce_loss" in row]
+    figure = figures.curves(figures.read_runs([write(tmp_path / "both.jsonl", both)]), "slow", "minutes")
+    loss, speed, *_ = figure.axes
+    assert [line.get_xdata()[-1] for line in loss.lines] == pytest.approx([3.0, 1.5])
+    assert [line.get_ydata()[0] for line in speed.lines] == [0.1, 0.2]
+    assert figure.axes[-1].get_xlabel() == "minutes of training"
 
 
 # -- the command ------------------------------------------------------------------------------------------
 
 
-def test_command_joins_files(twell: Twell, tmp_path: Path) -> None:
-    a, b, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "speedup.svg"
-    a.write_text("".join(json.dumps(r) + "\n" for r in UNIFORM) + "\n")
-    b.write_text("".join(json.dumps(r) + "\n" for r in SKEWED))
-    assert plot.select(rows.read([a, b])) == plot.select([*UNIFORM, *SKEWED])
-    assert twell("bench", "plot", str(a), str(b), "--out", str(out)).returncode == 0
-    plot.speedup([*UNIFORM, *SKEWED], tmp_path / "expected.svg")
-    assert out.read_text() == (tmp_path / "expected.svg").read_text()
-    told = twell("bench", "plot", "--help").stdout
-    assert "Example: twell bench plot rows.jsonl --out speedup.svg" in " ".join(told.split())
-
-
 @pytest.mark.parametrize(
-    ("text", "out", "message"),
+    ("name", "rows", "size"),
     [
-        ("{}\nnonsense\n", "speedup.png", "rows.jsonl, line 2 is no JSON"),
-        ("", "speedup.png", "nothing to plot"),
-        (json.dumps(UNIFORM[0]), "speedup.gif", "ends in .png or .svg"),
-        (json.dumps(UNIFORM[0]), "missing/speedup.png", "No such file or directory"),
-        (None, "speedup.png", "No such file or directory"),
+        ("speedup", [*UNIFORM, *SKEWED], (500, 800)),
+        ("sweep", [run_of_sweep("l1-0", 4.0, 200), run_of_sweep("silu", 3.9)], (450, 1000)),
+        ("curves", log(40), (700, 800)),
     ],
 )
-def test_bad_input_is_one_clear_line(twell: Twell, tmp_path: Path, text: str | None, out: str, message: str) -> None:
-    file = tmp_path / "rows.jsonl"
-    if text is not None:
-        file.write_text(text)
-    result = twell("bench", "plot", str(file), "--out", str(tmp_path / out))
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
-    assert message in line
+def test_command(tmp_path: Path, name: str, rows: list[dict[str, Any]], size: tuple[int, int]) -> None:
+    file = str(write(tmp_path / "rows.jsonl", rows))
+    for out in ("a.png", "a.svg", "b.svg"):
+        figures.main([name, file, "--out", str(tmp_path / out)])
+    assert imread(tmp_path / "a.png").shape[:2] == size
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
