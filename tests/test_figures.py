@@ -14,11 +14,11 @@ pytest.importorskip("matplotlib")
 from matplotlib.axes import Axes
 from matplotlib.image import imread
 
+import break_even as curve
 import figures
 from test_sweep_table import layer
 from test_sweep_table import row as run_of_sweep
 from twell.plan import costs_for
-from twell.workbench.bench import break_even as curve
 
 SHAPE = curve.Shape("NVIDIA H200", True, 2048, 5632, "bfloat16", 16384)
 

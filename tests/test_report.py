@@ -223,9 +223,7 @@ def planned(analysis: Analysis, *dense: bool, width: int = 2048, hidden: int = 5
 
 
 def test_the_verdict_is_honest(analysis: Analysis) -> None:
-    assert "too small" in report.verdict(analysis)
-    assert "always run densely" in report.verdict(planned(analysis, True, True, True, hidden=64))
-    assert "not sparse enough" in report.verdict(planned(analysis, True, True, True))
+    assert "too small, or not sparse enough" in report.verdict(analysis)
     assert "All layers are sparse enough" in report.verdict(planned(analysis, False, False, False))
     some = report.verdict(planned(analysis, True, False, False))
     assert some.startswith("2 of 3 layers are") and "the other 1 would run densely" in some

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogFormatter, ScalarFormatter
 
-from twell.workbench.bench import break_even as curve
+import break_even as curve
 from twell.workbench.bench import rows as result_files
 from twell.workbench.bench import sweep_table
 from twell.workbench.bench.rows import Row

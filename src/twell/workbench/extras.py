@@ -7,7 +7,6 @@ EXTRAS = {
     "eval": ("lm_eval",),
     "data": ("datasets",),
     "bench": ("pynvml",),
-    "plot": ("matplotlib",),
     "serve": (*_MODELS, "starlette", "uvicorn", "pydantic", "jinja2", "prometheus_client"),
     "vllm": ("vllm",),
 }

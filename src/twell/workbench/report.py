@@ -21,7 +21,6 @@ from typing import Any
 
 from twell._version import __version__
 from twell.workbench.analysis import Analysis
-from twell.workbench.bench import break_even
 
 Row = Mapping[str, Any]
 
@@ -244,17 +243,10 @@ def verdict(analysis: Analysis, measurements: Sequence[Row] = ()) -> str:
     dense = sum(layer.plan.dense for layer in layers)
     if dense == len(layers):
         F, active = max(facts.hidden_sizes), f"{analysis.mean_active / len(layers):.3g}"
-        pays = break_even.modelled_break_even(
-            break_even.Shape("", True, facts.width, F, "", 1 << 40)
-        )  # for a batch of any size
-        if pays is None:
-            said = f"This model is too small for the GPU kernels to gain: layers of {F:,} neurons always run densely."
-        else:
-            said = (
-                "This model is too small, or not sparse enough, for the GPU kernels to gain: all its layers would run "
-                f"densely. If its {F:,} neurons fired equally often, a layer would gain below about {pays:.2g} active "
-                f"neurons a token; here {active} are active."
-            )
+        said = (
+            "This model is too small, or not sparse enough, for the GPU kernels to gain: all its layers would run "
+            f"densely. {active} of {F:,} neurons are active a token."
+        )
     else:
         least = max(layer.plan.min_tokens for layer in layers if not layer.plan.dense)
         which = "All layers are" if not dense else f"{len(layers) - dense} of {len(layers)} layers are"
