@@ -304,8 +304,7 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
         ROWS ROWS --threshold -1; ROWS ROWS --threshold nan; ROWS ROWS --check x; ROWS ROWS --first x; ROWS --by x
         OUT OUT""",
     "convert MODEL": """
-        --relufy; --check --out OUT/c; --check --train; --check --tokenizer x; --out OUT/c --data TEXT
-        --out OUT/c lr=1""",
+        --relufy; --check --out OUT/c; --out OUT/c --l1 nan; --out OUT/c lr=1""",
     "tune": "; -m 8",
     "train --out OUT/run": """
         steps=x; l1=; --data /none; --resume l1=1 -> run holds no run to resume; --preset huge -> unknown preset 'huge'

@@ -246,7 +246,7 @@ RECIPE = dataclasses.replace(
 
 def trainer_of(recipe: Recipe, backend: str, out: Path) -> SparseTrainer:
     tokens = np.random.default_rng(0).integers(0, 64, 80, dtype=np.uint16)
-    corpus = Corpus(train=tokens, held_out=tokens[:8], documents=1, held_out_documents=1)
+    corpus = Corpus(train=tokens, held_out=tokens[:8])
     model = make_model(recipe, 64, 0)
     for layer in model.model.layers:
         layer.mlp.backend = backend

@@ -17,7 +17,7 @@ from small_runs import mortal_runs, write_text
 from twell import cpu
 from twell.nn.parallel import Share
 from twell.train.attention import causal_without_a_mask
-from twell.train.files import MANIFEST_FILE, checkpoint_folder, finish_checkpoint, newest_sound
+from twell.train.files import MANIFEST_FILE, checkpoint_folder, finish_folder, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
 from twell.train.run import read_summary, run
 from twell.train.tokenizer import train_bpe
@@ -246,7 +246,7 @@ def test_faults_end_in_one_clear_error(text: Path, tmp_path: Path) -> None:
     assert strict[-1]["not_finite"] == ["grad_norm"] and "grad_norm" not in strict[-1]
     with pytest.raises(RuntimeError, match=r"no longer finite at step 3: .* no checkpoint of this step written"):
         train(dataclasses.replace(diverging, log_every=9, eval_every=9), text, tmp_path / "unseen")
-    assert newest_sound(tmp_path / "unseen").checkpoint is None
+    assert newest_sound(tmp_path / "unseen")[0] is None
     with pytest.raises(ValueError, match="is not empty"):
         train(MINI, text, tmp_path / "nan")
     with pytest.raises(ValueError, match="holds no run to resume"):
@@ -275,7 +275,7 @@ def test_resuming_a_finished_run_trains_no_further(plain: tuple[Any, Path], tmp_
     for state in saved["clocks"]:
         state["tokens_since_fired"].fill_(7)  # here all neurons fired in the last step: zeros would prove nothing
     torch.save(saved, checkpoint / SPARSITY_FILE)
-    finish_checkpoint(checkpoint)
+    finish_folder(checkpoint, {"step": 6})
     again = run(None, [], tmp_path, go_on=True, say=lambda line: None)
     assert again.state.global_step == 6
     for name, p in again.model.named_parameters():

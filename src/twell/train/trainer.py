@@ -42,7 +42,7 @@ from twell.ops import Stats
 from twell.sparsity import FiringClock, L1Steering, Planner, l1_warmup, restart_neurons_, sum_over_processes
 from twell.train.attention import causal_without_a_mask
 from twell.train.data import Blocks, Corpus, PaddedBlocks
-from twell.train.files import checkpoint_folder, finish_checkpoint, remove_older, step_of, write_whole
+from twell.train.files import checkpoint_folder, finish_folder, remove_older, step_of, write_whole
 from twell.train.metrics import METRICS_FILE, SparsityCallback, active_neurons, metrics_line
 from twell.train.recipes import Recipe
 
@@ -176,7 +176,6 @@ class SparseTrainer(Trainer):
         self._steps_since_log = 0
         self._read_joules = energy.counter(self.args.device)
         self.restart_stopwatch()
-        self.unsound: list[Path] = []  # checkpoints that the next one replaces
         # We delete older checkpoints after the new one is finished; the Trainer would delete them before.
         self.kept_checkpoints, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
@@ -316,8 +315,7 @@ class SparseTrainer(Trainer):
         folder, is_first = checkpoint_folder(out, step), self.is_world_process_zero()
         try:
             if is_first:
-                for path in {folder, *self.unsound}:
-                    shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)  # one that was not finished, or is damaged
             _wait_for_all()
             super()._save_checkpoint(*args, **kwargs)
             _wait_for_all()  # other processes may still be writing
@@ -329,14 +327,13 @@ class SparseTrainer(Trainer):
                     "steering": None if self.steering is None else self.steering.state_dict(),
                 }
                 torch.save(saved, folder / SPARSITY_FILE)
-                finish_checkpoint(folder)
-                remove_older(folder, self.kept_checkpoints, self.state.best_model_checkpoint)
+                finish_folder(folder, {"step": step})
+                remove_older(folder, self.kept_checkpoints)
         except (OSError, RuntimeError, SafetensorError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise RuntimeError(
                 f"could not write {folder.name} into {out} (disk full?): {reason}; earlier checkpoints are untouched"
             ) from error
-        self.unsound = []
 
     def _check_finite(self) -> None:
         """The log checks losses only now and then; a checkpoint in between must be sound, too."""
