@@ -221,7 +221,7 @@ def train_case(name: str, folder: Path) -> dict[str, Any]:
         "weights": {name: whole(p) for name, p in parameters},
         "first moments": {name: whole(state[p]["exp_avg"]) for name, p in parameters if p in state},
         "second moments": {name: whole(state[p]["exp_avg_sq"]) for name, p in parameters if p in state},
-        "clocks": [clock.tokens_since_fired for clock in trainer.clocks],
+        "clocks": list(trainer.clocks),
         "restarted": None if CASES[name].at == RECIPE.steps else restarted,
         "dtypes": dtypes,
     }

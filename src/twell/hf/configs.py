@@ -23,8 +23,8 @@ class SparsityFields:
     The models use ``sparsity_l1_coeff`` (weight of the L1 term), ``sparsity_gated_mlp`` (False: plain FFN),
     ``sparsity_new_intermediate_size`` (width of the FFNs if it differs from ``intermediate_size``) and
     ``sparsity_do_track`` (count firing neurons). Training uses the warm-up steps and ``sparsity_tokens_until_dead``.
-    All other fields are only read and written back. Loading ignores ``sparsity_reinitialize`` on purpose: in the code
-    that wrote it, it means fresh FFN weights at construction.
+    The released checkpoints have more of these fields, which are kept. Loading ignores ``sparsity_reinitialize`` on
+    purpose: in the code that wrote it, it means fresh FFN weights at construction.
     """
 
     sparsity_l1_coeff: float | int = 0.0
@@ -34,11 +34,6 @@ class SparsityFields:
     sparsity_end_warmup_step: int | None = None
     sparsity_tokens_until_dead: int | None = None
     sparsity_do_track: bool | None = None
-    sparsity_use_hybrid_kernel: bool | None = None
-    sparsity_l0_cutoff: float | int | None = None
-    sparsity_reinitialize: bool | None = None
-    sparsity_mlp_execution_logic: str | None = None
-    sparsity_baseline_run: bool | None = None
     # A file's ``quantization_config`` if it describes ``Fp8Linear``s, which our models read themselves. Under its
     # original name transformers would ask for the library that wrote it.
     fp8_quantization: dict | None = None

@@ -39,7 +39,7 @@ from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.losses import IGNORED_LABEL
 from twell.nn import SparseFFNBase
 from twell.ops import Stats
-from twell.sparsity import FiringClock, L1Steering, Planner, l1_warmup, restart_neurons_, sum_over_processes
+from twell.sparsity import L1Steering, Planner, advance_clock, l1_warmup, restart_neurons_, sum_over_processes
 from twell.train.attention import causal_without_a_mask
 from twell.train.data import Blocks, Corpus, PaddedBlocks
 from twell.train.files import checkpoint_folder, finish_folder, remove_older, step_of, write_whole
@@ -159,7 +159,7 @@ class SparseTrainer(Trainer):
         self.ffns: list[SparseFFNBase] = [b for b in blocks if isinstance(b, SparseFFNBase)]  # none in a SiLU model
         if any(ffn.share() is not None for ffn in self.ffns):
             raise ValueError("tensor parallel models need a loop of their own: this trainer knows DDP and FSDP2")
-        self.clocks = [FiringClock(len(ffn.neuron_counts)) for ffn in self.ffns]
+        self.clocks = [torch.zeros(len(ffn.neuron_counts), dtype=torch.int64) for ffn in self.ffns]
         self.planner = Planner(self.ffns, recipe.plan_every or 1)
         target = recipe.target_neurons
         self.steering = L1Steering(target, recipe.steps) if target is not None and self.ffns else None
@@ -205,8 +205,8 @@ class SparseTrainer(Trainer):
         """After an optimiser step: advance clocks, plan, steer L1, restart dead neurons. Never waits for the device."""
         self._steps_since_log += 1
         step = sum_over_processes(self._step) if self._step else []
-        for clock, stats in zip(self.clocks, step, strict=True):
-            clock.advance(stats)
+        if step:
+            self.clocks = [advance_clock(clock, stats) for clock, stats in zip(self.clocks, step, strict=True)]
         if step and self.recipe.plan_every:
             self.planner.advance(step)
         if self.steering is not None:
@@ -222,9 +222,7 @@ class SparseTrainer(Trainer):
         recipe = self.recipe
         if self.steering is not None:
             return self.steering.l1
-        return (recipe.l1 or 0.0) * l1_warmup(
-            self.state.global_step, recipe.l1_warmup_start, recipe.l1_warmup_end or None
-        )
+        return (recipe.l1 or 0.0) * l1_warmup(self.state.global_step, recipe.l1_warmup_start, recipe.l1_warmup_end)
 
     def set_l1(self) -> None:
         """Put ``l1`` into the model's loss."""
@@ -241,11 +239,11 @@ class SparseTrainer(Trainer):
     def _restart_dead_neurons(self, step: int) -> None:
         model: Any = self.model
         std = model.config.initializer_range
-        for layer, (ffn, clock) in enumerate(zip(self.ffns, self.clocks, strict=True)):
-            dead = clock.dead(self.recipe.dead_after_tokens)
+        for layer, ffn in enumerate(self.ffns):
+            dead = self.clocks[layer] >= self.recipe.dead_after_tokens
             seed = hash((self.recipe.seed, step, layer)) & 0x7FFFFFFF  # a hash of integers is the same in every process
             restart_neurons_(ffn, dead, std=std, seed=seed, optimizer=self.optimizer)
-            clock.restart(dead)
+            self.clocks[layer] = self.clocks[layer].masked_fill(dead, 0)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self._blocks():
@@ -305,8 +303,7 @@ class SparseTrainer(Trainer):
 
     def dead_share(self) -> float:
         """Share of all neurons that have not fired for ``dead_after_tokens`` tokens."""
-        dead = torch.cat([clock.dead(self.recipe.dead_after_tokens) for clock in self.clocks])
-        return float(dead.float().mean())
+        return float((torch.cat(self.clocks) >= self.recipe.dead_after_tokens).float().mean())
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Write the manifest last, and delete older checkpoints only after it."""
@@ -321,7 +318,7 @@ class SparseTrainer(Trainer):
             _wait_for_all()  # other processes may still be writing
             if is_first:
                 saved = {
-                    "clocks": [clock.state_dict() for clock in self.clocks],
+                    "clocks": [clock.cpu() for clock in self.clocks],
                     "counts": [(ffn.neuron_counts.cpu(), ffn.tokens_seen.cpu()) for ffn in self.ffns],
                     "plans": self.planner.state_dict(),
                     "steering": None if self.steering is None else self.steering.state_dict(),
@@ -376,8 +373,7 @@ def _add(total: Sequence[Stats], more: Sequence[Stats]) -> list[Stats]:
 def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
     """Continue from a checkpoint, at the exact place in the data, to the end of the recipe."""
     saved = torch.load(checkpoint / SPARSITY_FILE)
-    for clock, state in zip(trainer.clocks, saved["clocks"], strict=True):
-        clock.load_state_dict(state)
+    trainer.clocks = saved["clocks"]
     for ffn, (counts, tokens) in zip(trainer.ffns, saved["counts"], strict=True):
         ffn.neuron_counts.copy_(counts)
         ffn.tokens_seen.copy_(tokens)
