@@ -240,7 +240,7 @@ def test_l1_warms_up(text: Path, tmp_path: Path) -> None:
 
 def test_faults_end_in_one_clear_error(text: Path, tmp_path: Path) -> None:
     diverging = dataclasses.replace(MINI, lr=1e30, clip=1e30, lr_warmup=0)
-    with pytest.raises(RuntimeError, match="the gradient is nan at step 2: try a lower lr"):
+    with pytest.raises(RuntimeError, match="grad_norm is nan at step 2: try a lower lr"):
         train(diverging, text, tmp_path / "nan")
     strict = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "nan/metrics.jsonl").open()]
     assert strict[-1]["not_finite"] == ["grad_norm"] and "grad_norm" not in strict[-1]

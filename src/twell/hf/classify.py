@@ -105,11 +105,7 @@ def classify(ffn: nn.Module, is_requested: bool = False) -> Verdict:
 
 def _why_unknown(ffn: nn.Module) -> str:
     name, names = class_name(type(ffn)), projection_names(ffn)
-    if names == GATED_NAMES:
-        formula = "down(act(gate(x)) * up(x))"
-    else:
-        up, down = (each.removesuffix("_proj") if each.startswith(("up", "down")) else each for each in names)
-        formula = f"{down}(act({up}(x)))"
+    formula = "down(act(gate(x)) * up(x))" if names == GATED_NAMES else f"{names[1]}(act({names[0]}(x)))"
     return f"{name} is no known class; pass also={name!r} if it computes {formula} and nothing else"
 
 
