@@ -249,6 +249,8 @@ def test_faults_end_in_one_clear_error(text: Path, tmp_path: Path) -> None:
     assert newest_sound(tmp_path / "unseen")[0] is None
     with pytest.raises(ValueError, match="is not empty"):
         train(MINI, text, tmp_path / "nan")
+    with pytest.raises(ValueError, match="label_smoothing_factor and compute_loss_func keep the labels"):
+        train(MINI, text, tmp_path / "smooth", label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="holds no run to resume"):
         run(None, [text], tmp_path / "none", go_on=True)
     with pytest.raises(FileNotFoundError, match="does not exist"):

@@ -213,9 +213,6 @@ class Start:
         if not isinstance(model.config, SparsityFields):
             relufy_(model, recipe.l1 or 0.0)
         model.config.sparsity_l1_coeff = recipe.l1 or 0.0
-        model.config.sparsity_start_warmup_step = recipe.l1_warmup_start
-        model.config.sparsity_end_warmup_step = recipe.l1_warmup_end
-        model.config.sparsity_tokens_until_dead = recipe.dead_after_tokens
         facts["loss_after"], active = validate(model, corpus.held_out, recipe)
         facts.setdefault("loss_before", facts["loss_after"])
         facts["active_after"] = active

@@ -113,7 +113,7 @@ def _check(name: str, value: Any, kind: str) -> None:
         raise ValueError(f"{name} must be a finite number, got {value}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
-    if value > most:
+    if isinstance(value, int) and value > most:
         raise ValueError(f"{name} must be at most {most}, got {value}")
     if name in _ABOVE_ZERO and value == 0:
         raise ValueError(f"{name} must be above 0, got 0")

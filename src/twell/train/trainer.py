@@ -74,9 +74,6 @@ def make_model(recipe: Recipe, vocab_size: int, end_of_text: int) -> PreTrainedM
             **shape,
             sparsity_l1_coeff=recipe.l1 or 0.0,
             sparsity_gated_mlp=recipe.gated,
-            sparsity_start_warmup_step=recipe.l1_warmup_start,
-            sparsity_end_warmup_step=recipe.l1_warmup_end,
-            sparsity_tokens_until_dead=recipe.dead_after_tokens,
         )
     )
 
@@ -153,6 +150,8 @@ class SparseTrainer(Trainer):
             # accelerate's own policy would also round the loss and the sums of gradients to bf16.
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise ValueError("label_smoothing_factor and compute_loss_func keep the labels from the model: no L1")
         self.recipe = recipe
         model: Any = self.model
         blocks = [layer.mlp for layer in model.model.layers]
@@ -163,9 +162,6 @@ class SparseTrainer(Trainer):
         self.planner = Planner(self.ffns, recipe.plan_every or 1)
         target = recipe.target_neurons
         self.steering = L1Steering(target, recipe.steps) if target is not None and self.ffns else None
-        if self.steering is not None:
-            # l1_scale then holds the whole coefficient. It is a tensor: a changed number would recompile the model.
-            model.config.sparsity_l1_coeff = 1.0
         # Statistics, one entry per layer:
         self.recent: list[Stats] = []  # since the last log, of all processes; the log commits them to the FFNs
         self.eval_stats: list[Stats] = []  # of the last evaluation
@@ -190,7 +186,11 @@ class SparseTrainer(Trainer):
         ce_loss = out.ce_loss if hasattr(out, "ce_loss") else loss / self.accelerator.num_processes
         stats = getattr(out, "sparsity", None) or ()
         if model.training:
-            l1_loss = getattr(out, "l1_loss", torch.zeros_like(ce_loss))
+            l1_loss = out.l1_loss if stats else torch.zeros_like(ce_loss)
+            own: Any = self.model.config  # type: ignore[union-attr]
+            if stats and self.l1 != own.sparsity_l1_coeff:  # a coefficient that changes would recompile the model
+                processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+                loss = loss + processes * (self.l1 - own.sparsity_l1_coeff) * l1_loss
             losses = torch.stack([ce_loss.detach(), l1_loss.detach()])
             self._losses = self._losses.to(losses.device) + losses
             self._step = _add(self._step, stats)
@@ -223,12 +223,6 @@ class SparseTrainer(Trainer):
         if self.steering is not None:
             return self.steering.l1
         return (recipe.l1 or 0.0) * l1_warmup(self.state.global_step, recipe.l1_warmup_start, recipe.l1_warmup_end)
-
-    def set_l1(self) -> None:
-        """Put ``l1`` into the model's loss."""
-        model: Any = self.model
-        if self.ffns and model.config.sparsity_l1_coeff:
-            model.set_l1_scale(self.l1 / model.config.sparsity_l1_coeff)
 
     def _plans(self) -> dict[str, float]:
         """How many layers train by the sparse kernels, and the hot neurons of each."""
