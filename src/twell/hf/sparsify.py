@@ -197,7 +197,6 @@ def _sparsify_one(
         return None, reason, LEFT_ALONE
     share_hooks(ffn, sparse)
     object.__setattr__(sparse, "dense_block", ffn)  # not a submodule: the state dict stays as it is
-    vars(sparse)["dense_projections"] = tuple(getattr(sparse, projection) for projection in sparse.projections)
     setattr(parent, attribute, sparse)
     return f"{_class_of(ffn).__name__}, {sparse.activation}", why, kind
 
@@ -311,13 +310,10 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
 
 def _give_back(sparse: SparseFFNBase, dense: nn.Module) -> None:
     """Move everything that was put into the sparse layer, or set on its linears, to its dense block."""
-    for projection, before in zip(sparse.projections, vars(sparse)["dense_projections"], strict=True):
-        linear, own = getattr(sparse, projection), getattr(dense, projection)
-        if linear is not before:  # for example an adapter has replaced the linear
-            setattr(dense, projection, linear)
-        elif class_name(type(own)) in LINEARS:  # the sparse FFN has a plain twin of it
-            own.weight, own.bias = linear.weight, linear.bias
     for part in (*sparse._modules, *sparse._parameters):
-        if part not in sparse.projections:
-            setattr(dense, part, getattr(sparse, part))
+        own, now = getattr(dense, part, None), getattr(sparse, part)
+        if class_name(type(own)) in LINEARS and type(now) is nn.Linear:  # a plain twin of it
+            own.weight, own.bias = now.weight, now.bias
+        else:
+            setattr(dense, part, now)
     dense.train(sparse.training)

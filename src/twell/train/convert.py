@@ -106,12 +106,7 @@ def _check_activation(name: str, config: Any, relufy: bool) -> None:
 
 
 def _tokenizer(name: str, other: str | None, config: Any) -> PreTrainedTokenizerBase:
-    try:
-        tok = load_tokenizer(other or name)
-    except (OSError, ValueError, KeyError) as error:
-        if other is not None or "end-of-text" in str(error):
-            raise
-        raise ValueError(f"{name} has no tokenizer that can be loaded: give --tokenizer") from None
+    tok = load_tokenizer(other or name)
     if len(tok) > config.vocab_size:
         raise ValueError(
             f"the tokenizer of {other or name} has {len(tok):,} tokens, the model's vocabulary {config.vocab_size:,}: "
@@ -175,6 +170,11 @@ class Start:
     model: str
     lora: dict[str, Any] | None = None
 
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Start:
+        """The start of a run that has written these facts down."""
+        return cls(facts["model"], facts.get("lora"))
+
     def recipe(self, changes: Sequence[str] = (), *, relufy: bool = False, tokenizer: str | None = None) -> Recipe:
         """The recipe for the model; refuses models that cannot train with L1 or have no tokenizer.
 
@@ -183,8 +183,6 @@ class Start:
         """
         given = {change.partition("=")[0] for change in changes}
         if self.lora is not None:
-            if self.lora["rank"] < 1:
-                raise ValueError(f"--lora is the rank of the adapters, at least 1; got {self.lora['rank']}")
             if "restart_every" in given:
                 raise ValueError(
                     "restart_every gives neurons new weights, and with --lora these do not train: leave it out"

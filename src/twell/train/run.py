@@ -96,8 +96,7 @@ def run(
         conversion = saved.conversion if saved else None
         if conversion is not None and checkpoint is not None:
             model = _empty_model(conversion)  # the checkpoint has the weights
-        elif conversion is not None or start is not None:
-            start = start or Start(conversion["facts"]["model"], conversion["facts"].get("lora"))
+        elif start := Start.of(conversion["facts"]) if conversion else start:
             model, facts = start.begin(recipe, corpus, say)
             conversion = {"facts": facts, "config": json.loads(model.config.to_json_string(use_diff=False))}
         else:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -42,7 +41,7 @@ from twell.ops import Stats
 from twell.sparsity import L1Steering, Planner, advance_clock, l1_warmup, restart_neurons_, sum_over_processes
 from twell.train.attention import causal_without_a_mask
 from twell.train.data import Blocks, Corpus, PaddedBlocks
-from twell.train.files import checkpoint_folder, finish_folder, remove_older, step_of, write_whole
+from twell.train.files import checkpoint_folder, finish_folder, remove_older, step_of, write_whole, writing
 from twell.train.metrics import METRICS_FILE, SparsityCallback, active_neurons, metrics_line
 from twell.train.recipes import Recipe
 
@@ -304,7 +303,7 @@ class SparseTrainer(Trainer):
         self._check_finite()
         out, step = Path(self.args.output_dir or "."), self.state.global_step
         folder, is_first = checkpoint_folder(out, step), self.is_world_process_zero()
-        try:
+        with writing(folder):  # earlier checkpoints are untouched until this one is whole
             if is_first:
                 shutil.rmtree(folder, ignore_errors=True)  # one that was not finished, or is damaged
             _wait_for_all()
@@ -320,11 +319,6 @@ class SparseTrainer(Trainer):
                 torch.save(saved, folder / SPARSITY_FILE)
                 finish_folder(folder, {"step": step})
                 remove_older(folder, self.kept_checkpoints)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise RuntimeError(
-                f"could not write {folder.name} into {out} (disk full?): {reason}; earlier checkpoints are untouched"
-            ) from error
 
     def _check_finite(self) -> None:
         """The log checks losses only now and then; a checkpoint in between must be sound, too."""

@@ -39,7 +39,8 @@ def train(
         bool, Option("--relufy", help="With --from: replace the model's SiLU or GELU by ReLU before the training.")
     ] = False,
     lora: Annotated[
-        int | None, Option(help="With --from: train only adapters of this rank, without L1 unless you ask for it.")
+        int | None,
+        Option(min=1, help="With --from: train only adapters of this rank, without L1 unless you ask for it."),
     ] = None,
     lora_modules: Annotated[
         list[str] | None, Option(help="With --lora: layers that get an adapter; repeatable. Default: attention's.")
