@@ -311,7 +311,8 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
 def _give_back(sparse: SparseFFNBase, dense: nn.Module) -> None:
     """Move everything that was put into the sparse layer, or set on its linears, to its dense block."""
     for part in (*sparse._modules, *sparse._parameters):
-        own, now = getattr(dense, part, None), getattr(sparse, part)
+        now = getattr(sparse, part)
+        own: Any = getattr(dense, part, None)
         if class_name(type(own)) in LINEARS and type(now) is nn.Linear:  # a plain twin of it
             own.weight, own.bias = now.weight, now.bias
         else:

@@ -223,12 +223,6 @@ class SparseTrainer(Trainer):
             return self.steering.l1
         return (recipe.l1 or 0.0) * l1_warmup(self.state.global_step, recipe.l1_warmup_start, recipe.l1_warmup_end)
 
-    def _plans(self) -> dict[str, float]:
-        """How many layers train by the sparse kernels, and the hot neurons of each."""
-        hot = self.planner.hot_neurons()
-        sparse: dict[str, float] = {f"hot/{i}": n for i, n in enumerate(hot) if n is not None}
-        return {"sparse_layers": len(sparse), **sparse}
-
     def _restart_dead_neurons(self, step: int) -> None:
         model: Any = self.model
         std = model.config.initializer_range
@@ -261,7 +255,9 @@ class SparseTrainer(Trainer):
             if self.recent:
                 logs["l1"] = self.l1
                 logs["dead_share"] = self.dead_share()
-                logs |= active_neurons(self.recent, "") | self._plans()
+                logs |= active_neurons(self.recent, "")
+                hot = {f"hot/{i}": n for i, n in enumerate(self.planner.hot_neurons()) if n is not None}
+                logs |= {"sparse_layers": len(hot), **hot}  # those that train by the sparse kernels
                 for ffn, stats in zip(self.ffns, self.recent, strict=True):
                     ffn.reset_counts()
                     ffn.commit(stats)
@@ -306,9 +302,9 @@ class SparseTrainer(Trainer):
         with writing(folder):  # earlier checkpoints are untouched until this one is whole
             if is_first:
                 shutil.rmtree(folder, ignore_errors=True)  # one that was not finished, or is damaged
-            _wait_for_all()
+            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(*args, **kwargs)
-            _wait_for_all()  # other processes may still be writing
+            self.accelerator.wait_for_everyone()  # other processes may still be writing
             if is_first:
                 saved = {
                     "clocks": [clock.cpu() for clock in self.clocks],
@@ -343,11 +339,6 @@ class SparseTrainer(Trainer):
 
 def _in_a_group() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _wait_for_all() -> None:
-    if _in_a_group():
-        dist.barrier()
 
 
 def _add(total: Sequence[Stats], more: Sequence[Stats]) -> list[Stats]:
