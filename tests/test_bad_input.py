@@ -170,6 +170,7 @@ CONFIGS: dict[str, Damage] = {
         for value in values
     },
 }
+_ONE_STEP = ("steps=1", "context=32", "sequences_per_step=1")
 ON_MODEL: dict[str, list[str]] = {
     "analyze": ["analyze", "MODEL", "--text", "TEXT", "--tokens", "64"],
     "generate": ["generate", "MODEL", "-p", "hello", "--max-new-tokens", "2"],
@@ -178,7 +179,7 @@ ON_MODEL: dict[str, list[str]] = {
     "eval": ["eval", "MODEL", "--text", "TEXT"],
     "calibrate": ["calibrate", "MODEL", "--text", "TEXT", "--tokens", "64"],
     "check": ["convert", "MODEL", "--check"],
-    "convert": ["convert", "MODEL", "--relufy", "--out", "OUT/converted"],
+    "train": ["train", "--from", "MODEL", "--data", "TEXT", "--validation", "TEXT", "--out", "OUT/run", *_ONE_STEP],
     "doctor": ["doctor", "MODEL"],
 }
 
@@ -187,8 +188,8 @@ def pairs() -> list[tuple[str, str]]:
     """Every damage with two of the commands that read the file, so that every command meets every kind of damage."""
     readers = {
         **dict.fromkeys(WEIGHTS, ("analyze", "generate", "bench", "trace", "eval", "calibrate", "check")),
-        **dict.fromkeys(TOKENIZERS, ("analyze", "generate", "bench", "trace", "eval", "calibrate", "convert")),
-        **dict.fromkeys(CONFIGS, ("doctor", "analyze", "check", "generate", "doctor", "convert", "eval", "bench")),
+        **dict.fromkeys(TOKENIZERS, ("analyze", "generate", "bench", "trace", "eval", "calibrate", "train")),
+        **dict.fromkeys(CONFIGS, ("doctor", "analyze", "check", "generate", "doctor", "train", "eval", "bench")),
         "counts garbage": ("doctor", "analyze", "generate"),
     }
     return [
@@ -207,7 +208,7 @@ def test_damaged_models_are_refused(twell: Twell, place: Path, tmp_path: Path, d
     assert_refused(result)
     if "of its own" in damage:
         assert "code of models is never run" in result.stderr
-    assert not (tmp_path / "trace.npz").exists() and not (tmp_path / "converted").exists()
+    assert not (tmp_path / "trace.npz").exists() and not (tmp_path / "run").exists()
 
 
 def filled(command: list[str], place: Path, model: Path, out: Path) -> list[str]:
@@ -217,7 +218,7 @@ def filled(command: list[str], place: Path, model: Path, out: Path) -> list[str]
     return command
 
 
-@pytest.mark.parametrize("command", [name for name in ON_MODEL if name != "convert"])
+@pytest.mark.parametrize("command", ON_MODEL)
 def test_the_sound_model_is_taken(twell: Twell, place: Path, tmp_path: Path, command: str) -> None:
     """Or the tests above would show nothing."""
     model = tmp_path / "model"  # calibrate writes into it

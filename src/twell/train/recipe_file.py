@@ -95,9 +95,8 @@ def tokens_of(corpus: Corpus) -> dict[str, str]:
 def check_same_run(out: Path, recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str]) -> None:
     """Refuse a folder with another run, for commands that continue when they are repeated."""
     saved = Saved.read(out)
-    names = ([str(p) for p in data], [str(p) for p in validation])
-    if recipe != saved.recipe or names != (saved.data, saved.validation):
-        what = differing_fields(recipe, saved.recipe) or f"data {saved.data}, validation {saved.validation}"
+    now, was = [[str(p) for p in paths] for paths in (data, validation)], [saved.data, saved.validation]
+    if what := differing_fields(recipe, saved.recipe) or (now != was and f"data {now} instead of {was}"):
         raise ValueError(f"{out} holds a run of another recipe or other data: {what}; choose another folder")
 
 
