@@ -186,11 +186,6 @@ class _PretrainedMixin:
                 module.requires_grad_(False)  # transformers makes every float parameter require a gradient
         return (model, info) if output_loading_info else model
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant", False):
-            raise ValueError(_REENTRANT)
-        return super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kw)
-
     def _init_weights(self, module: nn.Module) -> None:
         """Set buffers: those made on the meta device hold nothing, and checkpoints contain no counts."""
         super()._init_weights(module)
