@@ -190,22 +190,21 @@ def _cut_text(text: str) -> Iterator[str]:
 def _json_texts(path: Path) -> Iterator[str]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _text_of(line, f"{path}, line {number}")
-
-
-def _text_of(line: bytes, where: str) -> str:
-    try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from None
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise ValueError(f"{where} has no field 'text' with a string")
-    try:
-        record["text"].encode()
-    except UnicodeEncodeError:  # JSON can hold \ud800 alone, which is no character
-        raise ValueError(f"{where} holds half a character (a lone surrogate)") from None
-    return record["text"]
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                record: Any = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from None
+            text = record.get("text") if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                raise ValueError(f"{where} has no field 'text' with a string")
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # JSON can hold \ud800 alone, which is no character
+                raise ValueError(f"{where} holds half a character (a lone surrogate)") from None
+            yield text
 
 
 def _parquet_texts(path: Path) -> Iterator[str]:

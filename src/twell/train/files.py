@@ -91,12 +91,13 @@ def flaw_of_folder(folder: Path, what: Mapping[str, Any]) -> str | None:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         files = dict(manifest.pop("files"))
-        flaw = flaw_of_files(folder, files) if files else f"{MANIFEST_FILE} names no files"
+        if manifest != what:
+            others = [key for key in sorted({*manifest, *what}) if manifest.get(key) != what.get(key)]
+            flaw = ", ".join(f"its {key} is {manifest.get(key)}" for key in others)
+        else:
+            flaw = flaw_of_files(folder, files) if files else f"{MANIFEST_FILE} names no files"
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         flaw = f"{MANIFEST_FILE} cannot be read"
-    else:
-        if manifest != what:
-            flaw = ", ".join(f"its {key} is {manifest.get(key)}" for key in what if manifest.get(key) != what[key])
     return flaw and f"is damaged ({flaw})"
 
 
