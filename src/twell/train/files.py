@@ -88,6 +88,7 @@ def flaw_of_folder(folder: Path, what: Mapping[str, Any]) -> str | None:
     path = folder / MANIFEST_FILE
     if not path.exists():
         return NOT_FINISHED
+    flaw: str | None
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         files = dict(manifest.pop("files"))
