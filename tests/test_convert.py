@@ -1,4 +1,4 @@
-"""``twell convert``: models of both types, saved and trained further, resumed, and one clear line on bad input."""
+"""``twell convert`` and ``twell train --from``: models saved and trained further, resumed; one line on bad input."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def parameters(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_relufied_models_are_saved_as_sparse_types(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     name, out = request.getfixturevalue(kind), tmp_path / "out"
-    result = twell("convert", name, "--relufy", "--out", out, "l1=1e-3")
+    result = twell("convert", name, "--relufy", "--out", out, "--l1", "1e-3")
     assert result.exit_code == 0 and "model.layers.1.mlp" in result.stdout and "train it" in result.stdout
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.model_type == f"{kind}_sparse_relu" and model.config.sparsity_l1_coeff == 1e-3
@@ -155,7 +155,7 @@ def test_a_converted_model_trains_and_an_interrupted_run_goes_on(
     kind: str, text: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = request.getfixturevalue(kind)
-    command = ["convert", name, "--relufy", "--train", "--data", text, "lr=1e-2", *SHORT]
+    command = ["train", "--from", name, "--relufy", "--data", text, "lr=1e-2", *SHORT]
     through = twell(*command, "--out", tmp_path / "through", "--json")
     assert through.exit_code == 0, through.output
     summary = json.loads(through.stdout)
@@ -174,14 +174,9 @@ def test_a_converted_model_trains_and_an_interrupted_run_goes_on(
 
     with mortal_runs(monkeypatch):
         killed = twell(*command, "--out", tmp_path / "killed")
-    assert killed.exit_code != 0 and "the same command goes on" in killed.output
-    other = twell(*command, "l1=1", "--out", tmp_path / "killed")
-    assert "run of another model, recipe or other data" in str(other.exception)
-    if kind == "llama":
-        assert twell(*command, "--out", tmp_path / "killed").exit_code == 0
-    else:  # the original is not needed any more
-        shutil.rmtree(name)
-        run(None, [], tmp_path / "killed", go_on=True, say=lambda line: None)
+    assert killed.exit_code != 0 and "to go on from checkpoint-3: twell train --resume" in killed.output
+    shutil.rmtree(name)  # the original is not needed any more
+    run(None, [], tmp_path / "killed", go_on=True, say=lambda line: None)
     resumed = json.loads((tmp_path / "killed/summary.json").read_text())
     assert resumed["conversion"]["loss_before"] == facts["loss_before"]
     assert resumed["validation_loss"] == pytest.approx(summary["validation_loss"], rel=1e-6)
@@ -189,23 +184,6 @@ def test_a_converted_model_trains_and_an_interrupted_run_goes_on(
         [row["ce_loss"] for row in read_metrics(tmp_path / run) if "ce_loss" in row] for run in ("killed", "through")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-def test_a_run_without_a_checkpoint_starts_again_and_a_finished_one_stays(
-    llama: str, text: Path, tmp_path: Path
-) -> None:
-    command = ["convert", llama, "--relufy", "--train", "--data", text, "--out", tmp_path / "run", *SHORT, "steps=2"]
-    assert twell(*command).exit_code == 0
-    again = twell(*command)
-    assert again.exit_code == 0 and "is finished: validation cross-entropy" in again.stdout
-    before = (tmp_path / "run/summary.json").read_text()
-    (tmp_path / "run/summary.json").unlink()
-    for checkpoint in (tmp_path / "run").glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
-    assert twell(*command).exit_code == 0
-    keys = ("validation_loss", "active_mean", "conversion")
-    after = (tmp_path / "run/summary.json").read_text()
-    assert [json.loads(after)[key] for key in keys] == [json.loads(before)[key] for key in keys]
 
 
 def test_a_sparse_model_trains_on(llama: str, text: Path, tmp_path: Path) -> None:
@@ -277,44 +255,41 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
     out, full = tmp_path / "out", tmp_path / "full"
     full.mkdir()
     (full / "note").touch()
-    train = ["--relufy", "--train", "--data", text, "--out", out]
+    train = ["--relufy", "--data", text, "--out", out]
     for args, message in (
-        ([llama], "give --out, or --check"),
+        ([llama], "give either --out, or --check"),
         (
             [lacking, "--check"],
             r"lacks 1 of its model's weights: model\.layers\.1\.mlp\.down_proj\.weight\. They would",
         ),
         ([lacking, "--out", out], "lacks 1 of its model's weights"),
         ([tmp_path / "nowhere", "--check"], "nowhere is no folder of a model"),
-        ([llama, "--check", "--out", out], "--check writes nothing"),
-        ([llama, "--out", out], "is silu: twell convert --relufy --train makes it ReLU"),
+        ([llama, "--check", "--out", out], "give either --out, or --check"),
+        ([llama, "--out", out], "is silu: --relufy makes it ReLU"),
         ([relu, "--relufy", "--out", out], "is ReLU already: leave out --relufy"),
         (
             [gpt2, "--relufy", "--out", out],
             r"no feed-forward layer of .* \(gpt2\) can be converted: its Conv1D weights",
         ),
         ([bloom, "--relufy", "--out", out], r"the configuration of bloom has no field for it"),
-        ([mute, "--relufy", "--out", out], "has no tokenizer that can be loaded: give --tokenizer"),
+        ([mute, "--relufy", "--out", out], "the tokenizer of .*mute cannot be loaded"),
         ([narrow, "--relufy", "--out", out], "has 300 tokens, the model's vocabulary 280"),
         ([llama, "--relufy", "--out", full], "is not empty"),
-        ([relu, "--train", "--out", out, "--data", text], "trains further with twell train --from"),
-        ([llama, "--relufy", "--out", out, "--data", text], "--data is for --train"),
-        ([llama, "--relufy", "--out", out, "steps=3"], "steps=3 is for --train"),
-        ([llama, "--relufy", "--train", "--out", out], "give --data"),
-        ([llama, "--relufy", "--train", "--out", full, "--data", text], "is not empty"),
-        ([mute, *train], "give --tokenizer"),
-        ([mistral, *train], "only llama and qwen2 train with L1"),
-        ([llama, *train, "context=128"], "context 128 is longer than the model's, 64"),
-        ([llama, *train, "hidden_size=64"], "a model keeps its shape"),
-        ([llama, *train[:-3], tmp_path / "none.txt", "--out", out], "does not exist"),
-        (["train", "--from", llama, "--out", out], "is silu: twell convert --relufy --train makes it ReLU"),
+        ([llama, "--relufy", "--out", out, "--l1", "-1"], "l1 must be a finite number"),
+        (["train", "--from", mute, *train], "the tokenizer of .*mute cannot be loaded"),
+        (["train", "--from", mistral, *train], "only llama and qwen2 train with L1"),
+        (["train", "--from", llama, *train, "context=128"], "context 128 is longer than the model's, 64"),
+        (["train", "--from", llama, *train, "hidden_size=64"], "a model keeps its shape"),
+        (["train", "--from", llama, *train, "--data", tmp_path / "none.txt"], "does not exist"),
+        (["train", "--from", relu, *train], "is ReLU already: leave out --relufy"),
+        (["train", "--relufy", "--out", out], "--relufy is for --from"),
+        (["train", "--from", llama, "--out", out], "is silu: --relufy makes it ReLU"),
         (["train", "--from", mistral, "--out", out], "is silu"),
         (["train", "--from", tmp_path / "nowhere", "--out", out], "nowhere is no folder of a model"),
         (["train", "--from", relu, "--out", full], "is not empty"),
         (["train", "--from", relu, "--out", out, "--preset", "tiny"], "--preset is not for --from"),
         (["train", "--from", relu, "--out", out, "--resume"], "--resume is not for --from"),
         (["train", "--from", relu, "--out", out, "layers=3"], "a model keeps its shape"),
-        (["train", "--from", relu, "--out", out, "--lora", "0"], "at least 1; got 0"),
         (
             ["train", "--from", relu, "--out", out, "--lora", "4", "--lora-modules", "c_fc"],
             "no linear layer is called c_fc",

@@ -31,7 +31,7 @@ from transformers.training_args import ParallelMode
 from twell.hf import LlamaSparseReluForCausalLM
 from twell.train import trainer as trainer_module
 from twell.train.data import Corpus
-from twell.train.files import MANIFEST_FILE, flaw_of_checkpoint
+from twell.train.files import MANIFEST_FILE, flaw_of_folder, step_of
 from twell.train.recipes import tiny
 from twell.train.run import read_metrics
 from twell.train.trainer import FSDP2, SparseTrainer, make_model, make_trainer, resume
@@ -162,7 +162,7 @@ def make_case(name: str, folder: Path) -> SparseTrainer:
     case = CASES[name]
     recipe = dataclasses.replace(RECIPE, **case.recipe)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, 8 * CONTEXT, dtype=np.uint16)
-    corpus = Corpus(train=tokens, held_out=tokens[: 7 * CONTEXT], documents=1, held_out_documents=1)
+    corpus = Corpus(train=tokens, held_out=tokens[: 7 * CONTEXT])
     with fsdp_on_cpu() if "fsdp" in case.arguments else contextlib.nullcontext():
         model = make_model(recipe, VOCABULARY, 0)
         arguments = {"use_cpu": True, "bf16": False} | case.arguments
@@ -221,7 +221,7 @@ def train_case(name: str, folder: Path) -> dict[str, Any]:
         "weights": {name: whole(p) for name, p in parameters},
         "first moments": {name: whole(state[p]["exp_avg"]) for name, p in parameters if p in state},
         "second moments": {name: whole(state[p]["exp_avg_sq"]) for name, p in parameters if p in state},
-        "clocks": [clock.tokens_since_fired for clock in trainer.clocks],
+        "clocks": list(trainer.clocks),
         "restarted": None if CASES[name].at == RECIPE.steps else restarted,
         "dtypes": dtypes,
     }
@@ -347,7 +347,7 @@ def test_a_checkpoint_is_finished_by_the_last_process(two: Path) -> None:
         last = (folder / MANIFEST_FILE).stat().st_mtime_ns
         assert (folder / "rng_state_1.pth").exists()  # the slow process's
         assert all(path.stat().st_mtime_ns <= last for path in folder.iterdir())
-        assert flaw_of_checkpoint(folder) is None
+        assert flaw_of_folder(folder, {"step": step_of(folder)}) is None
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp-finished", "fsdp-accumulated-checkpointed", "fsdp-sharded-steered"])

@@ -249,8 +249,6 @@ def test_loss_is_cross_entropy_plus_l1(config_class: type, gated: bool) -> None:
     torch.testing.assert_close(out.ce_loss, ce)
     assert torch.equal(out.logits, logits)
     assert [int(s.tokens) for s in out.sparsity] == [int(counted.sum())] * 3
-    model.set_l1_scale(0.5)
-    torch.testing.assert_close(model(ids, labels=labels).loss, out.ce_loss + 0.01 * out.l1_loss)
 
 
 def test_statistics_without_labels_leave_out_padding() -> None:
@@ -440,9 +438,9 @@ def test_saving_memory_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_reentrant_checkpointing_is_refused() -> None:
     model, ids = sparse_model().train(), token_ids()
-    for each in (model, model.model):
-        with pytest.raises(ValueError, match="use_reentrant"):
-            each.gradient_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant"):
+        model(ids, labels=ids, use_cache=False)
     model.gradient_checkpointing_enable()
     for layer in model.model.layers:  # past both models, as wrappers do it
         layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=True)
@@ -659,11 +657,9 @@ def test_what_is_not_relu_is_skipped_with_the_reason() -> None:
     assert torch.equal(model(token_ids()).logits, before)
 
 
-@pytest.mark.parametrize("name", ["own", "llama", "opt"])
-def test_a_chosen_backend_stays(name: str) -> None:
-    """Of layers of a sparse type, of converted ones and of OPT's, however often they are dense in between."""
-    model = sparse_model() if name == "own" else dense_model(name)
-    twell.sparsify_(model)
+def test_a_chosen_backend_of_a_sparse_type_stays() -> None:
+    """However often its layers are dense in between."""
+    model = sparse_model()
     chosen = ["cpu", "reference", "auto"]
     for (_, ffn), backend in zip(sparse_ffns(model), chosen, strict=True):
         ffn.backend = backend
@@ -674,13 +670,12 @@ def test_a_chosen_backend_stays(name: str) -> None:
         assert [ffn.backend for _, ffn in sparse_ffns(model)] == chosen
         twell.desparsify_(model)
         twell.desparsify_(model)
-        assert {ffn.backend for _, ffn in sparse_ffns(model)} <= {"reference"}
-    if name == "own":
-        assert [row.became for row in twell.desparsify_(sparse_model()).rows] == ["GatedSparseMLP, run densely"] * 3
-        model.model.layers[2].mlp.backend = "cpu"  # chosen meanwhile
-        twell.desparsify_(model)
-        twell.sparsify_(model)
-        assert [layer.mlp.backend for layer in model.model.layers] == ["cpu", "reference", "cpu"]
+        assert {ffn.backend for _, ffn in sparse_ffns(model)} == {"reference"}
+    assert [row.became for row in twell.desparsify_(sparse_model()).rows] == ["GatedSparseMLP, run densely"] * 3
+    model.model.layers[2].mlp.backend = "cpu"  # chosen meanwhile
+    twell.desparsify_(model)
+    twell.sparsify_(model)
+    assert [layer.mlp.backend for layer in model.model.layers] == ["cpu", "reference", "cpu"]
 
 
 def test_a_dense_twin_may_leave_the_layout_to_the_sparse_one() -> None:

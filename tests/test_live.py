@@ -1,4 +1,4 @@
-"""The live view: it fits the screen, shows what was logged, keeps time, and gives the terminal back."""
+"""The live view: it fits the screen, shows what was logged, and gives the terminal back."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
 
 class Run:
-    """A view on a screen of a given size, called as the Trainer calls it; the clock is ours."""
+    """A view on a screen of a given size, called as the Trainer calls it."""
 
     def __init__(self, recipe: Recipe | None = None, width: int = 80, height: int = 24, file: Any = None) -> None:
-        self.now, self.file = 1000.0, io.StringIO() if file is None else file
+        self.file = io.StringIO() if file is None else file
         console = Console(width=width, height=height, force_terminal=True, file=self.file, _environ={"TERM": "xterm"})
-        self.view = LiveView(recipe or tiny(), console, clock=lambda: self.now)
+        self.view = LiveView(recipe or tiny(), console)
 
     def begin(self, at: int = 0, steps: int = 100, rank: int = 0, history: Any = ()) -> None:
         self.state = TrainerState(
@@ -32,17 +32,13 @@ class Run:
         )
         self.view.on_train_begin(None, self.state, TrainerControl())
 
-    def step(self, seconds: float, logs: dict[str, Any] | None = None) -> None:
-        self.now += seconds
+    def step(self, logs: dict[str, Any] | None = None) -> None:
         self.state.global_step += 1
         self.view.on_step_end(None, self.state, TrainerControl())
         self.log(logs or {})
 
     def log(self, logs: dict[str, Any]) -> None:
         self.view.on_log(None, self.state, TrainerControl(), logs=logs)
-
-    def end(self) -> None:
-        self.view.on_train_end(None, self.state, TrainerControl())
 
     def picture(self) -> list[str]:
         """What the screen shows, line by line."""
@@ -59,77 +55,57 @@ def logged(recipe: Recipe, **changes: Any) -> dict[str, float]:
     return numbers | active | changes
 
 
-def example(recipe: Recipe, width: int = 80, height: int = 24) -> Run:
+@pytest.mark.parametrize("layers", [1, 10, 38])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 24), (20, 5)])
+def test_the_picture_fits_and_usual_screens_lose_nothing(width: int, height: int, layers: int) -> None:
+    recipe = dataclasses.replace(preset("2b"), layers=layers)
     run = Run(recipe, width, height)
     with run.view:
         run.begin(steps=recipe.steps)
         for step in range(1, 200):
-            run.step(2.0, logged(recipe, ce_loss=3 + 7 / step) | ({"eval_loss": 3.125} if step == 100 else {}))
+            run.step(logged(recipe, ce_loss=3 + 7 / step))
         run.log({"eval_loss": 3.5})
-    return run
-
-
-@pytest.mark.parametrize("layers", [1, 10, 38])
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (40, 24), (20, 5)])
-def test_the_picture_fits_and_usual_screens_lose_nothing(width: int, height: int, layers: int) -> None:
-    run = example(dataclasses.replace(preset("2b"), layers=layers), width, height)
     lines = run.picture()
     assert max(map(len, lines)) <= width
-    if height > 12:
-        assert len(lines) < height  # a line is left for the cursor
     if width > 40:
         text = "\n".join(lines)
-        assert "…" not in text
+        assert "…" not in text and len(lines) < height  # a line is left for the cursor
         for words in (
-            f"{layers} layer",
-            "target 56.3",
-            "Step 199/40,000 (0%)",
-            "Elapsed 0:06:38",
-            "1,312,346 tokens/s",
+            f"{layers} layers of 5,632 neurons, target 56.3, width 2,048",
+            "199/40000",
+            "Tokens/s 1,312,346",
             "Cross-entropy 3.0352",
-            "Validation 3.5000 at step 199, best 3.1250 at 100",
-            "L1 term 0.01234 = 2e-05 x 617.2",
-            f"Sparse path 1 of {layers} layers",
+            "Validation 3.5000",
+            "Sparse layers 1",
             "Dead neurons 1.2%",
             "Learning rate 0.000995",
-            "Gradient norm 0.531",
-            "of 5,632 on average",
             "▁",
         ):
             assert words in text
-        rows = [line for line in lines[2:] if "━" in line]
-        assert "37" in "".join(rows).split() if layers == 38 else len(rows) == layers
+        assert [str(i) in text.split() for i in range(layers)] == [True] * layers
 
 
 def test_bars_are_in_proportion_and_values_beside_them() -> None:
-    run = example(tiny())
-    run.view._take(200, {"active/0": 200.0, "active/1": 100.0, "active/2": 1e-3, "active/3": 0.0})
+    run = Run()
+    run.begin()
+    run.log({"active/0": 200.0, "active/1": 100.0, "active/2": 1e-3, "active/3": math.nan})
     layers = run.picture()[-4:]
-    shares = [["200.0", "39.1%"], ["100.0", "19.5%"], ["0.0", "0.0%"], ["0.0", "0.0%"]]
+    run.view.__exit__()
+    shares = [["200.0", "39.1%"], ["100.0", "19.5%"], ["0.0", "0.0%"], ["nan", "nan%"]]
     assert [line.split()[-2:] for line in layers] == shares
-    assert len({len(line) for line in layers}) == 1
+    full, half, *none = (line.count("━") for line in layers)
+    assert abs(full - 2 * half) <= 1 < half and none == [0, 0] and len({len(line) for line in layers}) == 1
 
 
 def test_what_is_missing_is_left_out_and_what_is_not_finite_shows() -> None:
-    run = Run()
-    assert len(run.picture()) == 4  # title, progress, times, and the empty line of the losses
+    run = Run(dataclasses.replace(tiny(), l1=0.004))
+    assert "L1 0.004" in run.picture()[0] and not any("Active" in line for line in run.picture())
     full = logged(tiny())
-    run.begin()
-    for key in full:
-        run.view._begin(0, 100)
-        run.log({k: v for k, v in full.items() if k != key})
-        run.picture()
-        run.view._begin(0, 100)
-        run.log({key: full[key]})
-        run.picture()
-    run.log({"eval_loss": 3.0})
-    for bad in (math.nan, math.inf, -math.inf):
-        run.log(dict.fromkeys(full, bad) | {"eval_loss": bad})
-        text = "\n".join(run.picture())
-        assert f"Cross-entropy {bad:.4f}" in text and "best 3.0000" in text
-    run.view.close()
-    fixed = Run(dataclasses.replace(tiny(), l1=0.004)).picture()
-    assert "L1 0.004" in fixed[0] and not any("Active" in line for line in fixed)
+    with run.view:
+        run.begin()
+        for bad in (math.nan, math.inf, -math.inf):
+            run.log(dict.fromkeys(full, bad) | {"eval_loss": bad})
+            assert f"Cross-entropy {bad:.4f}" in "\n".join(run.picture())
 
 
 def test_sparkline() -> None:
@@ -139,47 +115,23 @@ def test_sparkline() -> None:
     assert len(sparkline(range(1000), 37)) == 37
 
 
-def test_time_left_leaves_out_the_first_step_and_a_resumed_run_remembers_its_log() -> None:
-    history = [
-        {"step": 80, "ce_loss": 5.0, "tokens_per_second": 7.0},
-        {"step": 80, "eval_loss": 4.0},
-        {"step": 90, "ce_loss": 4.5, "active/0": 12.0},
-    ]
+def test_a_resumed_run_remembers_its_log() -> None:
+    history = [{"step": 80, "ce_loss": 5.0}, {"step": 90, "ce_loss": 4.5, "active/0": 12.0}]
     run = Run()
     with run.view:
         run.begin(at=90, history=history)
-        run.step(60)  # compiles
-        assert run.view.seconds_left is None
-        for _ in range(3):
-            run.step(2)
-        run.now += 5
-        text = "\n".join(run.picture())
-        assert "Step 94/100 (94%)" in text and "Elapsed 0:01:11" in text and "About 0:00:12 left" in text
-        run.log({"eval_loss": 4.25})
-        text = "\n".join(run.picture())
-        assert run.view.losses == (5.0, 4.5) and "tokens/s" not in text
-        assert "4.2500 at step 94, best 4.0000 at 80" in text
-        run.end()
-        run.begin()  # another run starts afresh, also after one that broke off
-        run.begin()
-        assert run.view.losses == () and "Elapsed 0:00:00" in "\n".join(run.picture())
+        run.step()
+        assert run.view.losses == (5.0, 4.5) and "91/100" in "\n".join(run.picture())
 
 
-def test_the_last_picture_stays_and_closing_again_draws_nothing() -> None:
+def test_the_last_picture_stays() -> None:
     run = Run()
-    run.view.close()
-    assert run.file.getvalue() == ""
-    run.begin(steps=2)
-    run.step(1)
-    run.step(1, logged(tiny(), ce_loss=1.75))
-    run.end()
-    once = run.file.getvalue()
-    last = once.split("\x1b[2K")[-1]
-    assert "1.7500" in last and "Elapsed 0:00:02" in last and "Step 2/2 (100%)" in last and "left" not in last
-    assert last.endswith(SHOW_CURSOR)
-    run.step(1, {"ce_loss": 1.0})
-    run.end()
-    assert run.file.getvalue() == once and run.view.losses == (1.75,)
+    with run.view:
+        run.begin(steps=2)
+        run.step()
+        run.step(logged(tiny(), ce_loss=1.75))
+    last = run.file.getvalue().split("\x1b[2K")[-1]
+    assert "1.7500" in last and "2/2" in last and last.endswith(SHOW_CURSOR)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -196,7 +148,7 @@ def test_other_processes_print_nothing() -> None:
     run = Run()
     with run.view:
         run.begin(rank=1)
-        run.step(1, logged(tiny()))
+        run.step(logged(tiny()))
     assert run.file.getvalue() == ""
 
 
@@ -210,9 +162,9 @@ def test_a_closed_terminal_does_not_stop_the_run() -> None:
             return super().write(text)
 
     run = Run(file=Gone())
-    run.begin()
-    run.file.gone = True
-    run.end()
+    with run.view:
+        run.begin()
+        run.file.gone = True
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from twell import GatedSparseFFN, SparseFFN, Stats
-from twell.sparsity import FiringClock, L1Steering, l1_warmup, restart_neurons_, sum_over_processes
+from twell.sparsity import L1Steering, advance_clock, l1_warmup, restart_neurons_, sum_over_processes
 
 
 def stats(counts: list[int], tokens: int) -> Stats:
@@ -21,15 +21,9 @@ def stats(counts: list[int], tokens: int) -> Stats:
 
 @pytest.mark.parametrize(
     ("start", "end", "expected"),
-    [
-        (None, None, [1, 1, 1, 1]),
-        (None, 10, [0, 0.5, 1, 1]),
-        (5, 10, [0, 0, 1, 1]),
-        (5, 5, [0, 1, 1, 1]),
-        (5, None, [1, 1, 1, 1]),
-    ],
+    [(0, 0, [1, 1, 1, 1]), (0, 10, [0, 0.5, 1, 1]), (5, 10, [0, 0, 1, 1]), (5, 5, [0, 1, 1, 1])],
 )
-def test_l1_warmup(start: int | None, end: int | None, expected: list[float]) -> None:
+def test_l1_warmup(start: int, end: int, expected: list[float]) -> None:
     assert [l1_warmup(step, start, end) for step in (0, 5, 10, 100)] == expected
 
 
@@ -118,37 +112,19 @@ def test_steering_acts_one_step_later_and_only_by_what_was_counted() -> None:
 
 
 def test_clock_counts_tokens_since_the_last_firing() -> None:
-    clock = FiringClock(4)
-    clock.advance(stats([3, 0, 1, 0], 7))
-    clock.advance(stats([0, 0, 1, 0], 4))
-    clock.advance(stats([0, 2, 0, 0], 2))
-    assert clock.tokens_since_fired.tolist() == [6, 0, 2, 13]
-    assert clock.dead(after_tokens=6).tolist() == [True, False, False, True]
-    clock.restart(torch.tensor([False, False, False, True]))
-    assert clock.tokens_since_fired.tolist() == [6, 0, 2, 0]
-
-
-def test_clock_goes_on_from_its_saved_state() -> None:
-    clock = FiringClock(3)
-    clock.advance(stats([1, 0, 0], 1 << 40))  # far beyond 32 bits
-    twin = FiringClock(3)
-    twin.load_state_dict(copy.deepcopy(clock.state_dict()))
-    for c in (clock, twin):
-        c.advance(stats([0, 1, 0], 5))
-    assert twin.tokens_since_fired.tolist() == clock.tokens_since_fired.tolist() == [5, 0, (1 << 40) + 5]
-    with pytest.raises(ValueError, match="has 3 neurons, the layer 4"):
-        FiringClock(4).load_state_dict(clock.state_dict())
+    clock = torch.zeros(4, dtype=torch.int64)
+    for counts, tokens in (([3, 0, 1, 0], 7), ([0, 0, 1, 0], 4), ([0, 2, 0, 0], 1 << 40)):  # far beyond 32 bits
+        clock = advance_clock(clock, stats(counts, tokens))
+    assert clock.tolist() == [(1 << 40) + 4, 0, 1 << 40, (1 << 40) + 11]
 
 
 def test_clock_of_real_statistics() -> None:
     layer = SparseFFN(8, 16, bias=True)
     with torch.no_grad():
         layer.up_proj.bias[:4] = -100.0
-    clock = FiringClock(16)
     _, seen = layer(torch.randn(50, 8), return_stats=True)
-    clock.advance(seen)
-    assert clock.dead(after_tokens=50)[:4].all()
-    assert not clock.dead(after_tokens=50)[4:].any()
+    clock = advance_clock(torch.zeros(16, dtype=torch.int64), seen)
+    assert (clock[:4] == 50).all() and (clock[4:] < 50).all()
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, momentum=0.9)])
@@ -208,13 +184,13 @@ def test_clocks_agree_over_two_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
 
     def process(rank: int) -> str:
-        clock = FiringClock(3)
+        clock = torch.zeros(3, dtype=torch.int64)
         for counts, tokens in (([1, 0, 0], 4), ([0, 0, 0], 3)) if rank == 0 else (([0, 1, 0], 6), ([0, 1, 0], 2)):
             own = Stats(torch.tensor(1.0 + rank), torch.tensor(counts, dtype=torch.int32), torch.tensor(tokens))
             wider = Stats(torch.tensor(0.5), torch.tensor([7, rank, 0, 0], dtype=torch.int32), torch.tensor(tokens))
             first, second = sum_over_processes([own, wider])
-            clock.advance(first)
-        return f"{clock.tokens_since_fired.tolist()} {first.l1_sum} {second.counts.tolist()} {second.tokens}"
+            clock = advance_clock(clock, first)
+        return f"{clock.tolist()} {first.l1_sum} {second.counts.tolist()} {second.tokens}"
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(process, (0, 1))) == ["[5, 0, 15] 3.0 [14, 1, 0, 0] 5"] * 2

@@ -143,6 +143,6 @@ def test_what_makes_no_sweep_is_said(l1: list[float], ablations: list[str], says
 
 
 def test_every_recipe_is_checked_before_the_first_run(recipe: Recipe, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="l1 must not be negative"):
+    with pytest.raises(ValueError, match="l1 must be at least 0"):
         run(recipe, text, tmp_path / "sweep", sweeping.variants(recipe, [0, -1.0]))
     assert not (tmp_path / "sweep").exists()

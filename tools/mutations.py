@@ -274,8 +274,8 @@ FAULTS = [
     Fault(
         "l1: a neuron that fires once counts as silent",
         "sparsity.py",
-        "torch.where(stats.counts > 0, 0, clock + stats.tokens)",
-        "torch.where(stats.counts > 1, 0, clock + stats.tokens)",
+        "torch.where(stats.counts > 0, 0, clock.to",
+        "torch.where(stats.counts > 1, 0, clock.to",
         "sparsity train",
     ),
     Fault(
@@ -295,14 +295,14 @@ FAULTS = [
     Fault(
         "resume: a copied checkpoint is taken for another step",
         "train/files.py",
-        "if step != step_of(folder):",
-        "if step < 0:",
+        "if manifest != what:",
+        "if False:",
         "run_files",
     ),
     Fault(
         "resume: clocks start anew",
         "train/trainer.py",
-        "clock.load_state_dict(state)",
+        'trainer.clocks = saved["clocks"]',
         "pass",
         "train run_files",
     ),

@@ -170,8 +170,8 @@ def _small(name: str, changes: str) -> Step:
 
 
 def _converted(name: str, label: str, changes: str) -> Step:
-    how = f"--relufy --train --compile {_DATA} --out {{work}}/{name} micro_batch=32 steps=400 {changes} save_every=5000"
-    return Step(name, "convert-small", 90, f"convert {{work}}/silu-800/model {how}", "run", label=label)
+    how = f"--relufy --compile {_DATA} --out {{work}}/{name} micro_batch=32 steps=400 {changes} save_every=5000"
+    return Step(name, "convert-small", 90, f"train --from {{work}}/silu-800/model {how}", "run", label=label)
 
 
 def _silu(steps: int, label: str) -> Step:
@@ -227,8 +227,8 @@ def _tiny(name: str, changes: str, seconds: float = 120) -> Step:
 
 
 def _tiny_converted(name: str, label: str, changes: str) -> Step:
-    how = f"--relufy --train --data src/twell/train/sample.txt --out {{work}}/{name} steps=300"
-    command = f"convert {{work}}/tiny-silu/model {how} sequences_per_step=16 micro_batch=16 {changes}"
+    how = f"--relufy --out {{work}}/{name} steps=300 sequences_per_step=16 micro_batch=16"
+    command = f"train --from {{work}}/tiny-silu/model {how} {changes}"
     return Step(name, "convert-tiny", 120, command, "run", machine="cpu", label=f"converted, {label}")
 
 

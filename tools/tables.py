@@ -126,7 +126,7 @@ def _is_gated_fp32(row: Row) -> bool:
 _FFN, _TRAIN, _WHOLE = "twell bench ffn --device cuda", "twell bench train", "twell bench train --model"
 _TRACED = "python tools/trace_bench.py"
 _SMALL = "twell train --preset small --compile --data train.u16.xz --validation val.u16 --tokenizer tokenizer.json"
-_CONVERT = "twell convert SILU/model --relufy --train --data TEXT --out RUN steps=... lr=... l1=..."
+_CONVERT = "twell train --from SILU/model --relufy --data TEXT --out RUN steps=... lr=... l1=..."
 _COMMANDS = {
     "few": f"{_FFN} --graph -w WORKLOAD -m 1 -m 8 ... -m 1024 -m 2048 [-d 4096 -f 14336]",
     "half": f"{_FFN} --no-called [--graph] -w skew2816 -w skew1126 -w skew563 -w skew282 -m 1 ... -m 16384",

@@ -25,20 +25,13 @@ _LOOKS, _CHANGED = 5, 0.1  # Planner: checks of the layers per planning interval
 _SILENT = 1e-3  # least active neurons relative to the target, and least L1 sum: smaller values count as this
 
 
-def l1_warmup(step: int, start: int | None, end: int | None) -> float:
+def l1_warmup(step: int, start: int, end: int) -> float:
     """The factor on the L1 coefficient: 0 until ``start``, then linearly up to 1 at ``end``.
-
-    Without an ``end`` there is no warm-up.
 
     >>> [l1_warmup(step, 10, 20) for step in (0, 10, 15, 20, 99)]
     [0.0, 0.0, 0.5, 1.0, 1.0]
     """
-    if end is None:
-        return 1.0
-    first = start or 0
-    if end <= first:
-        return 0.0 if step < first else 1.0
-    return min(1.0, max(0.0, (step - first) / (end - first)))
+    return 1.0 if step >= end else max(0.0, (step - start) / max(1, end - start))
 
 
 @torch.no_grad()
@@ -54,46 +47,18 @@ def sum_over_processes(stats: Sequence[Stats]) -> list[Stats]:
     return [Stats(l1, layer[:-1], layer[-1]) for l1, layer in zip(l1_sums, layers, strict=True)]
 
 
-class FiringClock:
-    """Tokens since each neuron of a layer last fired.
+def advance_clock(clock: Tensor, stats: Stats) -> Tensor:
+    """A firing clock, int64 [F]: the tokens since each neuron of a layer last fired, after one more step.
 
-    A neuron is dead once its clock passes a number of tokens. Clocks are not in a model's state dict: save
-    ``state_dict()`` with the checkpoint.
+    ``stats`` are of all processes: see ``sum_over_processes``.
 
-    >>> clock = FiringClock(3)
-    >>> clock.advance(Stats(torch.tensor(0.0), torch.tensor([2, 0, 1], dtype=torch.int32), torch.tensor(10)))
-    >>> clock.advance(Stats(torch.tensor(0.0), torch.tensor([1, 0, 0], dtype=torch.int32), torch.tensor(5)))
-    >>> clock.tokens_since_fired.tolist(), clock.dead(after_tokens=10).tolist()
-    ([0, 15, 5], [False, True, False])
+    >>> clock = torch.zeros(3, dtype=torch.int64)
+    >>> for counts, tokens in (([2, 0, 1], 10), ([1, 0, 0], 5)):
+    ...     clock = advance_clock(clock, Stats(torch.tensor(0.0), torch.tensor(counts), torch.tensor(tokens)))
+    >>> clock.tolist()
+    [0, 15, 5]
     """
-
-    def __init__(self, n_neurons: int, device: torch.device | str = "cpu") -> None:
-        self.tokens_since_fired = torch.zeros(n_neurons, dtype=torch.int64, device=device)
-
-    @torch.no_grad()
-    def advance(self, stats: Stats) -> None:
-        """Add one step's statistics, of all processes: see ``sum_over_processes``."""
-        clock = self.tokens_since_fired.to(stats.counts.device)
-        self.tokens_since_fired = torch.where(stats.counts > 0, 0, clock + stats.tokens)
-
-    def dead(self, after_tokens: int) -> Tensor:
-        """bool [F]: neurons that have not fired for at least ``after_tokens`` tokens."""
-        return self.tokens_since_fired >= after_tokens
-
-    def restart(self, neurons: Tensor) -> None:
-        """Reset the clocks of neurons (bool [F]) that were given fresh weights."""
-        self.tokens_since_fired = self.tokens_since_fired.masked_fill(neurons.to(self.tokens_since_fired.device), 0)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"tokens_since_fired": self.tokens_since_fired.cpu()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        clock = state["tokens_since_fired"]
-        if clock.shape != self.tokens_since_fired.shape:
-            raise ValueError(
-                f"FiringClock: the saved clock has {len(clock)} neurons, the layer {len(self.tokens_since_fired)}"
-            )
-        self.tokens_since_fired = clock.to(self.tokens_since_fired.device, torch.int64)
+    return torch.where(stats.counts > 0, 0, clock.to(stats.counts.device) + stats.tokens)
 
 
 class L1Steering:
@@ -235,13 +200,9 @@ class Planner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["plans"]) != len(self.ffns):
-            raise ValueError(f"Planner: the saved plans are of {len(state['plans'])} layers, not {len(self.ffns)}")
         for ffn, plan in zip(self.ffns, state["plans"], strict=True):
-            # Old checkpoints hold plans as tensors: such a layer is dense until it is planned again.
-            ffn.set_plan(Plan.from_state_dict(plan) if isinstance(plan, dict) else None)
-        self._means = state.get("means", self._means)
-        self._sums, self._steps = state["sums"], state["steps"]
+            ffn.set_plan(None if plan is None else Plan.from_state_dict(plan))
+        self._means, self._sums, self._steps = state["means"], state["sums"], state["steps"]
         self._sent = None if state["sent"] is None else HostCopy(state["sent"])
 
 

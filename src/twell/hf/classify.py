@@ -22,7 +22,7 @@ from twell.nn import INLINE, SparseFFNBase, activation_of, find_activation, why_
 from twell.nn.parallel import is_sharded
 
 SPARSE, CALLED, LEFT_ALONE = "sparse", "called", "left alone"
-BACKEND_BEFORE = "_backend_before_desparsify"  # attribute of a block that ``desparsify_`` has made dense
+BACKEND_BEFORE = "_backend_before_desparsify"  # attribute of an own layer that ``desparsify_`` has made dense
 _RELU2_CLASS = "transformers.activations.ReLUSquaredActivation"
 
 
@@ -105,11 +105,7 @@ def classify(ffn: nn.Module, is_requested: bool = False) -> Verdict:
 
 def _why_unknown(ffn: nn.Module) -> str:
     name, names = class_name(type(ffn)), projection_names(ffn)
-    if names == GATED_NAMES:
-        formula = "down(act(gate(x)) * up(x))"
-    else:
-        up, down = (each.removesuffix("_proj") if each.startswith(("up", "down")) else each for each in names)
-        formula = f"{down}(act({up}(x)))"
+    formula = "down(act(gate(x)) * up(x))" if names == GATED_NAMES else f"{names[1]}(act({names[0]}(x)))"
     return f"{name} is no known class; pass also={name!r} if it computes {formula} and nothing else"
 
 
@@ -177,7 +173,7 @@ def _why_not_inline(ffn: nn.Module) -> str | None:
 def _why_reference(ffn: nn.Module) -> str | None:
     """The user, and not ``desparsify_``, has chosen the reference."""
     sparse = sparse_ffn_of(ffn)
-    chosen = sparse is not None and sparse.backend == vars(sparse).get(BACKEND_BEFORE, "reference") == "reference"
+    chosen = sparse is not None and sparse.backend == "reference" and BACKEND_BEFORE not in vars(sparse)
     return "backend='reference' was chosen for it" if chosen else None
 
 

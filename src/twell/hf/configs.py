@@ -18,27 +18,17 @@ _NOT_PREDICTIONS = ["past_key_values", "ce_loss", "l1_loss", "sparsity"]  # the 
 
 @dataclasses.dataclass(kw_only=True, repr=False, eq=False)
 class SparsityFields:
-    """The ``sparsity_*`` fields.
+    """The ``sparsity_*`` fields that the models use.
 
-    The models use ``sparsity_l1_coeff`` (weight of the L1 term), ``sparsity_gated_mlp`` (False: plain FFN),
-    ``sparsity_new_intermediate_size`` (width of the FFNs if it differs from ``intermediate_size``) and
-    ``sparsity_do_track`` (count firing neurons). Training uses the warm-up steps and ``sparsity_tokens_until_dead``.
-    All other fields are only read and written back. Loading ignores ``sparsity_reinitialize`` on purpose: in the code
-    that wrote it, it means fresh FFN weights at construction.
+    ``sparsity_l1_coeff`` is the weight of the L1 term, ``sparsity_new_intermediate_size`` the width of the FFNs if it
+    differs from ``intermediate_size``. The released checkpoints have more fields, which are kept. Loading ignores
+    ``sparsity_reinitialize`` on purpose: in the code that wrote it, it means fresh FFN weights at construction.
     """
 
     sparsity_l1_coeff: float | int = 0.0
-    sparsity_gated_mlp: bool = True
+    sparsity_gated_mlp: bool = True  # False: plain FFNs
     sparsity_new_intermediate_size: int | None = None
-    sparsity_start_warmup_step: int | None = None
-    sparsity_end_warmup_step: int | None = None
-    sparsity_tokens_until_dead: int | None = None
-    sparsity_do_track: bool | None = None
-    sparsity_use_hybrid_kernel: bool | None = None
-    sparsity_l0_cutoff: float | int | None = None
-    sparsity_reinitialize: bool | None = None
-    sparsity_mlp_execution_logic: str | None = None
-    sparsity_baseline_run: bool | None = None
+    sparsity_do_track: bool | None = None  # count firing neurons
     # A file's ``quantization_config`` if it describes ``Fp8Linear``s, which our models read themselves. Under its
     # original name transformers would ask for the library that wrote it.
     fp8_quantization: dict | None = None

@@ -186,19 +186,12 @@ class _PretrainedMixin:
                 module.requires_grad_(False)  # transformers makes every float parameter require a gradient
         return (model, info) if output_loading_info else model
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kw: Any):
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant", False):
-            raise ValueError(_REENTRANT)
-        return super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **kw)
-
     def _init_weights(self, module: nn.Module) -> None:
         """Set buffers: those made on the meta device hold nothing, and checkpoints contain no counts."""
         super()._init_weights(module)
         if isinstance(module, SparseFFNBase):
             module.reset_counts()
             module._place_plan()
-        if hasattr(module, "l1_scale"):  # not yet when the base class's constructor calls this
-            module.set_l1_scale(1.0)
 
 
 class _SparseModelMixin(_PretrainedMixin, nn.Module):
@@ -219,7 +212,6 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
     model_class: type[nn.Module]
     model: Any
     lm_head: Any
-    l1_scale: Tensor
     saves_memory = False
 
     def __init__(self, config: Any) -> None:
@@ -231,15 +223,8 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
         self.model = self.model_class(config)
         if config.fp8_quantization is not None:
             place_fp8_(self, config.fp8_quantization)
-        self.add_l1_scale()
         self.__dict__.pop("_no_split_modules", None)  # names the base class's layer, which FSDP would not find
         self.post_init()
-
-    def add_l1_scale(self) -> None:
-        # A tensor: every new value of a plain number would recompile a compiled model.
-        lm_head: Any = self.lm_head
-        scale = torch.ones((), dtype=torch.float32, device=lm_head.weight.device)
-        self.register_buffer("l1_scale", scale, persistent=False)
 
     def save_memory(self, on: bool = True) -> None:
         """Save memory in training forwards with labels: same gradients, about a tenth slower.
@@ -255,11 +240,6 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
         self.saves_memory = on
         for layer in self.model.layers:
             layer.saves_memory = on
-
-    @torch.no_grad()
-    def set_l1_scale(self, value: float) -> None:
-        """Multiply ``sparsity_l1_coeff`` by ``value`` from now on: 1, or less while L1 warms up."""
-        self.l1_scale.fill_(value)
 
     def forward(
         self,
@@ -311,8 +291,7 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
         if labels is not None:
             result.ce_loss = out.loss
             result.l1_loss = l1_loss(stats, kwargs.get("num_items_in_batch"))
-            coefficient = self.config.sparsity_l1_coeff * self.l1_scale
-            result.loss = out.loss + coefficient * result.l1_loss
+            result.loss = out.loss + self.config.sparsity_l1_coeff * result.l1_loss
         return result
 
 

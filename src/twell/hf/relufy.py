@@ -85,5 +85,4 @@ def _become_sparse_type(model: Any, l1: float) -> Report:
     model.model.__class__, model.__class__ = base, causal_lm
     for module in (model, model.model):  # instances hold the base class's, which names the old layer class
         module._no_split_modules = list(type(module)._no_split_modules)
-    model.add_l1_scale()
     return Report(tuple(rows))

@@ -182,8 +182,6 @@ def _sparsify_one(
     if replaced:
         kind, why = classify(ffn, is_requested)
     sparse = wrap(ffn)
-    if sparse.backend == "reference":
-        kind, why = classify(sparse)
     if isinstance(sparse, InlineFFN):
         sparse.put_in()
         return f"SparseFFN ({', '.join(projection_names(ffn))}), {sparse.activation}", why, kind
@@ -199,7 +197,6 @@ def _sparsify_one(
         return None, reason, LEFT_ALONE
     share_hooks(ffn, sparse)
     object.__setattr__(sparse, "dense_block", ffn)  # not a submodule: the state dict stays as it is
-    vars(sparse)["dense_projections"] = tuple(getattr(sparse, projection) for projection in sparse.projections)
     setattr(parent, attribute, sparse)
     return f"{_class_of(ffn).__name__}, {sparse.activation}", why, kind
 
@@ -216,10 +213,10 @@ def wrap(ffn: nn.Module, cls: type[SparseFFNBase] | None = None, activation: str
     Unlike ``from_dense`` it takes LoRA's linears, and projections keep their names, and so does the state dict.
     """
     cls, names = cls or _class_of(ffn), projection_names(ffn)
-    new, backend = cls.__new__(cls), vars(ffn).get(BACKEND_BEFORE, "auto")
+    new = cls.__new__(cls)
     linears: list[Any] = [as_plain(getattr(ffn, name)) for name in names]
     own_names = None if isinstance(new, InlineFFN) else names
-    new._build(linears, activation or activation_of(ffn), backend, False, own_names)
+    new._build(linears, activation or activation_of(ffn), "auto", False, own_names)
     new.train(ffn.training)
     if isinstance(new, InlineFFN):
         new.belong_to(ffn)
@@ -282,8 +279,7 @@ def _take_over_(block: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module
 def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
     """Undo ``sparsify_`` exactly. FFNs of the sparse model types run densely until the next ``sparsify_``.
 
-    The next ``sparsify_`` restores the ``backend`` that was chosen for a layer. Parts that were put into a sparse layer
-    move to its dense block.
+    Parts that were put into a sparse layer move to its dense block.
 
     ``restore_layout=False`` keeps the layout of the weights, for a dense twin that shares them with a sparse model.
     """
@@ -299,15 +295,13 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
         dense = vars(sparse).get("dense_block")
         if isinstance(sparse, InlineFFN):
             sparse.take_out()
-            _remember_choice(ffn, sparse.backend)
             rows.append(Row(name, f"SparseFFN ({', '.join(projection_names(ffn))})", was))
         elif dense is not None:
             _give_back(sparse, dense)
-            _remember_choice(dense, sparse.backend)
             setattr(parent, attribute, dense)
             rows.append(Row(name, was, type(dense).__name__))
         else:
-            if BACKEND_BEFORE not in vars(sparse) or sparse.backend != "reference":  # chosen since the last time
+            if sparse.backend != "reference":
                 setattr(sparse, BACKEND_BEFORE, sparse.backend)
             sparse.backend = "reference"
             rows.append(Row(name, was, f"{was}, run densely"))
@@ -316,21 +310,11 @@ def desparsify_(model: nn.Module, *, restore_layout: bool = True) -> Report:
 
 def _give_back(sparse: SparseFFNBase, dense: nn.Module) -> None:
     """Move everything that was put into the sparse layer, or set on its linears, to its dense block."""
-    for projection, before in zip(sparse.projections, vars(sparse)["dense_projections"], strict=True):
-        linear, own = getattr(sparse, projection), getattr(dense, projection)
-        if linear is not before:  # for example an adapter has replaced the linear
-            setattr(dense, projection, linear)
-        elif class_name(type(own)) in LINEARS:  # the sparse FFN has a plain twin of it
-            own.weight, own.bias = linear.weight, linear.bias
     for part in (*sparse._modules, *sparse._parameters):
-        if part not in sparse.projections:
-            setattr(dense, part, getattr(sparse, part))
+        now = getattr(sparse, part)
+        own: Any = getattr(dense, part, None)
+        if class_name(type(own)) in LINEARS and type(now) is nn.Linear:  # a plain twin of it
+            own.weight, own.bias = now.weight, now.bias
+        else:
+            setattr(dense, part, now)
     dense.train(sparse.training)
-
-
-def _remember_choice(block: nn.Module, backend: str) -> None:
-    """Keep a chosen backend for the next ``sparsify_``. A block without a choice becomes what it was at first."""
-    if backend == "auto":
-        vars(block).pop(BACKEND_BEFORE, None)
-    else:
-        vars(block)[BACKEND_BEFORE] = backend

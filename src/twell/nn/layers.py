@@ -112,7 +112,6 @@ class SparseFFNBase(Fp8Layer):
         dense = self.__dict__.get("dense_block")
         if dense is not None:
             setattr(dense, name, linear)
-            self.__dict__["dense_projections"] = tuple(getattr(self, projection) for projection in self.projections)
         self._place_plan()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None, return_stats: bool = False) -> Any:

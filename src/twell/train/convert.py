@@ -1,13 +1,12 @@
-"""``twell convert`` makes a sparse model of a SiLU or GELU checkpoint; ``twell train --from`` trains a model further.
+"""Models that exist already: ``twell convert`` saves one as its sparse type, ``twell train --from`` trains one further.
 
-Changing the gate to ReLU costs a model part of what it knows. Further training brings it back, while L1 makes active
-neurons rare. All else stays as in the checkpoint: grouped heads, tied embeddings, biases. So the model is loaded, not
-built from the recipe; the recipe only describes its shape.
+Changing a SiLU or GELU gate to ReLU costs a model part of what it knows. Further training brings it back, while L1
+makes active neurons rare. All else stays as in the checkpoint: grouped heads, tied embeddings, biases. So the model is
+loaded, not built from the recipe; the recipe only describes its shape.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -24,25 +23,16 @@ from twell.hf.loading import check_name, load_causal_lm, load_config
 from twell.hf.relufy import relufy_
 from twell.hf.sparsify import NONE_FOUND, Report, sparsify_
 from twell.nn import SparseFFNBase
-from twell.progress import Progress, silent
 from twell.train.data import Blocks, Corpus
 from twell.train.files import writing
-from twell.train.lora import ATTENTION, add_lora
-from twell.train.recipe_file import RECIPE_FILE, check_same_run
+from twell.train.lora import add_lora
 from twell.train.recipes import Recipe, override
-from twell.train.run import SUMMARY_FILE, Begin, describe, read_summary, run
 from twell.train.tokenizer import load_tokenizer
 
 HAVE_A_SPARSE_TYPE = ("llama", "qwen2")
 LONGEST_CONTEXT = 2048  # the default for models with a longer one
 L1 = 4e-4  # for a model that is saved untrained
 _SHAPE = ("hidden_size", "intermediate_size", "layers", "heads", "rope_theta", "gated", "activation", "vocab_size")
-
-Bar = Callable[[str], contextlib.AbstractContextManager[Progress]]
-
-
-def _no_bar(what: str) -> contextlib.AbstractContextManager[Progress]:
-    return contextlib.nullcontext(silent)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -66,8 +56,11 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
         raise ValueError(f"{out} is not empty: choose another folder")
     config = _config(name)
     _check_activation(name, config, relufy)
-    if _is_sparse_type(config):
-        raise ValueError(f"{name} is a {config.model_type} already: there is nothing to convert, only to --train")
+    if not relufy and not _has_sparse_type(config):
+        raise ValueError(
+            f"{name} is a {config.model_type}, which has no sparse type (llama and qwen2 have): load it as it is, and "
+            "twell.sparsify_ makes it sparse; --check shows how"
+        )
     tok = _tokenizer(name, tokenizer, config)
     model = load_causal_lm(name)
     report = relufy_(model, l1)
@@ -87,13 +80,13 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
 
 def configured_activation(config: Any) -> str:
     """The FFN's activation according to a model's configuration: relu, silu, gelu..."""
-    if _is_sparse_type(config):
+    if isinstance(config, SparsityFields):
         return "relu"  # whatever hidden_act says
     return next((str(found) for field in ACTIVATION_FIELDS if (found := getattr(config, field, None))), "unknown")
 
 
-def _is_sparse_type(config: Any) -> bool:
-    return isinstance(config, SparsityFields)
+def _has_sparse_type(config: Any) -> bool:
+    return isinstance(config, SparsityFields) or config.model_type in HAVE_A_SPARSE_TYPE
 
 
 def _config(name: str) -> Any:
@@ -108,26 +101,12 @@ def _check_activation(name: str, config: Any, relufy: bool) -> None:
     activation = configured_activation(config)
     if relufy and activation == "relu":
         raise ValueError(f"{name} is ReLU already: leave out --relufy")
-    if relufy:
-        return
-    if activation != "relu":
-        raise ValueError(
-            f"the activation of {name} is {activation}: twell convert --relufy --train makes it ReLU and trains it"
-        )
-    if not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
-        raise ValueError(
-            f"{name} is a {config.model_type}, which has no sparse type (llama and qwen2 have): load it as it is, and "
-            "twell.sparsify_ makes it sparse; --check shows how"
-        )
+    if not relufy and activation != "relu":
+        raise ValueError(f"the activation of {name} is {activation}: --relufy makes it ReLU, which costs training")
 
 
 def _tokenizer(name: str, other: str | None, config: Any) -> PreTrainedTokenizerBase:
-    try:
-        tok = load_tokenizer(other or name)
-    except (OSError, ValueError, KeyError) as error:
-        if other is not None or "end-of-text" in str(error):
-            raise
-        raise ValueError(f"{name} has no tokenizer that can be loaded: give --tokenizer") from None
+    tok = load_tokenizer(other or name)
     if len(tok) > config.vocab_size:
         raise ValueError(
             f"the tokenizer of {other or name} has {len(tok):,} tokens, the model's vocabulary {config.vocab_size:,}: "
@@ -184,124 +163,70 @@ def continued_recipe(config: Any, changes: Sequence[str] = ()) -> Recipe:
     return chosen
 
 
-def convert_and_train(
-    name: str,
-    out: Path,
-    data: Sequence[Path | str],
-    *,
-    changes: Sequence[str] = (),
-    validation: Sequence[Path | str] = (),
-    tokenizer: str | None = None,
-    say: Callable[[str], None] = print,
-    bar: Bar = _no_bar,
-    **how: Any,
-) -> None:
-    """Make a SiLU or GELU model ReLU and train it further into the folder ``out``, which becomes a ``twell train`` run.
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The model that a run trains further. ``lora``: the rank and the modules of adapters that train alone."""
 
-    The same call again continues the run. ``how`` goes to ``run``.
-    """
-    if not data:
-        raise ValueError("--train needs text to train on: give --data")
-    recipe = _recipe_of(name, changes, tokenizer, relufy=True)
-    begun = (out / RECIPE_FILE).exists()
-    if begun:
-        check_same_run(out, recipe, data, validation, name)
-    if (out / SUMMARY_FILE).exists():
-        say(f"{out} is finished: {describe(read_summary(out))}")
-        return
-    own: dict[str, Any] = {"go_on": True} if begun else {"validation": validation, "tokenizer": tokenizer or name}
-    run(recipe, data, out, begin=beginning(name, say, bar), say=say, **own, **how)
+    model: str
+    lora: dict[str, Any] | None = None
 
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> Start:
+        """The start of a run that has written these facts down."""
+        return cls(facts["model"], facts.get("lora"))
 
-def continue_training(
-    name: str,
-    out: Path,
-    data: Sequence[Path | str],
-    *,
-    lora: int | None = None,
-    lora_modules: Sequence[str] = ATTENTION,
-    changes: Sequence[str] = (),
-    tokenizer: str | None = None,
-    say: Callable[[str], None] = print,
-    bar: Bar = _no_bar,
-    **how: Any,
-) -> None:
-    """Train a ReLU model further into the folder ``out``: all weights, or with ``lora`` adapters of that rank.
+    def recipe(self, changes: Sequence[str] = (), *, relufy: bool = False, tokenizer: str | None = None) -> Recipe:
+        """The recipe for the model; refuses models that cannot train with L1 or have no tokenizer.
 
-    Adapters hardly change which neurons fire, so with them there is no L1 unless ``changes`` ask for it. ``how`` goes
-    to ``run``, which also resumes the run.
-    """
-    given = {change.partition("=")[0] for change in changes}
-    if lora is not None:
-        if lora < 1:
-            raise ValueError(f"--lora is the rank of the adapters, at least 1; got {lora}")
-        if "restart_every" in given:
-            raise ValueError(
-                "restart_every gives neurons new weights, and with --lora these do not train: leave it out"
-            )
-        if not given & {"l1", "target_active"}:
-            changes = [*changes, "l1=0"]
-    recipe = _recipe_of(name, changes, tokenizer, relufy=False)
-    adapters = None if lora is None else {"rank": lora, "modules": list(lora_modules)}
-    begin = beginning(name, say, bar, adapters)
-    run(recipe, data, out, begin=begin, tokenizer=tokenizer or name, say=say, **how)
+        ``relufy`` allows replacing SiLU or GELU by ReLU. Adapters hardly change which neurons fire, so with them there
+        is no L1 unless ``changes`` ask for it.
+        """
+        given = {change.partition("=")[0] for change in changes}
+        if self.lora is not None:
+            if "restart_every" in given:
+                raise ValueError(
+                    "restart_every gives neurons new weights, and with --lora these do not train: leave it out"
+                )
+            if not given & {"l1", "target_active"}:
+                changes = [*changes, "l1=0"]
+        config = _config(self.model)
+        _check_activation(self.model, config, relufy)
+        if not _has_sparse_type(config):
+            raise ValueError(f"{self.model} is a {config.model_type}: only llama and qwen2 train with L1 here")
+        recipe = continued_recipe(config, changes)
+        _tokenizer(self.model, tokenizer, config)  # before any data is read
+        return recipe
 
-
-def _recipe_of(name: str, changes: Sequence[str], tokenizer: str | None, *, relufy: bool) -> Recipe:
-    """The recipe for a model; refuses models that cannot train with L1 or have no tokenizer."""
-    config = _config(name)
-    _check_activation(name, config, relufy)
-    if not _is_sparse_type(config) and config.model_type not in HAVE_A_SPARSE_TYPE:
-        raise ValueError(f"{name} is a {config.model_type}: only llama and qwen2 train with L1 here")
-    recipe = continued_recipe(config, changes)
-    _tokenizer(name, tokenizer, config)  # before any data is read
-    return recipe
-
-
-def beginning(name: str, say: Callable[[str], None], bar: Bar, lora: dict[str, Any] | None = None) -> Begin:
-    """A function that loads the model once the data is read. Only the first process prints."""
-    if os.environ.get("RANK", "0") != "0":
-        say, bar = (lambda line: None), _no_bar
-
-    def begin(recipe: Recipe, corpus: Corpus) -> tuple[Any, dict[str, Any]]:
+    def begin(self, recipe: Recipe, corpus: Corpus, say: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:
         """The model to train, and its validation losses before and after a change of its activation."""
-        model = load_causal_lm(name, torch.float32)  # training keeps weights in fp32
+        model = load_causal_lm(self.model, torch.float32)  # training keeps weights in fp32
         if torch.cuda.is_available():
             model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
         was = configured_activation(model.config)
-        facts: dict[str, Any] = {"model": name, "type": model.config.model_type, "activation": was}
+        facts: dict[str, Any] = {"model": self.model, "type": model.config.model_type, "activation": was}
         if was != "relu":
-            with bar("validating the original") as progress:
-                facts["loss_before"], _ = validate(model, corpus.held_out, recipe, progress)
-            say(f"{name}, {was}: validation cross-entropy {facts['loss_before']:.4f}")
-        if not _is_sparse_type(model.config):
+            say(f"validating {self.model}, {was}")
+            facts["loss_before"], _ = validate(model, corpus.held_out, recipe)
+            say(f"validation cross-entropy {facts['loss_before']:.4f}; validating it with ReLU")
+        if not isinstance(model.config, SparsityFields):
             relufy_(model, recipe.l1 or 0.0)
         model.config.sparsity_l1_coeff = recipe.l1 or 0.0
-        model.config.sparsity_start_warmup_step = recipe.l1_warmup_start
-        model.config.sparsity_end_warmup_step = recipe.l1_warmup_end
-        model.config.sparsity_tokens_until_dead = recipe.dead_after_tokens
-        with bar("validating") as progress:
-            facts["loss_after"], active = validate(model, corpus.held_out, recipe, progress)
+        facts["loss_after"], active = validate(model, corpus.held_out, recipe)
         facts.setdefault("loss_before", facts["loss_after"])
-        facts["active_after"] = mean = sum(active) / len(active)
-        what = name if was == "relu" else "with ReLU, not yet trained"
-        active_now = f"{mean:.1f} active neurons a token ({mean / recipe.intermediate_size:.1%})"
-        say(f"{what}: validation cross-entropy {facts['loss_after']:.4f}, {active_now}")
-        if lora is not None:
+        facts["active_after"] = active
+        say(f"validation cross-entropy {facts['loss_after']:.4f}, {active:.1f} active neurons a token")
+        if self.lora is not None:
             torch.manual_seed(recipe.seed)
-            add_lora(model, **lora)
-            facts["lora"] = lora
+            add_lora(model, **self.lora)
+            facts["lora"] = self.lora
         return model, facts
-
-    return begin
 
 
 @torch.no_grad()
-def validate(model: Any, tokens: Any, recipe: Recipe, progress: Progress = silent) -> tuple[float, list[float]]:
-    """(cross-entropy, mean active neurons by layer or []), on the trainer's validation blocks in its precision."""
-    blocks, device = Blocks(tokens, recipe.context), model.device
-    nats, counted, fired = 0.0, 0, torch.zeros(recipe.layers, dtype=torch.float64)
-    was_training, is_sparse = model.training, _is_sparse_type(model.config)
+def validate(model: Any, tokens: Any, recipe: Recipe) -> tuple[float, float]:
+    """(cross-entropy, mean active neurons a token or 0), on the trainer's validation blocks in its precision."""
+    blocks, device, was_training = Blocks(tokens, recipe.context), model.device, model.training
+    nats, fired, counted = 0.0, 0.0, 0
     for module in model.modules():
         if isinstance(module, SparseFFNBase):
             module.set_plan(None)  # dense, as training starts; else the layer would plan by these tokens
@@ -311,10 +236,9 @@ def validate(model: Any, tokens: Any, recipe: Recipe, progress: Progress = silen
         ids = torch.stack(batch).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             out = model(input_ids=ids, labels=ids, use_cache=False)
-        n = ids.shape[0] * (ids.shape[1] - 1)
-        nats, counted = nats + float(out.ce_loss if is_sparse else out.loss) * n, counted + n
-        if is_sparse:
-            fired += torch.stack([stats.counts.sum() for stats in out.sparsity]).double().cpu()
-        progress(start + len(batch), len(blocks))
+        n, stats = ids.shape[0] * (ids.shape[1] - 1), getattr(out, "sparsity", None) or ()
+        counted += n
+        nats += float(out.ce_loss if stats else out.loss) * n
+        fired += sum(int(s.counts.sum()) for s in stats) / recipe.layers
     model.train(was_training)
-    return nats / counted, (fired / counted).tolist() if is_sparse else []
+    return nats / counted, fired / counted

@@ -27,7 +27,7 @@ END_OF_TEXT = "<|endoftext|>"
 TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 TOKEN_SUFFIXES = (".u16", ".u16.xz")
 
-BATCH_TEXTS, BATCH_CHARACTERS = 1000, 1 << 21  # encoded at once: enough for all cores, about a second's work
+BATCH_CHARACTERS = 1 << 21  # encoded at once: enough for all cores, about a second's work
 SCAN_TOKENS = 1 << 24  # tokens of a tokenised file to check at once
 ONE_DOCUMENT = "one document cannot be split into a training and a held-out part; give more text"
 
@@ -40,14 +40,9 @@ class Corpus:
 
     train: np.ndarray  # [n] uint16 or uint32
     held_out: np.ndarray
-    documents: int  # of the training part
-    held_out_documents: int
 
     def __repr__(self) -> str:
-        return (
-            f"Corpus({len(self.train):,} training tokens in {self.documents:,} documents, "
-            f"{len(self.held_out):,} held out in {self.held_out_documents:,})"
-        )
+        return f"Corpus({len(self.train):,} training tokens, {len(self.held_out):,} held out)"
 
 
 class Blocks(Dataset):
@@ -95,7 +90,7 @@ class PaddedBlocks(Dataset):
 def load_corpus(
     paths: Sequence[Path | str],
     *,
-    encode: Encode | None,
+    encode: Encode,
     end_of_text: int,
     vocab_size: int,
     held_out: float | Sequence[Path | str] = 0.01,
@@ -104,9 +99,9 @@ def load_corpus(
 ) -> Corpus:
     """Read files and folders into a corpus.
 
-    ``encode`` turns a list of texts into token ids, without end-of-text; None if all files are tokenised.
+    ``encode`` turns a list of texts into token ids, without end-of-text.
     ``held_out`` is the share of documents to validate on, at least one document, or the files to validate on instead.
-    ``progress`` gets the bytes read so far and the bytes of all files, after every batch of documents.
+    ``progress`` gets about the bytes read so far, and the bytes of all files.
     """
     check_request(held_out, end_of_text, vocab_size)
     files = find_files(paths)
@@ -127,8 +122,6 @@ def load_corpus(
     return Corpus(
         train=np.concatenate([documents[i] for i in order], dtype=dtype),
         held_out=np.concatenate(kept, dtype=dtype),
-        documents=len(rest),
-        held_out_documents=len(kept),
     )
 
 
@@ -171,7 +164,9 @@ def find_files(paths: Sequence[Path | str]) -> list[Path]:
 
 def read_texts(path: Path) -> Iterator[str]:
     """The documents of a text file: .txt is cut at lines of end-of-text, .jsonl and .parquet have a field "text"."""
-    return (text for text, _ in _texts_and_positions(path))
+    if path.suffix == ".txt":
+        return _cut_text(read_utf8(path))
+    return _json_texts(path) if path.suffix == ".jsonl" else _parquet_texts(path)
 
 
 def read_utf8(path: Path) -> str:
@@ -182,50 +177,7 @@ def read_utf8(path: Path) -> str:
         raise ValueError(f"{path} is no text in UTF-8") from None
 
 
-def _texts_and_positions(path: Path) -> Iterator[tuple[str, int]]:
-    """(document, bytes of the file read so far) for each document; the bytes are exact only for .jsonl."""
-    if path.suffix == ".txt":
-        size, text = path.stat().st_size, read_utf8(path)
-        done = 0
-        for document in _cut_text(text):
-            done += len(document)
-            yield document, size * done // len(text)
-    elif path.suffix == ".jsonl":
-        position = 0
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                position += len(line)
-                if line.strip():
-                    yield _text_of(line, f"{path}, line {number}"), position
-    else:
-        yield from _parquet_texts(path)
-
-
-def _parquet_texts(path: Path) -> Iterator[tuple[str, int]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise ValueError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
-    size, rows = path.stat().st_size, 0
-    try:
-        table = parquet.ParquetFile(path)
-        names = table.schema_arrow.names
-        if "text" not in names:
-            raise ValueError(f"{path} has no column 'text', only {', '.join(names)}")
-        for batch in table.iter_batches(columns=["text"]):
-            rows += len(batch)
-            position = size * rows // table.metadata.num_rows
-            for text in batch.column(0).to_pylist():
-                if not isinstance(text, str | None):
-                    raise ValueError(f"{path}: the column 'text' holds {type(text).__name__}, not text")
-                if text:
-                    yield text, position
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is no whole .parquet file: {error}") from None
-
-
-def _cut_text(text: str) -> Iterable[str]:
+def _cut_text(text: str) -> Iterator[str]:
     parts: list[list[str]] = [[]]
     for line in text.splitlines(keepends=True):
         if line.strip() == END_OF_TEXT:
@@ -235,45 +187,66 @@ def _cut_text(text: str) -> Iterable[str]:
     return (document for part in parts if (document := "".join(part).strip()))
 
 
-def _text_of(line: bytes, where: str) -> str:
+def _json_texts(path: Path) -> Iterator[str]:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                record: Any = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from None
+            text = record.get("text") if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                raise ValueError(f"{where} has no field 'text' with a string")
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # JSON can hold \ud800 alone, which is no character
+                raise ValueError(f"{where} holds half a character (a lone surrogate)") from None
+            yield text
+
+
+def _parquet_texts(path: Path) -> Iterator[str]:
     try:
-        record: Any = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError(f"{where} is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from None
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise ValueError(f"{where} has no field 'text' with a string")
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ValueError(f"{path}: reading .parquet needs pyarrow: pip install pyarrow") from None
     try:
-        record["text"].encode()
-    except UnicodeEncodeError:  # JSON can hold \ud800 alone, which is no character
-        raise ValueError(f"{where} holds half a character (a lone surrogate)") from None
-    return record["text"]
+        table = parquet.ParquetFile(path)
+        names = table.schema_arrow.names
+        if "text" not in names:
+            raise ValueError(f"{path} has no column 'text', only {', '.join(names)}")
+        for batch in table.iter_batches(columns=["text"]):
+            for text in batch.column(0).to_pylist():
+                if not isinstance(text, str | None):
+                    raise ValueError(f"{path}: the column 'text' holds {type(text).__name__}, not text")
+                if text:
+                    yield text
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is no whole .parquet file: {error}") from None
 
 
 def read_documents(
-    files: Sequence[Path], encode: Encode | None, end_of_text: int, vocab_size: int, progress: Progress = silent
+    files: Sequence[Path], encode: Encode, end_of_text: int, vocab_size: int, progress: Progress = silent
 ) -> list[list[np.ndarray]]:
-    """The documents of each file as tokens, each ending in end-of-text; ``progress`` counts the bytes of all files."""
+    """The documents of each file as tokens, each ending in end-of-text."""
     sizes = [path.stat().st_size for path in files]
-    total, done = sum(sizes), 0
     per_file = []
-    for path, size in zip(files, sizes, strict=True):
-
-        def report(position: int, before: int = done) -> None:
-            progress(before + position, total)
-
+    for number, path in enumerate(files):
+        before, after = sum(sizes[:number]), sum(sizes[: number + 1])
         if _suffix(path) in TOKEN_SUFFIXES:
-            documents = _token_documents(path, end_of_text, vocab_size, report)
-        elif encode is None:
-            raise ValueError(f"{path} is text: a tokenizer is needed to read it")
+            documents = _token_documents(path, end_of_text, vocab_size)
         else:
-            documents = _text_documents(path, encode, end_of_text, vocab_size, report)
+            documents = []
+            for n, batch in enumerate(encode_batches(read_texts(path), encode, end_of_text, vocab_size, path), 1):
+                documents += batch
+                progress(min(before + n * BATCH_CHARACTERS, after), sum(sizes))
         if not documents:
             raise ValueError(f"{path} holds no documents")
         per_file.append(documents)
-        report(size)
-        done += size
+        progress(after, sum(sizes))
     return per_file
 
 
@@ -283,54 +256,32 @@ def encode_batches(
     """Encode texts batch by batch, each text followed by end-of-text. Tokenizers use all cores for a batch."""
     dtype = token_dtype(vocab_size)
 
-    def encoded(batch: list[str]) -> list[np.ndarray]:
-        documents = []
-        for tokens in encode(batch):
-            ids = np.array([*tokens, end_of_text], dtype=np.int64)
+    def encoded() -> list[np.ndarray]:
+        documents = [np.array([*tokens, end_of_text], dtype=np.int64) for tokens in encode(batch) if len(tokens)]
+        for ids in documents:
             _check_ids(ids, vocab_size, where)
-            if len(ids) > 1:
-                documents.append(ids.astype(dtype))
-        return documents
+        return [ids.astype(dtype) for ids in documents]
 
     batch: list[str] = []
     characters = 0
     for text in texts:
         batch.append(text)
-        characters += len(text)
-        if len(batch) >= BATCH_TEXTS or characters >= BATCH_CHARACTERS:
-            yield encoded(batch)
+        characters += len(text) + 1
+        if characters >= BATCH_CHARACTERS:
+            yield encoded()
             batch, characters = [], 0
     if batch:
-        yield encoded(batch)
+        yield encoded()
 
 
-def _text_documents(
-    path: Path, encode: Encode, end_of_text: int, vocab_size: int, report: Callable[[int], None]
-) -> list[np.ndarray]:
-    position = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal position
-        for text, position in _texts_and_positions(path):  # noqa: B007, read after every batch
-            yield text
-
-    documents = []
-    for batch in encode_batches(texts(), encode, end_of_text, vocab_size, path):
-        documents += batch
-        report(position)
-    return documents
-
-
-def _token_documents(path: Path, end_of_text: int, vocab_size: int, report: Callable[[int], None]) -> list[np.ndarray]:
+def _token_documents(path: Path, end_of_text: int, vocab_size: int) -> list[np.ndarray]:
     """Views of the file's tokens, which may be many. Only a last document without end-of-text is copied."""
     tokens = _open_tokens(path)
     ends = [np.zeros(1, dtype=np.int64)]
-    size = path.stat().st_size
     for start in range(0, len(tokens), SCAN_TOKENS):
         chunk = tokens[start : start + SCAN_TOKENS]
         _check_ids(chunk, vocab_size, path)
         ends.append(np.flatnonzero(chunk == end_of_text) + start + 1)
-        report(size * (start + len(chunk)) // len(tokens))
     bounds = np.concatenate(ends)
     documents = [tokens[a:b] for a, b in itertools.pairwise(bounds.tolist()) if b - a > 1]
     if len(rest := tokens[bounds[-1] :]):

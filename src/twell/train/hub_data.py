@@ -1,8 +1,8 @@
 """A Hugging Face dataset as a corpus: streamed, tokenised on the way, and kept on disk as tokens.
 
-A run reads only as many documents as it needs, and memory holds one batch of them. Two files keep the tokens of the
-training and the held-out part, and are memory-mapped. Documents stay in the dataset's order; the sampler shuffles
-blocks anyway.
+A run reads only as many documents as it needs, and memory holds one batch of them. A folder with two files keeps the
+tokens of the training and the held-out part; they are memory-mapped, and a manifest is written last. Documents stay in
+the dataset's order; the sampler shuffles blocks anyway.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import dataclasses
 import gc
 import hashlib
 import importlib
+import itertools
 import json
 import re
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from twell.train.data import (
     read_documents,
     token_dtype,
 )
-from twell.train.files import PART, describe_file, flaw_of_files
+from twell.train.files import MANIFEST_FILE, finish_folder, flaw_of_folder
 
 # The datasets' own default is everything, ordered by crawl. This is a random sample of all crawls, 10 billion tokens;
 # for more, name another: HuggingFaceFW/fineweb:sample-100BT.
@@ -136,9 +137,9 @@ def stream_corpus(
 ) -> Corpus:
     """The first documents of a dataset: ``tokens_needed`` tokens to train on, and a held-out part.
 
-    ``held_out``: the share of documents to validate on, or the files to validate on instead. These documents are taken
-        at even distances from the first one on, up to 1M tokens, so they do not depend on the length of the run.
-    ``held_out_least``: the least tokens of the held-out part; documents after the training part fill it up.
+    ``held_out``: the share of tokens to validate on, or the files to validate on instead. Documents are held out along
+        the way, from the first one on, at least ``held_out_least`` and at most 1M tokens. So they do not depend on the
+        length of the run.
     ``cache``: the folder that keeps the tokens for the next time.
     ``wait``: wait until another process has written the cache, for all processes but the first.
     ``progress`` counts training tokens.
@@ -147,138 +148,71 @@ def stream_corpus(
     if tokens_needed < 1:
         raise ValueError(f"tokens_needed must be at least 1, got {tokens_needed}")
     share = held_out if isinstance(held_out, float) else 0.0
-    kept = [] if isinstance(held_out, float) else find_files(held_out)
-    identity = [dataclasses.astuple(dataset), tokens_needed, share, share and held_out_least, vocab_size, end_of_text]
-    stored = _Stored(cache, dataset, [*identity, _fingerprint(encode)], token_dtype(vocab_size))
-    if wait:
-        while stored.flaw() is not None:
-            time.sleep(0.5)
-    elif (flaw := stored.flaw()) is not None:
-        if stored.facts.exists():
-            say(f"what {cache} holds of {dataset} is damaged ({flaw}) and is read again")
+    files = [] if share else find_files(held_out)  # type: ignore[arg-type]
+    dtype = token_dtype(vocab_size)
+    train, kept = (cache / f"{name}.u{8 * dtype.itemsize}" for name in ("train", "held-out"))
+    request: dict[str, Any] = {
+        "dataset": str(dataset),
+        "tokens_needed": tokens_needed,
+        "held_out": [share, held_out_least],
+        "vocab_size": vocab_size,
+        "end_of_text": end_of_text,
+        "tokenizer": _fingerprint(encode),
+    }
+    while (flaw := flaw_of_folder(cache, request)) is not None and wait:
+        time.sleep(0.5)
+    if flaw is not None:
+        if (cache / MANIFEST_FILE).exists():
+            say(f"{cache} {flaw}; {dataset} is read again")
+            (cache / MANIFEST_FILE).unlink()
+        cache.mkdir(parents=True, exist_ok=True)
         with contextlib.closing(read_dataset(dataset)) as texts:
             batches = encode_batches(texts, encode, end_of_text, vocab_size, dataset)
-            stored.write(batches, tokens_needed, share, held_out_least, progress)
-    corpus = stored.open()
+            _split(dataset, batches, train, kept, tokens_needed, share, held_out_least, progress)
+        finish_folder(cache, request)
+    corpus = Corpus(train=map_tokens(train, dtype), held_out=map_tokens(kept, dtype))
     if len(corpus.train) < tokens_needed:
         say(
             f"{dataset} ended after {len(corpus.train):,} of {tokens_needed:,} tokens: the run will see them "
             f"{tokens_needed / len(corpus.train):.1f} times; another configuration or dataset may hold more"
         )
-    if not kept:
+    if share:
         return corpus
-    per_file = read_documents(kept, encode, end_of_text, vocab_size)
-    documents = [document for file in per_file for document in file]
-    return dataclasses.replace(
-        corpus,
-        held_out=np.concatenate(documents, dtype=token_dtype(vocab_size)),
-        held_out_documents=len(documents),
-    )
+    documents = itertools.chain(*read_documents(files, encode, end_of_text, vocab_size))
+    return dataclasses.replace(corpus, held_out=np.concatenate(list(documents), dtype=dtype))
+
+
+def _split(
+    dataset: DatasetName,
+    batches: Iterable[list[np.ndarray]],
+    train: Path,
+    kept: Path,
+    tokens_needed: int,
+    share: float,
+    least: int,
+    progress: Progress,
+) -> None:
+    """Write every document into one of two files. The choice depends on the documents before it, not on batches."""
+    n_train = n_kept = 0
+    with train.open("wb") as to_train, kept.open("wb") as to_keep:
+        for batch in batches:
+            for document in batch:
+                if n_train >= tokens_needed:
+                    break
+                if share and n_kept < max(least, min(share * n_train, HELD_OUT_MOST)):
+                    to_keep.write(document.tobytes())
+                    n_kept += len(document)
+                else:
+                    to_train.write(document.tobytes())
+                    n_train += len(document)
+            progress(min(n_train, tokens_needed), tokens_needed)
+            if n_train >= tokens_needed:
+                break
+    if n_train == 0:
+        raise ValueError(f"{dataset}: {ONE_DOCUMENT}" if n_kept else f"{dataset} holds no documents")
 
 
 def _fingerprint(encode: Encode) -> str:
     """Identifies a tokenizer by its tokens of a sample. Its own description changes when it is saved and loaded."""
     probe = SAMPLE.read_text(encoding="utf-8")[:50_000] + "\n\tx_1 = [0.5e-3, 2024];  // Ünïcödé, 東京, Привет 🙂\r\n"
     return hashlib.sha256(json.dumps([list(map(int, ids)) for ids in encode([probe])]).encode()).hexdigest()
-
-
-class _Stored:
-    """Two files of tokens and a .json, written last, with their checksums. Without a match they are read again."""
-
-    def __init__(self, folder: Path, dataset: DatasetName, identity: list[Any], dtype: np.dtype) -> None:
-        digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:10]
-        stem = re.sub(r"[^\w.]+", "-", str(dataset)) + "-" + digest
-        suffix = f".u{8 * dtype.itemsize}"
-        self.dataset, self.dtype = dataset, dtype
-        self.train = folder / f"{stem}{suffix}"
-        self.held_out = folder / f"{stem}-held-out{suffix}"
-        self.facts = folder / f"{stem}.json"
-
-    def flaw(self) -> str | None:
-        """What is missing or damaged; None if the files are sound."""
-        try:
-            files = self._read_facts()["files"]
-            described = {path.name: files[path.name] for path in (self.train, self.held_out)}
-            return flaw_of_files(self.facts.parent, described)
-        except (OSError, ValueError, TypeError, KeyError):
-            return f"{self.facts.name} cannot be read"
-
-    def _read_facts(self) -> dict[str, Any]:
-        return json.loads(self.facts.read_text(encoding="utf-8"))
-
-    def open(self) -> Corpus:
-        facts = self._read_facts()
-        return Corpus(
-            train=map_tokens(self.train, self.dtype),
-            held_out=map_tokens(self.held_out, self.dtype),
-            documents=facts["documents"],
-            held_out_documents=facts["held_out_documents"],
-        )
-
-    def write(
-        self,
-        batches: Iterable[list[np.ndarray]],
-        tokens_needed: int,
-        share: float,
-        held_out_least: int,
-        progress: Progress,
-    ) -> None:
-        """Write under other names, then rename. An interrupted download starts again."""
-        self.facts.parent.mkdir(parents=True, exist_ok=True)
-        self.facts.unlink(missing_ok=True)
-        parts = {path: path.with_name(path.name + PART) for path in (self.train, self.held_out, self.facts)}
-        try:
-            with parts[self.train].open("wb") as train_file, parts[self.held_out].open("wb") as held_out_file:
-                train, held_out = _Part(train_file), _Part(held_out_file)
-                _fill(train, held_out, batches, tokens_needed, share, held_out_least, progress)
-            if train.documents + held_out.documents == 0:
-                raise ValueError(f"{self.dataset} holds no documents")
-            if train.documents == 0:
-                raise ValueError(f"{self.dataset}: {ONE_DOCUMENT}")
-            name = {"dataset": self.dataset.id, "config": self.dataset.config, "split": self.dataset.split}
-            facts = {
-                **name,
-                "tokens_needed": tokens_needed,
-                "tokens": train.tokens,
-                "documents": train.documents,
-                "held_out_tokens": held_out.tokens,
-                "held_out_documents": held_out.documents,
-                "files": {path.name: describe_file(parts[path]) for path in (self.train, self.held_out)},
-            }
-            parts[self.facts].write_text(json.dumps(facts, indent=1), encoding="utf-8")
-            for path, part in parts.items():  # in this order: the facts last
-                part.replace(path)
-        finally:
-            for part in parts.values():
-                part.unlink(missing_ok=True)
-
-
-class _Part:
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.tokens, self.documents = file, 0, 0
-
-    def add(self, document: np.ndarray) -> None:
-        self.file.write(document.tobytes())
-        self.tokens += len(document)
-        self.documents += 1
-
-
-def _fill(
-    train: _Part,
-    held_out: _Part,
-    batches: Iterable[list[np.ndarray]],
-    tokens_needed: int,
-    share: float,
-    held_out_least: int,
-    progress: Progress,
-) -> None:
-    """Put every document into one part. The choice depends on the documents before it, not on batches."""
-    for batch in batches:
-        for document in batch:
-            its_turn = held_out.documents <= share * (train.documents + held_out.documents)
-            is_held_out = share and (train.tokens >= tokens_needed or (its_turn and held_out.tokens < HELD_OUT_MOST))
-            (held_out if is_held_out else train).add(document)
-            if train.tokens >= tokens_needed and (not share or held_out.tokens >= held_out_least):
-                progress(tokens_needed, tokens_needed)
-                return
-        progress(min(train.tokens, tokens_needed), tokens_needed)

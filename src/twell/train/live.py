@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 from transformers import TrainerCallback
 
 from twell.train.recipes import Recipe
 
-REDRAWS_PER_SECOND = 4
 _GAP = 3  # characters between columns
+_OTHER_LINES = 9  # those that do not show layers, on a usual screen
 _SPARKS = "▁▂▃▄▅▆▇█"
+_FACTS = {  # name on the screen: field of the log, and its form
+    "Tokens/s": ("tokens_per_second", ",.0f"),
+    "Cross-entropy": ("ce_loss", ".4f"),
+    "Validation": ("eval_loss", ".4f"),
+    "L1": ("l1", ".3g"),
+    "L1 loss": ("l1_loss", ".4g"),
+    "Active neurons": ("active_mean", ",.1f"),
+    "Dead neurons": ("dead_share", ".1%"),
+    "Sparse layers": ("sparse_layers", ".0f"),
+    "Learning rate": ("learning_rate", ".3g"),
+    "Gradient norm": ("grad_norm", ".3g"),
+}
 
 
 class LiveView(TrainerCallback):
@@ -30,146 +40,67 @@ class LiveView(TrainerCallback):
     picture stays. Another thread draws, so attributes are replaced and never changed in place.
     """
 
-    def __init__(
-        self, recipe: Recipe, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.recipe, self.console, self.clock = recipe, console or Console(), clock
-        self._live: Live | None = None
-        self._begin(0, recipe.steps)
-
-    def _begin(self, step: int, steps: int) -> None:
-        self.start_step = self.step = step  # not 0 in a resumed run
-        self.steps, self.start = steps, self.clock()
-        self.first_done = self.last_done = self.start  # when this process finished its first and its last step
+    def __init__(self, recipe: Recipe, console: Console | None = None) -> None:
+        self.recipe, self.console = recipe, console or Console()
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        columns = (TextColumn("Step"), MofNCompleteColumn(), BarColumn(None), *times)
+        self.bar = Progress(*columns, console=self.console, expand=True, speed_estimate_period=600)
+        self.task = self.bar.add_task("", total=recipe.steps)
         self.logs: Mapping[str, float] = {}  # the newest value of each
         self.losses: tuple[float, ...] = ()
-        self.validation: tuple[float, int] | None = None  # the last loss, and its step
-        self.best: tuple[float, int] | None = None
+        self.live = Live(console=self.console, get_renderable=self.draw, refresh_per_second=4)
 
     def __enter__(self) -> LiveView:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Draw the last picture and give the terminal back; a second call does nothing."""
-        live, self._live = self._live, None
-        if live is not None:
-            with contextlib.suppress(OSError):  # a closed terminal must not cost the run its model
-                live.stop()
+        with contextlib.suppress(OSError):  # a closed terminal must not cost the run its model
+            self.live.stop()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        self.close()
-        self._begin(state.global_step, state.max_steps or self.recipe.steps)
-        for entry in state.log_history:  # of a resumed run, whose earlier speed no longer counts
-            self._take(entry["step"], {k: v for k, v in entry.items() if k != "tokens_per_second"})
-        self._live = Live(console=self.console, get_renderable=self.draw, refresh_per_second=REDRAWS_PER_SECOND)
-        self._live.start(refresh=True)
+        if state.is_world_process_zero:
+            self.bar.reset(self.task, total=state.max_steps, completed=state.global_step)
+            for entry in state.log_history:  # of a resumed run
+                self._take(entry)
+            self.live.start(refresh=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._live is not None:
-            self.last_done = self.clock()
-            if self.step == self.start_step:
-                self.first_done = self.last_done
-            self.step = state.global_step
+        self.bar.update(self.task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if self._live is not None and logs:
-            self._take(state.global_step, logs)
+        self._take(logs or {})
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.close()
-
-    def _take(self, step: int, logs: Mapping[str, Any]) -> None:
-        numbers = {key: float(value) for key, value in logs.items() if isinstance(value, int | float)}
-        self.logs = {**self.logs, **numbers}
-        if "ce_loss" in numbers:
-            self.losses = (*self.losses, numbers["ce_loss"])
-        if "eval_loss" in numbers:
-            self.validation = loss, _ = numbers["eval_loss"], step
-            if math.isfinite(loss) and (self.best is None or loss < self.best[0]):
-                self.best = self.validation
-
-    @property
-    def seconds_left(self) -> float | None:
-        """By the pace of this process, without its first step, which compiles and loads."""
-        done = self.step - self.start_step - 1
-        return (self.last_done - self.first_done) / done * max(0, self.steps - self.step) if done > 0 else None
-
-    # -- the picture ----------------------------------------------------------------------------------------
+    def _take(self, logs: Mapping[str, Any]) -> None:
+        self.logs = {**self.logs, **{key: float(n) for key, n in logs.items() if isinstance(n, int | float)}}
+        if "ce_loss" in logs:
+            self.losses = (*self.losses, self.logs["ce_loss"])
 
     def draw(self) -> RenderableType:
-        width, height = self.console.size
-        ascii_only = self.console.options.ascii_only
-        head: list[RenderableType] = [_line(self._title(), "bold")]
-        head += [_bar(self.steps, self.step, width), *_flow(self._facts(), width)]
-        if not ascii_only:
-            head.append(_line(sparkline(self.losses, width), "cyan"))
-        used = len(self.console.render_lines(Group(*head), pad=False))
-        # One line stays free: the cursor moves below the last picture, and would push its title out.
-        return Group(*head, *self._layers(width, height - used - 2))
-
-    def _title(self) -> str:
-        recipe, target = self.recipe, self.recipe.target_neurons
-        return ", ".join(
-            [
-                f"{recipe.layers} layer{'' if recipe.layers == 1 else 's'} of {recipe.intermediate_size:,} neurons",
-                f"L1 {recipe.l1:g}" if target is None else f"target {target:.3g}",
-                f"model width {recipe.hidden_size:,}",
-                "gated" if recipe.gated else "not gated",
-            ]
+        recipe, logs = self.recipe, self.logs
+        target = f"L1 {recipe.l1:g}" if recipe.target_neurons is None else f"target {recipe.target_neurons:.3g}"
+        title = (
+            f"{recipe.layers} layers of {recipe.intermediate_size:,} neurons, {target}, width {recipe.hidden_size:,}"
         )
+        facts = [_fact(name, logs[key], form) for name, (key, form) in _FACTS.items() if key in logs]
+        lines: list[RenderableType] = [Text(title, "bold", no_wrap=True), self.bar, Columns(facts, padding=(0, _GAP))]
+        if not self.console.options.ascii_only:
+            lines.append(Text(sparkline(self.losses, self.console.width), "cyan", no_wrap=True))
+        return Group(*lines, self._layers())
 
-    def _facts(self) -> list[Text]:
-        logs = self.logs
-        facts = [Text(f"Step {self.step:,}/{self.steps:,} ({self.step / self.steps:.0%})")]
-        facts.append(Text(f"Elapsed {_duration(self.clock() - self.start)}"))
-        if self.seconds_left is not None and self._live is not None:
-            facts.append(Text(f"About {_duration(self.seconds_left)} left"))
-        if "tokens_per_second" in logs:
-            facts.append(Text(f"{logs['tokens_per_second']:,.0f} tokens/s"))
-        if "ce_loss" in logs:
-            facts.append(_named("Cross-entropy", logs["ce_loss"], ".4f"))
-        if self.validation is not None:
-            fact = _named("Validation", self.validation[0], ".4f").append(f" at step {self.validation[1]:,}")
-            if self.best is not None and self.best != self.validation:
-                fact.append(f", best {self.best[0]:.4f} at {self.best[1]:,}")
-            facts.append(fact)
-        if "l1_loss" in logs and "l1" in logs:
-            l1, total = logs["l1"], logs["l1_loss"]
-            facts.append(_named("L1 term", l1 * total, ".4g").append(f" = {l1:.3g} x {total:.4g}"))
-        if logs.get("sparse_layers"):
-            facts.append(_named("Sparse path", logs["sparse_layers"], ".0f").append(f" of {self.recipe.layers} layers"))
-        forms = {"dead_share": ".1%", "learning_rate": ".3g", "grad_norm": ".3g"}
-        names = {"dead_share": "Dead neurons", "learning_rate": "Learning rate", "grad_norm": "Gradient norm"}
-        return facts + [_named(names[key], logs[key], form) for key, form in forms.items() if key in logs]
-
-    def _layers(self, width: int, rows: int) -> list[RenderableType]:
-        """A bar for the active neurons of each layer, in as many columns as fit into ``rows`` lines."""
+    def _layers(self) -> RenderableType:
+        """A bar for the active neurons of each layer, in as many columns as the screen needs."""
         active = [n for key, n in self.logs.items() if key.startswith("active/")]
-        if not active or rows < 1:
-            return []
-        neurons, mean = self.recipe.intermediate_size, sum(active) / len(active)
-        largest = max((n for n in active if math.isfinite(n)), default=0.0)
-        columns = -(-len(active) // rows)
-        cells = [(f"{i}", f"{n:,.1f}", f"{n / neurons:.1%}") for i, n in enumerate(active)]
-        texts = sum(max(len(cell[i]) for cell in cells) + 1 for i in range(3))
-        bar = (width - _GAP * (columns - 1)) // columns - texts
-        if bar < 1:
-            return [_line(f"Active neurons per token: {mean:,.1f} of {neurons:,} ({mean / neurons:.1%})")]
-        table, down = Table.grid(padding=(0, 1, 0, 0)), -(-len(active) // columns)
-        for row in range(down):
-            line: list[RenderableType] = []
-            for i in range(row, len(active), down):
-                label, count, share = (Text(text, justify="right", no_wrap=True) for text in cells[i])
-                n = active[i] if math.isfinite(active[i]) else 0.0
-                line += [label, ProgressBar(largest or 1.0, n, bar), count, share, Text(" " * (_GAP - 2))]
-            table.add_row(*line[:-1])
-        heading = f"Active neurons per token, by layer: {mean:,.1f} of {neurons:,} on average ({mean / neurons:.1%})"
-        return [_line(heading, "bold"), table]
+        neurons, largest = self.recipe.intermediate_size, max(filter(math.isfinite, active), default=0.0) or 1.0
+        columns = -(-len(active) // max(1, self.console.height - _OTHER_LINES)) or 1
+        values = [f"{n:,.1f} {n / neurons:6.1%}" for n in active]
+        longest = max(map(len, values), default=0)
+        width = max(1, self.console.width // columns - _GAP)
+        bar, dash = max(1, width - longest - 4), "-" if self.console.options.ascii_only else "━"
+        cells = []
+        for i, (n, value) in enumerate(zip(active, values, strict=True)):
+            length = round(bar * n / largest) if math.isfinite(n) else 0
+            cells.append(Text(f"{i:>2} {dash * length:<{bar}} {value:>{longest}}", no_wrap=True))
+        return Columns(cells, padding=(0, _GAP), column_first=True, width=width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -187,30 +118,5 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_SPARKS[round((p - low) * scale)] if math.isfinite(p) else "?" for p in points)
 
 
-def _line(text: str, style: str = "") -> Text:
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
-
-
-def _bar(total: float, completed: float, width: int) -> Table:
-    """A line of its own: rich's bar ends without a new line."""
-    line = Table.grid()
-    line.add_row(ProgressBar(total, completed, width))
-    return line
-
-
-def _flow(parts: Sequence[Text], width: int) -> list[Text]:
-    """Parts one after the other; one that no longer fits begins the next line."""
-    lines = [Text(no_wrap=True, overflow="ellipsis")]
-    for part in parts:
-        if lines[-1] and len(lines[-1]) + _GAP + len(part) > width:
-            lines.append(Text(no_wrap=True, overflow="ellipsis"))
-        lines[-1].append(" " * _GAP if lines[-1] else "").append_text(part)
-    return lines
-
-
-def _named(name: str, value: float, form: str) -> Text:
-    return Text.assemble(f"{name} ", (f"{value:{form}}", "bold" if math.isfinite(value) else "bold red"))
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+def _fact(name: str, value: float, form: str) -> Text:
+    return Text.assemble(f"{name} ", (f"{value:{form}}", "bold" if math.isfinite(value) else "bold red"), no_wrap=True)

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
     from twell.train.trainer import SparseTrainer
 
 METRICS_FILE = "metrics.jsonl"
-_MUST_BE_FINITE = {
-    "cross-entropy": "ce_loss",
-    "L1": "l1_loss",
-    "loss": "loss",
-    "gradient": "grad_norm",
-    "validation cross-entropy": "eval_loss",
-}
+_MUST_BE_FINITE = ("ce_loss", "l1_loss", "loss", "grad_norm", "eval_loss")
 
 
 def active_neurons(stats: Sequence[Stats], prefix: str) -> dict[str, float]:
@@ -48,12 +42,10 @@ class SparsityCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.set_l1()
         self.trainer.restart_stopwatch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.finish_step()
-        self.trainer.set_l1()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not logs:
@@ -61,9 +53,9 @@ class SparsityCallback(TrainerCallback):
         if state.is_world_process_zero:
             with (Path(args.output_dir) / METRICS_FILE).open("a", encoding="utf-8") as f:
                 f.write(metrics_line(state.global_step, logs))
-        for name, field in _MUST_BE_FINITE.items():
+        for field in _MUST_BE_FINITE:
             if not math.isfinite(value := logs.get(field, 0.0)):
-                raise RuntimeError(f"the {name} is {value} at step {state.global_step}: try a lower lr or l1; stopped")
+                raise RuntimeError(f"{field} is {value} at step {state.global_step}: try a lower lr or l1; stopped")
         self.trainer.restart_stopwatch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

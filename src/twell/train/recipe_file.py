@@ -92,24 +92,12 @@ def tokens_of(corpus: Corpus) -> dict[str, str]:
     return {name: hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest() for name, tokens in parts.items()}
 
 
-def check_same_run(
-    out: Path, recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str], model: str | None = None
-) -> None:
+def check_same_run(out: Path, recipe: Recipe, data: Sequence[Path | str], validation: Sequence[Path | str]) -> None:
     """Refuse a folder with another run, for commands that continue when they are repeated."""
     saved = Saved.read(out)
-    was = saved.conversion["facts"]["model"] if saved.conversion else None
-    found = [differing_fields(recipe, saved.recipe)]
-    for name, before, now in (
-        ("model", was, model),
-        ("data", saved.data, [str(p) for p in data]),
-        ("validation", saved.validation, [str(p) for p in validation]),
-    ):
-        found.append("" if before == now else f"{name} {now} instead of {before}")
-    if any(found):
-        raise ValueError(
-            f"{out} holds a run of another model, recipe or other data: {', '.join(filter(None, found))}; "
-            "choose another folder"
-        )
+    now, was = [[str(p) for p in paths] for paths in (data, validation)], [saved.data, saved.validation]
+    if what := differing_fields(recipe, saved.recipe) or (now != was and f"data {now} instead of {was}"):
+        raise ValueError(f"{out} holds a run of another recipe or other data: {what}; choose another folder")
 
 
 def differing_fields(recipe: Recipe, was: Recipe) -> str:

@@ -9,22 +9,21 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
-from twell.progress import Progress
+from twell.train.convert import Start
 from twell.train.data import TEXT_SUFFIXES, Corpus, find_files, load_corpus, read_texts
 from twell.train.files import (
     LOCK_FILE,
     MANIFEST_FILE,
     NOT_FINISHED,
     PART,
-    Found,
     checkpoints,
     describe_files,
     hold,
@@ -48,9 +47,6 @@ BPE_TEXTS = 20_000  # documents of a streamed dataset that a tokenizer is traine
 SUMMARY_FILE = "summary.json"
 _BEGUN = RECIPE_FILE + PART  # renamed to the recipe once the run has begun
 
-# Makes the model to start from, once the data is read, and the facts about it for the summary.
-Begin = Callable[[Recipe, Corpus], tuple[PreTrainedModel, dict[str, Any]]]
-
 
 def run(
     recipe: Recipe | None,
@@ -59,7 +55,7 @@ def run(
     *,
     validation: Sequence[Path | str] = (),
     tokenizer: str | None = None,
-    begin: Begin | None = None,
+    start: Start | None = None,
     go_on: bool = False,
     say: Callable[[str], None] = print,
     live: bool = False,
@@ -69,53 +65,58 @@ def run(
     """Train ``recipe`` on ``data`` into the folder ``out``, which no other process may use meanwhile.
 
     ``validation``: files to validate on; without them one document in a hundred is held out.
-    ``begin``: makes a model to start from, whose shape the recipe must describe; without it weights are fresh.
+    ``start``: a model to train further, whose shape the recipe must describe; without it weights are fresh.
     ``go_on``: continue the run in ``out`` from its newest sound checkpoint, with its own recipe, model and data. Then
         ``recipe`` may only ask for more steps, and ``data`` may only say where the same text is now.
     ``say``: gets the output line by line. ``live``: show the training as one screen instead.
     ``save_memory``: see the method of that name of the sparse models. ``arguments``: for ``TrainingArguments``.
     """
-    if go_on and not (out / RECIPE_FILE).exists():
-        raise ValueError(f"{out} holds no run to resume: it has no {RECIPE_FILE}")
     is_first = os.environ.get("RANK", "0") == "0"  # of the processes that a launcher started
     if not is_first:
         say = _say_nothing
     with hold(out) if is_first else contextlib.nullcontext():
         saved = Saved.read(out) if go_on else None
         if saved is not None:
-            _check_places(out)
             recipe = saved.extended(recipe)
             data, validation = data or saved.data, validation or saved.validation
-            found, tok = _found(out, recipe.steps, say), _saved_tokenizer(saved, out, tokenizer)
+            checkpoint, tok = _checkpoint(out, recipe.steps, say), _saved_tokenizer(saved, out, tokenizer)
         elif recipe is None:
             raise ValueError("a new run needs a recipe")
         else:
             if is_first and not _is_free(out):
                 raise ValueError(f"{out} is not empty: resume the run there, or choose another folder")
-            found, tok = Found(None, {}), _tokenizer(tokenizer, data, recipe, say)
+            checkpoint, tok = None, _tokenizer(tokenizer, data, recipe, say)
         tokens_needed = saved.tokens_needed if saved else recipe.steps * recipe.tokens_per_step
         corpus = read_corpus(recipe, data, validation, tok, out / DATA_FOLDER, is_first, say, tokens_needed)
         say(repr(corpus))
         if saved is not None:
             saved.check_tokens(corpus)
-        model, conversion = _model(recipe, corpus, tok, saved if found.checkpoint else None, begin)
-        if saved is not None and saved.conversion and not conversion:
-            raise ValueError(f"{out} has no checkpoint yet, so the model it began with is needed: give begin again")
+            if recipe.steps > saved.recipe.steps and find_dataset(data):
+                say(f"a longer run reads no further: it sees its {len(corpus.train):,} tokens again")
+        conversion = saved.conversion if saved else None
+        if conversion is not None and checkpoint is not None:
+            model = _empty_model(conversion)  # the checkpoint has the weights
+        elif start := Start.of(conversion["facts"]) if conversion else start:
+            model, facts = start.begin(recipe, corpus, say)
+            conversion = {"facts": facts, "config": json.loads(model.config.to_json_string(use_diff=False))}
+        else:
+            model = make_model(recipe, len(tok), tok.eos_token_id)
         if save_memory:
             _save_memory(model, arguments)
-        if saved is not None and recipe.steps > saved.recipe.steps and find_dataset(data):
-            say(f"a longer run reads no further: it sees its {len(corpus.train):,} tokens again")
-        size, trained = f"{model.num_parameters():,} parameters", model.num_parameters(only_trainable=True)
-        size += "" if trained == model.num_parameters() else f", {trained:,} of them train"
-        say(f"{size}; {recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens")
+        say(
+            f"{model.num_parameters():,} parameters, {model.num_parameters(only_trainable=True):,} of them train; "
+            f"{recipe.steps:,} steps of {recipe.tokens_per_step:,} tokens"
+        )
         trainer = make_trainer(recipe, model, corpus, out, **arguments)
-        trainer.unsound = list(found.flaws)
-        if is_first:  # everything has been checked: from now on the folder is a run's
+        if is_first:  # everything has been checked: from now on the folder is a run's, and it is not finished
+            (out / SUMMARY_FILE).unlink(missing_ok=True)
+            if checkpoint is None:
+                (out / METRICS_FILE).unlink(missing_ok=True)
             if saved is None:
                 (out / _BEGUN).touch()
                 with writing(out / TOKENIZER_FOLDER):
                     tok.save_pretrained(out / TOKENIZER_FOLDER)
-            now = Saved(
+            Saved(
                 recipe=recipe,
                 data=[str(p) for p in data],
                 validation=[str(p) for p in validation],
@@ -123,28 +124,28 @@ def run(
                 tokens=saved.tokens if saved else tokens_of(corpus),
                 tokenizer=saved.tokenizer if saved else describe_files(out / TOKENIZER_FOLDER),
                 conversion=conversion,
-            )
-            _write_recipe(now, saved, out, has_checkpoint=found.checkpoint is not None)
-        start = time.perf_counter()
+            ).write(out)
+        begun = time.perf_counter()
         if live:
             from twell.train.live import LiveView  # which needs rich
-        with LiveView(recipe) if live else _Talk(recipe, say) as view:
+        with LiveView(recipe) if live else contextlib.nullcontext(_Talk(recipe, say)) as view:
             trainer.add_callback(view)
-            if found.checkpoint is None:
+            if checkpoint is None:
                 trainer.train()
             else:
-                resume(trainer, found.checkpoint)
-        _finish(trainer, corpus, tok, out, time.perf_counter() - start, conversion, is_first, say)
+                resume(trainer, checkpoint)
+        seconds = time.perf_counter() - begun
+        _save_model(trainer, out, conversion, is_first)
+        if last_evaluation(trainer).get("step") != trainer.state.global_step:
+            trainer.evaluate()
+        if is_first:
+            summary = summarise(trainer, read_metrics(out), seconds, bytes_a_token(corpus.held_out, tok))
+            if conversion is not None:
+                summary["conversion"] = {**conversion["facts"], "loss_recovered": summary["validation_loss"]}
+            write_whole(out / SUMMARY_FILE, json.dumps(summary, indent=1))  # a run with a summary is finished
+            say(describe(summary))
+            say(f"the model is in {out / MODEL_FOLDER}")
         return trainer
-
-
-def _write_recipe(now: Saved, saved: Saved | None, out: Path, *, has_checkpoint: bool) -> None:
-    """After removing files that are no longer true: a summary if the run goes on, metrics if it starts at step 0."""
-    if saved is None or saved.recipe != now.recipe or not has_checkpoint:
-        for name in (SUMMARY_FILE, *([] if has_checkpoint else [METRICS_FILE])):
-            (out / name).unlink(missing_ok=True)
-    if now != saved:
-        now.write(out)
 
 
 def _save_memory(model: Any, arguments: dict[str, Any]) -> None:
@@ -161,27 +162,20 @@ def _is_free(out: Path) -> bool:
     return not names or (_BEGUN in names and names <= {_BEGUN, TOKENIZER_FOLDER})
 
 
-def _check_places(out: Path) -> None:
-    """Refuse files and folders in the way of those that the run will write, before the training and not after it."""
-    for name in (METRICS_FILE, SUMMARY_FILE):
-        if (out / name).is_dir():
-            raise ValueError(f"{out / name} is a folder, and the run writes a file of that name: remove it")
-    if (out / MODEL_FOLDER).is_file():
-        raise ValueError(f"{out / MODEL_FOLDER} is a file, and the run writes a folder of that name: remove it")
-
-
-def _found(out: Path, steps: int, say: Callable[[str], None]) -> Found:
+def _checkpoint(out: Path, steps: int, say: Callable[[str], None]) -> Path | None:
     """The checkpoint to resume from; none in a run that was killed before its first."""
-    found = newest_sound(out)
-    skipped = f"{found}: " if found.flaws else ""
-    if found.checkpoint is not None:
-        is_done = step_of(found.checkpoint) >= steps
-        say(f"{skipped}resuming from {found.checkpoint}" + (", the last; steps=N trains longer" if is_done else ""))
-    elif all(flaw == NOT_FINISHED for flaw in found.flaws.values()):
+    checkpoint, flaws = newest_sound(out)
+    skipped = f"{', '.join(flaws)}: " if flaws else ""
+    if checkpoint is not None:
+        is_done = step_of(checkpoint) >= steps
+        say(f"{skipped}resuming from {checkpoint}" + (", the last; steps=N trains longer" if is_done else ""))
+    elif all(flaw.endswith(NOT_FINISHED) for flaw in flaws):
         say(f"{skipped}there is no finished checkpoint; starting again at step 0")
     else:
-        raise ValueError(f"{out} has no sound checkpoint to resume from: {found}; start again in another folder")
-    return found
+        raise ValueError(
+            f"{out} has no sound checkpoint to resume from: {', '.join(flaws)}; start again in another folder"
+        )
+    return checkpoint
 
 
 def _saved_tokenizer(saved: Saved, out: Path, other: str | None) -> Any:
@@ -193,35 +187,16 @@ def _saved_tokenizer(saved: Saved, out: Path, other: str | None) -> Any:
     return tok
 
 
-def _model(
-    recipe: Recipe, corpus: Corpus, tok: Any, saved: Saved | None, begin: Begin | None
-) -> tuple[PreTrainedModel, dict[str, Any] | None]:
-    """The model to train; if it was not made from the recipe, also its configuration and the facts about it."""
-    if saved is not None and saved.conversion is not None:  # the checkpoint has the weights
-        config = AutoConfig.for_model(**saved.conversion["config"])
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if lora := saved.conversion["facts"].get("lora"):
-            add_lora(model, **lora)
-        return model, saved.conversion
-    if saved is None and begin is not None:
-        model, facts = begin(recipe, corpus)
-        return model, {"facts": facts, "config": json.loads(model.config.to_json_string(use_diff=False))}
-    return make_model(recipe, len(tok), tok.eos_token_id), None
+def _empty_model(conversion: dict[str, Any]) -> PreTrainedModel:
+    """A model that the run did not make from its recipe, as it was when the run began."""
+    config = AutoConfig.for_model(**conversion["config"])
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if lora := conversion["facts"].get("lora"):
+        add_lora(model, **lora)
+    return model
 
 
-def _finish(
-    trainer: SparseTrainer,
-    corpus: Corpus,
-    tok: Any,
-    out: Path,
-    seconds: float,
-    conversion: dict[str, Any] | None,
-    is_first: bool,
-    say: Callable[[str], None],
-) -> None:
-    """Save the model, validate it unless that is done, and write the summary last."""
-    if is_first:
-        (out / SUMMARY_FILE).unlink(missing_ok=True)  # a finished run's, while its model is written again
+def _save_model(trainer: SparseTrainer, out: Path, conversion: dict[str, Any] | None, is_first: bool) -> None:
     if conversion is not None and conversion["facts"].get("lora"):
         with writing(out / ADAPTER_FOLDER):
             if is_first:
@@ -233,15 +208,6 @@ def _finish(
             shutil.copytree(
                 out / TOKENIZER_FOLDER, out / MODEL_FOLDER, copy_function=shutil.copyfile, dirs_exist_ok=True
             )
-    if last_evaluation(trainer).get("step") != trainer.state.global_step:
-        trainer.evaluate()
-    if is_first:
-        summary = summarise(trainer, read_metrics(out), seconds, bytes_a_token(corpus.held_out, tok))
-        if conversion is not None:
-            summary["conversion"] = {**conversion["facts"], "loss_recovered": summary["validation_loss"]}
-        write_whole(out / SUMMARY_FILE, json.dumps(summary, indent=1))  # a run with a summary is finished
-        say(describe(summary))
-        say(f"the model is in {out / MODEL_FOLDER}")
 
 
 def how_to_go_on(out: Path, options: Sequence[str] = ()) -> str:
@@ -299,14 +265,18 @@ def read_corpus(
             "input_ids"
         ]
 
-    dataset = find_dataset(data)
-    with _reading_bar(is_first) as progress:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    dataset, console = find_dataset(data), Console(stderr=True)
+    with Bar(console=console, transient=True, disable=not (is_first and console.is_terminal)) as bar:
+        task = bar.add_task("reading data", total=None)
         common: dict[str, Any] = {
             "encode": encode,
             "end_of_text": tok.eos_token_id,
             "vocab_size": len(tok),
             "held_out": validation or 0.01,
-            "progress": progress,
+            "progress": lambda done, total: bar.update(task, completed=done, total=total),
         }
         if dataset is None:
             return load_corpus(data, seed=recipe.seed, **common)
@@ -319,25 +289,6 @@ def read_corpus(
             say=say,
             **common,
         )
-
-
-@contextlib.contextmanager
-def _reading_bar(shown: bool) -> Iterator[Progress]:
-    """A progress bar on standard error while data is read, if that is a terminal."""
-    from rich import progress as rp
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    columns = (
-        rp.TextColumn("reading data"),
-        rp.BarColumn(),
-        rp.TaskProgressColumn(),
-        rp.TimeElapsedColumn(),
-        rp.TimeRemainingColumn(),
-    )
-    with rp.Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _tokenizer(name: str | None, data: Sequence[Path | str], recipe: Recipe, say: Callable[[str], None]) -> Any:
@@ -359,12 +310,6 @@ class _Talk(TrainerCallback):
 
     def __init__(self, recipe: Recipe, say: Callable[[str], None]) -> None:
         self.recipe, self.say = recipe, say
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:

@@ -34,7 +34,6 @@ def summarise(
         "tokens": recipe.steps * recipe.tokens_per_step,
         "tokens_per_second": statistics.median(speeds) if speeds else None,
         "seconds": seconds,
-        **time_and_energy(metrics, recipe.tokens_per_step),
         "peak_gpu_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
     }
     if stats:
@@ -61,20 +60,6 @@ def summarise(
 
 def last_evaluation(trainer: SparseTrainer) -> dict[str, Any]:
     return next((row for row in reversed(trainer.state.log_history) if "eval_loss" in row), {})
-
-
-def time_and_energy(metrics: list[dict[str, float]], tokens_per_step: int) -> dict[str, float]:
-    """Seconds and joules of training alone, from the log's tokens a second and watts.
-
-    >>> time_and_energy([{"step": 5, "tokens_per_second": 10.0, "watts": 3.0}], tokens_per_step=20)
-    {'training_seconds': 10.0, 'joules': 30.0}
-    """
-    seconds, joules, before = 0.0, 0.0, 0.0
-    for row in metrics:
-        if "tokens_per_second" in row:
-            passed = (row["step"] - before) * tokens_per_step / row["tokens_per_second"]
-            seconds, joules, before = seconds + passed, joules + passed * row.get("watts", 0.0), row["step"]
-    return {"training_seconds": seconds, **({"joules": joules} if joules else {})}
 
 
 def _held(recipe: Recipe, metrics: list[dict[str, float]]) -> dict[str, float]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -39,10 +38,10 @@ from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.hf.losses import IGNORED_LABEL
 from twell.nn import SparseFFNBase
 from twell.ops import Stats
-from twell.sparsity import FiringClock, L1Steering, Planner, l1_warmup, restart_neurons_, sum_over_processes
+from twell.sparsity import L1Steering, Planner, advance_clock, l1_warmup, restart_neurons_, sum_over_processes
 from twell.train.attention import causal_without_a_mask
 from twell.train.data import Blocks, Corpus, PaddedBlocks
-from twell.train.files import checkpoint_folder, finish_checkpoint, remove_older, step_of, write_whole
+from twell.train.files import checkpoint_folder, finish_folder, remove_older, step_of, write_whole, writing
 from twell.train.metrics import METRICS_FILE, SparsityCallback, active_neurons, metrics_line
 from twell.train.recipes import Recipe
 
@@ -74,9 +73,6 @@ def make_model(recipe: Recipe, vocab_size: int, end_of_text: int) -> PreTrainedM
             **shape,
             sparsity_l1_coeff=recipe.l1 or 0.0,
             sparsity_gated_mlp=recipe.gated,
-            sparsity_start_warmup_step=recipe.l1_warmup_start,
-            sparsity_end_warmup_step=recipe.l1_warmup_end,
-            sparsity_tokens_until_dead=recipe.dead_after_tokens,
         )
     )
 
@@ -153,19 +149,18 @@ class SparseTrainer(Trainer):
             # accelerate's own policy would also round the loss and the sums of gradients to bf16.
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            raise ValueError("label_smoothing_factor and compute_loss_func keep the labels from the model: no L1")
         self.recipe = recipe
         model: Any = self.model
         blocks = [layer.mlp for layer in model.model.layers]
         self.ffns: list[SparseFFNBase] = [b for b in blocks if isinstance(b, SparseFFNBase)]  # none in a SiLU model
         if any(ffn.share() is not None for ffn in self.ffns):
             raise ValueError("tensor parallel models need a loop of their own: this trainer knows DDP and FSDP2")
-        self.clocks = [FiringClock(len(ffn.neuron_counts)) for ffn in self.ffns]
+        self.clocks = [torch.zeros(len(ffn.neuron_counts), dtype=torch.int64) for ffn in self.ffns]
         self.planner = Planner(self.ffns, recipe.plan_every or 1)
         target = recipe.target_neurons
         self.steering = L1Steering(target, recipe.steps) if target is not None and self.ffns else None
-        if self.steering is not None:
-            # l1_scale then holds the whole coefficient. It is a tensor: a changed number would recompile the model.
-            model.config.sparsity_l1_coeff = 1.0
         # Statistics, one entry per layer:
         self.recent: list[Stats] = []  # since the last log, of all processes; the log commits them to the FFNs
         self.eval_stats: list[Stats] = []  # of the last evaluation
@@ -176,7 +171,6 @@ class SparseTrainer(Trainer):
         self._steps_since_log = 0
         self._read_joules = energy.counter(self.args.device)
         self.restart_stopwatch()
-        self.unsound: list[Path] = []  # checkpoints that the next one replaces
         # We delete older checkpoints after the new one is finished; the Trainer would delete them before.
         self.kept_checkpoints, self.args.save_total_limit = self.args.save_total_limit, None
         self.remove_callback(PrinterCallback)
@@ -191,7 +185,11 @@ class SparseTrainer(Trainer):
         ce_loss = out.ce_loss if hasattr(out, "ce_loss") else loss / self.accelerator.num_processes
         stats = getattr(out, "sparsity", None) or ()
         if model.training:
-            l1_loss = getattr(out, "l1_loss", torch.zeros_like(ce_loss))
+            l1_loss = out.l1_loss if stats else torch.zeros_like(ce_loss)
+            own: Any = self.model.config  # type: ignore[union-attr]
+            if stats and self.l1 != own.sparsity_l1_coeff:  # a coefficient that changes would recompile the model
+                processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+                loss = loss + processes * (self.l1 - own.sparsity_l1_coeff) * l1_loss
             losses = torch.stack([ce_loss.detach(), l1_loss.detach()])
             self._losses = self._losses.to(losses.device) + losses
             self._step = _add(self._step, stats)
@@ -206,8 +204,8 @@ class SparseTrainer(Trainer):
         """After an optimiser step: advance clocks, plan, steer L1, restart dead neurons. Never waits for the device."""
         self._steps_since_log += 1
         step = sum_over_processes(self._step) if self._step else []
-        for clock, stats in zip(self.clocks, step, strict=True):
-            clock.advance(stats)
+        if step:
+            self.clocks = [advance_clock(clock, stats) for clock, stats in zip(self.clocks, step, strict=True)]
         if step and self.recipe.plan_every:
             self.planner.advance(step)
         if self.steering is not None:
@@ -223,30 +221,16 @@ class SparseTrainer(Trainer):
         recipe = self.recipe
         if self.steering is not None:
             return self.steering.l1
-        return (recipe.l1 or 0.0) * l1_warmup(
-            self.state.global_step, recipe.l1_warmup_start, recipe.l1_warmup_end or None
-        )
-
-    def set_l1(self) -> None:
-        """Put ``l1`` into the model's loss."""
-        model: Any = self.model
-        if self.ffns and model.config.sparsity_l1_coeff:
-            model.set_l1_scale(self.l1 / model.config.sparsity_l1_coeff)
-
-    def _plans(self) -> dict[str, float]:
-        """How many layers train by the sparse kernels, and the hot neurons of each."""
-        hot = self.planner.hot_neurons()
-        sparse: dict[str, float] = {f"hot/{i}": n for i, n in enumerate(hot) if n is not None}
-        return {"sparse_layers": len(sparse), **sparse}
+        return (recipe.l1 or 0.0) * l1_warmup(self.state.global_step, recipe.l1_warmup_start, recipe.l1_warmup_end)
 
     def _restart_dead_neurons(self, step: int) -> None:
         model: Any = self.model
         std = model.config.initializer_range
-        for layer, (ffn, clock) in enumerate(zip(self.ffns, self.clocks, strict=True)):
-            dead = clock.dead(self.recipe.dead_after_tokens)
+        for layer, ffn in enumerate(self.ffns):
+            dead = self.clocks[layer] >= self.recipe.dead_after_tokens
             seed = hash((self.recipe.seed, step, layer)) & 0x7FFFFFFF  # a hash of integers is the same in every process
             restart_neurons_(ffn, dead, std=std, seed=seed, optimizer=self.optimizer)
-            clock.restart(dead)
+            self.clocks[layer] = self.clocks[layer].masked_fill(dead, 0)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self._blocks():
@@ -271,7 +255,9 @@ class SparseTrainer(Trainer):
             if self.recent:
                 logs["l1"] = self.l1
                 logs["dead_share"] = self.dead_share()
-                logs |= active_neurons(self.recent, "") | self._plans()
+                logs |= active_neurons(self.recent, "")
+                hot = {f"hot/{i}": n for i, n in enumerate(self.planner.hot_neurons()) if n is not None}
+                logs |= {"sparse_layers": len(hot), **hot}  # those that train by the sparse kernels
                 for ffn, stats in zip(self.ffns, self.recent, strict=True):
                     ffn.reset_counts()
                     ffn.commit(stats)
@@ -306,37 +292,29 @@ class SparseTrainer(Trainer):
 
     def dead_share(self) -> float:
         """Share of all neurons that have not fired for ``dead_after_tokens`` tokens."""
-        dead = torch.cat([clock.dead(self.recipe.dead_after_tokens) for clock in self.clocks])
-        return float(dead.float().mean())
+        return float((torch.cat(self.clocks) >= self.recipe.dead_after_tokens).float().mean())
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Write the manifest last, and delete older checkpoints only after it."""
         self._check_finite()
         out, step = Path(self.args.output_dir or "."), self.state.global_step
         folder, is_first = checkpoint_folder(out, step), self.is_world_process_zero()
-        try:
+        with writing(folder):  # earlier checkpoints are untouched until this one is whole
             if is_first:
-                for path in {folder, *self.unsound}:
-                    shutil.rmtree(path, ignore_errors=True)
-            _wait_for_all()
+                shutil.rmtree(folder, ignore_errors=True)  # one that was not finished, or is damaged
+            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(*args, **kwargs)
-            _wait_for_all()  # other processes may still be writing
+            self.accelerator.wait_for_everyone()  # other processes may still be writing
             if is_first:
                 saved = {
-                    "clocks": [clock.state_dict() for clock in self.clocks],
+                    "clocks": [clock.cpu() for clock in self.clocks],
                     "counts": [(ffn.neuron_counts.cpu(), ffn.tokens_seen.cpu()) for ffn in self.ffns],
                     "plans": self.planner.state_dict(),
                     "steering": None if self.steering is None else self.steering.state_dict(),
                 }
                 torch.save(saved, folder / SPARSITY_FILE)
-                finish_checkpoint(folder)
-                remove_older(folder, self.kept_checkpoints, self.state.best_model_checkpoint)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise RuntimeError(
-                f"could not write {folder.name} into {out} (disk full?): {reason}; earlier checkpoints are untouched"
-            ) from error
-        self.unsound = []
+                finish_folder(folder, {"step": step})
+                remove_older(folder, self.kept_checkpoints)
 
     def _check_finite(self) -> None:
         """The log checks losses only now and then; a checkpoint in between must be sound, too."""
@@ -363,11 +341,6 @@ def _in_a_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _wait_for_all() -> None:
-    if _in_a_group():
-        dist.barrier()
-
-
 def _add(total: Sequence[Stats], more: Sequence[Stats]) -> list[Stats]:
     """Sums per layer. Counts become int64, which no number of tokens overflows."""
     if not total:
@@ -379,8 +352,7 @@ def _add(total: Sequence[Stats], more: Sequence[Stats]) -> list[Stats]:
 def resume(trainer: SparseTrainer, checkpoint: Path) -> None:
     """Continue from a checkpoint, at the exact place in the data, to the end of the recipe."""
     saved = torch.load(checkpoint / SPARSITY_FILE)
-    for clock, state in zip(trainer.clocks, saved["clocks"], strict=True):
-        clock.load_state_dict(state)
+    trainer.clocks = saved["clocks"]
     for ffn, (counts, tokens) in zip(trainer.ffns, saved["counts"], strict=True):
         ffn.neuron_counts.copy_(counts)
         ffn.tokens_seen.copy_(tokens)

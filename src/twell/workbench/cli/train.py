@@ -7,18 +7,20 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Argument, Option
 
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import counted_bar, printer
+from twell.workbench.cli.common import printer
 
 
 @app.command()
 def train(
     overrides: Annotated[list[str] | None, Argument(metavar="KEY=VALUE", help="Change the recipe.")] = None,
-    preset: Annotated[str | None, Option(help="tiny, small, 0.5b, 1b, 1.5b or 2b. Default: tiny.")] = None,
+    preset_name: Annotated[
+        str | None, Option("--preset", help="tiny, small, 0.5b, 1b, 1.5b or 2b. Default: tiny.")
+    ] = None,
     data: Annotated[
         list[str] | None,
         Option(
@@ -33,8 +35,12 @@ def train(
     model: Annotated[
         str | None, Option("--from", help="Train this model further: folder or hub name of a Llama or Qwen2 with ReLU.")
     ] = None,
+    relufy: Annotated[
+        bool, Option("--relufy", help="With --from: replace the model's SiLU or GELU by ReLU before the training.")
+    ] = False,
     lora: Annotated[
-        int | None, Option(help="With --from: train only adapters of this rank, without L1 unless you ask for it.")
+        int | None,
+        Option(min=1, help="With --from: train only adapters of this rank, without L1 unless you ask for it."),
     ] = None,
     lora_modules: Annotated[
         list[str] | None, Option(help="With --lora: layers that get an adapter; repeatable. Default: attention's.")
@@ -67,58 +73,54 @@ def train(
 
     [bold]twell train --from my-run/model --data more/ --out my-second-run steps=500[/bold]
     """
-    from twell.train import recipes
+    from twell.train.convert import Start
     from twell.train.data import SAMPLE
+    from twell.train.lora import ATTENTION
     from twell.train.recipe_file import Saved
+    from twell.train.recipes import override, preset
     from twell.train.run import how_to_go_on, quiet_libraries, read_summary, run
     from twell.train.trainer import FSDP2
 
     quiet_libraries()
-    how: dict[str, Any] = {
-        "validation": validation or [],
-        "tokenizer": tokenizer,
-        "say": printer(as_json),
-        "live": sys.stdout.isatty() and not as_json,
-        "torch_compile": compiled,
-        "save_memory": save_memory,
-        "report_to": report_to,
-        **(FSDP2 if fsdp else {}),
-    }
     changes = overrides or []
-    if model is None and (lora is not None or lora_modules):
-        raise ValueError("--lora is for --from: a model without weights has nothing to adapt")
-    if lora_modules and lora is None:
-        raise ValueError("--lora-modules is for --lora: give the rank of the adapters, --lora 16")
+    for option, given, other, why in (
+        ("--relufy", relufy, model, "is for --from: a new model has ReLU"),
+        ("--lora", lora is not None, model, "is for --from: a model without weights has nothing to adapt"),
+        ("--lora-modules", lora_modules, lora is not None, "is for --lora: give the rank of the adapters, --lora 16"),
+        ("--preset", preset_name, model is None, "is not for --from: the model has its own shape"),
+        ("--resume", resume, model is None, "is not for --from: an interrupted run knows its model"),
+        ("--fsdp", fsdp, lora is None, "is not for --lora, which runs on one GPU or several with DDP"),
+    ):
+        if given and not other:
+            raise ValueError(f"{option} {why}")
+    start = None
     if model is not None:
-        for option, given in (("--preset", preset), ("--resume", resume)):
-            if given:
-                raise ValueError(
-                    f"{option} is not for --from: the model has its own shape, and an interrupted run resumes by itself"
-                )
-        if lora is not None and fsdp:
-            raise ValueError("--lora runs on one GPU, or several without --fsdp")
+        adapters = None if lora is None else {"rank": lora, "modules": lora_modules or list(ATTENTION)}
+        start = Start(model, adapters)
+        recipe = start.recipe(changes, relufy=relufy, tokenizer=tokenizer)
+        tokenizer = tokenizer or model
+    else:
+        recipe = preset(preset_name or "tiny")
+        if resume:  # the steps of a preset do not extend a run
+            was = Saved.read(out).recipe
+            recipe = dataclasses.replace(recipe, steps=was.steps) if preset_name else was
+        recipe = override(recipe, changes)
     try:
-        if model is not None:
-            from twell.train.convert import continue_training
-            from twell.train.lora import ATTENTION
-
-            how |= {"lora": lora, "lora_modules": lora_modules or ATTENTION, "bar": counted_bar}
-            continue_training(model, out, data or [SAMPLE], changes=changes, **how)
-        else:
-            recipe = recipes.override(recipes.preset(preset or "tiny"), changes)
-            if resume:
-                was = Saved.read(out)
-                recipe = recipes.override(recipe if preset else was.recipe, changes)
-                if not any(
-                    change.startswith("steps=") for change in changes
-                ):  # the steps of a preset do not extend a run
-                    recipe = dataclasses.replace(recipe, steps=was.recipe.steps)
-                if was.conversion:  # without a checkpoint the model is converted again
-                    from twell.train.convert import beginning
-
-                    facts = was.conversion["facts"]
-                    how["begin"] = beginning(facts["model"], how["say"], counted_bar, facts.get("lora"))
-            run(recipe, data or ([] if resume else [SAMPLE]), out, go_on=resume, **how)
+        run(
+            recipe,
+            data or ([] if resume else [SAMPLE]),
+            out,
+            start=start,
+            go_on=resume,
+            validation=validation or [],
+            tokenizer=tokenizer,
+            say=printer(as_json),
+            live=sys.stdout.isatty() and not as_json,
+            torch_compile=compiled,
+            save_memory=save_memory,
+            report_to=report_to,
+            **(FSDP2 if fsdp else {}),
+        )
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             options = ["--compile"] * compiled + ["--save-memory"] * save_memory + ["--fsdp"] * fsdp
