@@ -41,7 +41,7 @@ def read_text(tokenizer: Any, path: Path) -> Tokens:
         raise ValueError("the tokenizer has no end-of-text token")
     for file in find_files([path]):
         if file.name.endswith(TOKEN_SUFFIXES):
-            [found] = read_documents([file], None, end_of_text=end, vocab_size=len(tokenizer))
+            [found] = read_documents([file], tokenizer.encode, end_of_text=end, vocab_size=len(tokenizer))
             documents = [document.tolist() for document in found]
             texts += [tokenizer.decode(document[:-1], clean_up_tokenization_spaces=False) for document in documents]
         else:
