@@ -15,7 +15,7 @@ def test_one_measurement_serves_terminal_and_page(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     for part in (
         "A layer, D 64, F 256",
-        "a model's decoding of a token",
+        "decoding a token",
         "$ twell generate sample",
         "What it comes to",
     ):

@@ -45,10 +45,10 @@ def run(folder: Path, *, width: int = 2048, hidden: int = 5632, seconds: float =
     rows, page = folder / "rows.jsonl", folder / "report.html"
     rows.unlink(missing_ok=True)
     console.print(Rule(f"A layer, D {width}, F {hidden}, of which about 29 neurons fire for a token"))
-    measured = time_layer(console, width, hidden, seconds)
+    layer = time_layer(console, width, hidden, seconds)
     console.print(Rule("A model of four such layers with attention"))
-    measured += time_model(console, width, hidden, seconds)
-    for row in measured:
+    model = time_model(console, width, hidden, seconds)
+    for row in (*layer, *model):
         append(row, rows)
     console.print(Rule("A small trained model, which ships with twell"))
     console.print(f"$ twell generate sample --prompt '{PROMPT}' --temperature 0.8 --top-k 40")
@@ -56,9 +56,9 @@ def run(folder: Path, *, width: int = 2048, hidden: int = 5632, seconds: float =
     console.print(f"$ twell analyze sample --report {page} --speed {rows}")
     analyze("sample", report=page, speed=[rows])
     console.print(Rule("What it comes to"))
-    said = (f"{verdict(*sides(row)).split(' (')[0]} for {row['what']}" for row in measured)
-    console.print(f"Sparse against dense PyTorch on this CPU: {'; '.join(said)}.")
-    if note := busy_while(measured):
+    said = f"a layer is {_shortly(layer)}; a model of such layers is {_shortly(model)}"
+    console.print(f"Sparse against dense PyTorch on this CPU: {said}.")
+    if note := busy_while([*layer, *model]):
         console.print(note)
     console.print(f"[bold]A page to look at: {page}[/bold]")
 
@@ -69,7 +69,7 @@ def time_layer(console: Console, width: int, hidden: int, seconds: float) -> lis
 
     todo = [ffn.Case(workload=WORKLOAD, M=m, D=width, F=hidden) for m in (1, 16, 256)]
     with console.status("measuring"):
-        rows = [{**row, "what": f"a layer and {_tokens(row['M'])}"} for row in ffn.run(todo, seconds=seconds)]
+        rows = [{**row, "what": _tokens(row["M"])} for row in ffn.run(todo, seconds=seconds)]
     console.print(speed_table(rows))
     errors = [max(row["error"][side] for row in rows) for side in ("dense", "sparse")]
     console.print(f"Relative error against float64: dense {errors[0]:.1e}, sparse {errors[1]:.1e}.\n")
@@ -100,8 +100,8 @@ def time_model(console: Console, width: int, hidden: int, seconds: float) -> lis
         fresh = LlamaForCausalLM(config).eval()  # without the hooks that replace inputs
         written = decode.measure(fresh, WORKLOAD, 1, CONTEXT, graph=False, seconds=seconds)
     rows = [
-        {**read, "what": f"a model's prefill of {_tokens(PREFILL)}"},
-        {**written, "what": "a model's decoding of a token"},
+        {**read, "what": f"a prefill of {_tokens(PREFILL)}"},
+        {**written, "what": "decoding a token"},
     ]
     console.print(speed_table(rows))
     apart = max(row["difference"] for row in rows)
@@ -113,6 +113,10 @@ def _tokens(n: int) -> str:
     return f"{n:,} token{'s'[: n != 1]}"
 
 
+def _shortly(rows: list[Row]) -> str:
+    return ", ".join(f"{verdict(*sides(row)).split(' (')[0]} for {row['what']}" for row in rows)
+
+
 def speed_table(rows: list[Row]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("", "dense", "sparse"):
@@ -120,7 +124,7 @@ def speed_table(rows: list[Row]) -> Table:
     table.add_column("sparse is", no_wrap=True)
     for row in rows:
         both = sides(row)
-        times = (f"{t.p50:#.3g} ms ±{relative_spread(t):.0%}" for t in both)
+        times = (f"{t.p50:.3g} ms ±{relative_spread(t):.0%}" for t in both)
         table.add_row(row["what"], *times, f"[bold]{verdict(*both)}[/bold]")
     return table
 
