@@ -327,6 +327,6 @@ def test_a_model_that_runs_by_its_kernels_always_agrees_with_its_dense_twin() ->
         of.tokens *= 256
     plan_all_(model, fired)
     found = compare_predictions(twin, model, rows, batch_size=2)
-    ran = [each.runs_split() for _, each in sparse_ffns(model)]
+    ran = [each.is_laid_out() for _, each in sparse_ffns(model)]
     assert all(ran)
     assert 0 < found.logits_difference < 0.2 * found.largest_logit

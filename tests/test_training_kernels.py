@@ -25,7 +25,7 @@ from twell.gpu.training.columns import Columns
 from twell.ops import functional as ops
 from twell.plan import Costs, Plan
 from twell.reference import Weights
-from twell.saved import SavedSplit, runs_split
+from twell.saved import SavedSplit, trains_split
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
 
@@ -409,8 +409,8 @@ def test_few_tokens_and_dense_plans_train_densely(ran_split: Callable[[], bool])
     for plan in (dataclasses.replace(inputs.plan, min_tokens=21), everything):
         ops.gated_ffn(*tensors, backend="triton", plan=plan)
         assert not ran_split()
-    assert runs_split(1 << 20, 128, 16, 1024, 0)
-    assert not runs_split(1 << 21, 128, 16, 1024, 0)  # as many pairs as 32 bits do not count
+    assert trains_split(1 << 20, 128, 16, 1024, 0)
+    assert not trains_split(1 << 21, 128, 16, 1024, 0)  # as many pairs as 32 bits do not count
 
 
 def test_only_some_weights_train() -> None:

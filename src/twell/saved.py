@@ -113,7 +113,7 @@ def index_dtype(n_neurons: int) -> torch.dtype:
     return torch.int16 if n_neurons <= 1 << 15 else torch.int32
 
 
-def runs_split(tokens: Any, n_neurons: int, n_hot: Any, cap: Any, min_tokens: Any) -> Any:
+def trains_split(tokens: Any, n_neurons: int, n_hot: Any, cap: Any, min_tokens: Any) -> Any:
     """1 if a batch runs by the split, else 0: if the plan is dense, if the tokens are fewer than ``min_tokens``, or if
     they are so many that 32 bits could not count the pairs, or the words that hold a bit a token and neuron."""
     bits = tokens * (n_neurons - n_hot)
@@ -137,7 +137,7 @@ def saved_length(
     if plan is None:
         return each * tokens * n_neurons
     n_hot, cap, min_tokens = plan
-    split = runs_split(tokens, n_neurons, n_hot, cap, min_tokens)
+    split = trains_split(tokens, n_neurons, n_hot, cap, min_tokens)
     n_hot = n_neurons - split * (n_neurons - n_hot)
     sizes = TailSizes.of(tokens, n_neurons - n_hot, cap)
     numbers = (sizes.chunks * (sizes.keys + 16), sizes.entries, *turn_sizes(tokens))

@@ -70,7 +70,7 @@ A backward leaves out what the wanted gradients do not need. The words in the ta
 - One wave: the tiles of h fill at least half of the SMs, and all at once (FP8: up to 4/3 of a wave), for F of 32 to 64
   times the number of SMs and D of 1024 to 4096. In 16 bits only without biases of gate and up, and for contiguous
   tensors. See ``dense.fused_tile``.
-- Not too many tokens: M < 2^31 / (cap + 16) and M C < 2^34 (``saved.runs_split``).
+- Not too many tokens: M < 2^31 / (cap + 16) and M C < 2^34 (``saved.trains_split``).
 - A second stream runs, in inference, _list_kernel and then _heavy_kernel, beside the hot gate; the tail waits for the
   lists only. (If H = 0, _heavy_kernel alone, beside the tail.) In a training forward it runs Wd's transpose and the
   hot rows, beside the cold gate and the lists.
@@ -99,7 +99,7 @@ from twell.gpu.shared.tiles import GateTile, RowTile, Tiles, device_facts, tiles
 from twell.gpu.training import split_training
 from twell.plan import Plan, PlanTensors, sizes_of, tokens_of
 from twell.reference import Gradients, Weights, is_neuron_major
-from twell.saved import runs_split
+from twell.saved import trains_split
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,7 +229,7 @@ def train(
     """(y, l1_sum, counts, tensor kept for the backward: see saved.py)."""
     token_mask = plain(token_mask)
     given: Sequence[Tensor]
-    if plan is not None and _runs_split(len(x), len(w.gate), plan):
+    if plan is not None and _trains_split(len(x), len(w.gate), plan):
         facts = plan.order, plan.places, SplitSizes.of(plan), activation, token_mask, *launch_facts(x)
         *given, kept = split_training.forward(x, w, *facts, want_stats=want_stats)
     else:
@@ -237,9 +237,9 @@ def train(
     return *given, kept if save else x.new_empty(0)  # type: ignore[return-value]
 
 
-def _runs_split(tokens: int, n_neurons: int, plan: PlanTensors) -> bool:
+def _trains_split(tokens: int, n_neurons: int, plan: PlanTensors) -> bool:
     n_hot, cap, _ = sizes_of(plan)
-    return bool(runs_split(tokens, n_neurons, n_hot, cap, tokens_of(plan)[2]))
+    return bool(trains_split(tokens, n_neurons, n_hot, cap, tokens_of(plan)[2]))
 
 
 @_on_its_device
@@ -256,7 +256,7 @@ def backward(
 ) -> Gradients:
     """Empty or None where a gradient is not needed."""
     dy, dl1, token_mask = plain(dy), plain(dl1), plain(token_mask)
-    if plan is not None and _runs_split(len(x), len(w.gate), plan):
+    if plan is not None and _trains_split(len(x), len(w.gate), plan):
         given = plan.order, plan.places, SplitSizes.of(plan), activation, token_mask, *launch_facts(x), needs
         return split_training.backward(dy, dl1, x, w, kept, *given)
     return dense.backward(dy, dl1, x, w, kept, activation, token_mask, needs)

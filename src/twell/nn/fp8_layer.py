@@ -136,6 +136,6 @@ class Fp8Layer(Planned):
         self._kept_of_fp8(self._fp8_tensors(), plan, is_sparse=False, captured=False)
         return True
 
-    def runs_split(self) -> bool:
+    def is_laid_out(self) -> bool:
         """Whether FP8 weights are laid out for the split, as they are from the first call with a sparse plan on."""
         return self._fp8 is not None and self._fp8.kept is not None and self._fp8.kept.layout is not None

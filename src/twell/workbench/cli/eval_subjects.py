@@ -28,7 +28,7 @@ class EvalSubject(NamedTuple):
 
         if self.twin is None:
             return {}
-        return {"sparse_layers": sum(ffn.runs_split() for _, ffn in sparse_ffns(self.model))}
+        return {"sparse_layers": sum(ffn.is_laid_out() for _, ffn in sparse_ffns(self.model))}
 
 
 def subjects(models: Sequence[str], ways: str | None, device: Any, dtype: str | None) -> Iterator[EvalSubject]:
