@@ -307,15 +307,10 @@ def test_real_results_against_themselves_and_a_slower_path(tmp_path: Path, path:
 
 
 def test_runs_of_a_sweep_are_compared_by_their_speed(tmp_path: Path) -> None:
-    sweep = RESULTS / "sweep-small.jsonl"
-    slow = [
-        row if row["speed"] is None else {**row, "speed": slower(row["speed"], 1.5)}
-        for row in result_rows.read([sweep])
-    ]
-    comparison = cmp.compare_files([sweep, write(tmp_path / "slow.jsonl", slow)])
-    assert (
-        comparison.matched == 10 and "sweep-small.jsonl: 1 rows of" in comparison.left_out[0]
-    )  # SiLU has no sparse path
+    runs = [{"name": "l1-0", "speed": ffn()}, {"name": "silu", "speed": None}]  # SiLU has no sparse path
+    slow = [{**runs[0], "speed": slower(ffn(), 1.5)}, runs[1]]
+    comparison = cmp.compare_files([write(tmp_path / "sweep.jsonl", runs), write(tmp_path / "slow.jsonl", slow)])
+    assert comparison.matched == 1 and "sweep.jsonl: 1 rows of" in comparison.left_out[0]
     assert cmp.verdict(comparison) == 1
 
 

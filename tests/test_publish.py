@@ -14,7 +14,7 @@ import publish
 import tables
 from publish_steps import CURVES, STEPS, Step
 
-# Stands in for ``twell``: "row NAME" gives a row, "train" a run, "sweep" another part of a sweep, "fail" fails.
+# Stands in for ``twell``: "row NAME" gives a row, "train" a run, "fail" fails.
 TWELL = """
 import json, pathlib, sys, time
 words = sys.argv[1:]
@@ -31,15 +31,12 @@ elif words[0] == "eval":
     out.write_text("".join(json.dumps(row) + "\\n" for row in rows))
 else:
     out.mkdir(parents=True, exist_ok=True)
-    row = {"validation_loss": 2.0, "device": "cpu", "speed": {"commit": "x"}}
-    (out / ("summary.json" if words[0] == "train" else "sweep.jsonl")).write_text(json.dumps(row) + "\\n")
+    (out / "summary.json").write_text(json.dumps({"validation_loss": 2.0, "device": "cpu"}) + "\\n")
 """
-SWEEP = Step("swept", "three", 9999, "sweep all --out {work}/swept", "sweep")
 ROWS = [
     Step("a", "one", 1, "row first {data}/val.u16"),
     Step("b", "one", 1, "row second {work}/b/model"),
     Step("run", "two", 1, "train tiny --out {work}/run", "run", "eval {work}/run/model"),
-    SWEEP,
 ]
 BROKEN = Step("broken", "four", 1, "fail now")
 
@@ -49,7 +46,7 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "twell.py").write_text(TWELL)
     (tmp_path / "data").mkdir()
     (tmp_path / "results").mkdir()
-    for name in ("one", "two", "three"):
+    for name in ("one", "two"):
         (tmp_path / "results" / f"{name}.jsonl").write_text('{"commit": "old"}\n')
     return tmp_path
 
@@ -70,7 +67,7 @@ def rows(place: Path, name: str) -> list[dict[str, Any]]:
 
 def test_all_rows_are_measured_and_replaced_at_once(place: Path) -> None:
     assert run(place, ROWS) == 0
-    assert log(place) == ["row first", "row second", "train tiny", f"eval {place}/rows/abc/work/run/model", "sweep all"]
+    assert log(place) == ["row first", "row second", "train tiny", f"eval {place}/rows/abc/work/run/model"]
     assert rows(place, "one") == [
         {"bench": "first", "commit": "abc", "model": "val.u16"},  # and no folder of this machine
         {"bench": "second", "commit": "abc", "model": "b/model"},
@@ -78,17 +75,16 @@ def test_all_rows_are_measured_and_replaced_at_once(place: Path) -> None:
     (of_run,) = rows(place, "two")
     assert (of_run["name"], of_run["command"]) == ("run", "twell train tiny --out run")
     assert of_run["wikitext2"] == {"loss": 1.5} and of_run["lambada"] == {"accuracy": 0.5} and of_run["threads"] > 0
-    assert rows(place, "three")[0]["speed"] == {"commit": "abc"}
 
 
 def test_a_failed_step_is_reported_and_the_rest_runs(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_text() for path in (place / "results").iterdir()}
     assert run(place, [BROKEN, *ROWS]) == 1
-    assert "broken failed: exit code 3" in capsys.readouterr().err and len(log(place)) == 6
+    assert "broken failed: exit code 3" in capsys.readouterr().err and len(log(place)) == 5
     assert {path: path.read_text() for path in (place / "results").iterdir()} == before
     assert run(place, [BROKEN._replace(command="row now x"), *ROWS]) == 0
-    assert len(log(place)) == 7 and rows(place, "four")  # the finished ones were skipped
-    assert run(place, ROWS, commit="def") == 2 and len(log(place)) == 12  # another commit: all of them again
+    assert len(log(place)) == 6 and rows(place, "four")  # the finished ones were skipped
+    assert run(place, ROWS, commit="def") == 2 and len(log(place)) == 10  # another commit: all of them again
     assert "rows of another commit would remain in four.jsonl" in capsys.readouterr().err
     assert run(place, ROWS, "--keep", "four", commit="def") == 0
     assert rows(place, "one")[0]["commit"] == "def" and rows(place, "four")[0]["commit"] == "abc"
@@ -101,24 +97,18 @@ def test_a_model_that_is_gone_is_made_again_for_a_step_that_needs_it(
     score = Step("score", "one", 1, "row score {work}/run/summary.json")
     assert run(place, [score]) == 1
     assert "score failed: it needs run/summary.json, which another step makes" in capsys.readouterr().err
-    assert run(place, [model], "--keep", "one", "--keep", "three") == 0
+    assert run(place, [model], "--keep", "one") == 0
     shutil.rmtree(place / "rows" / "abc" / "work" / "run")  # rows were carried to another machine, models were not
-    assert run(place, [model, score], "--keep", "three") == 0
+    assert run(place, [model, score]) == 0
     assert log(place) == ["train tiny", "train tiny", "row score"]
 
 
-def test_steps_that_do_not_fit_are_left(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_that_do_not_fit_are_left(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = Step("long", "one", 500, "row long x")
     assert run(place, [long, *ROWS[:2]], "--time-limit", "50") == 2
     assert log(place) == ["row first", "row second"] and "long: no time" in capsys.readouterr().err
     traced = Step("traced", "one", 1, "row traced {trace}")
     assert run(place, [traced]) == 2 and "traced needs --trace" in capsys.readouterr().err
-    (place / "twell.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(publish, "SWEEP_SECONDS", 0)
-    assert run(place, [SWEEP], "--time-limit", "0.5") == 2
-    assert "swept: stopped" in capsys.readouterr().err
 
 
 def test_some_steps_alone_and_the_list(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +149,7 @@ def test_commands_are_those_of_twell_and_make_every_file(monkeypatch: pytest.Mon
             if name == "bench":
                 name, *words = words
                 command = command.commands[name]
-            out = ["--out", "x"] if "--out" not in words and name not in ("train", "convert", "sweep") else []
+            out = ["--out", "x"] if "--out" not in words and name != "train" else []
             command.make_context(name, [*words, *out], resilient_parsing=False)
     files = {step.file for step in STEPS}
     measured = {path.stem for path in (Path(__file__).parents[1] / "results").glob("*.jsonl")}

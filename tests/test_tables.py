@@ -159,22 +159,6 @@ def test_plain_ffns_and_rows_that_compare_nothing(results: Results) -> None:
 # -- evaluations ------------------------------------------------------------------------------------------
 
 
-def test_the_tasks_of_several_models_with_paired_differences(results: Results) -> None:
-    lines = results.lines("eval")
-    assert lines[0].endswith("| l1 0 | l1 0.0002 | l1 0.0004 | l1 0.0002 less l1 0 | l1 0.0004 less l1 0 |")
-    assert results.line("eval", "commonsense_qa | acc | 1221")[-1] == "+0.00 ± 0.00"
-    assert not any(line.startswith("| winogrande | acc_norm") for line in lines)
-
-    def changed(row: Row) -> Row:
-        less = {"acc": -0.25 if "0.0002" in row["model"] else -1e-6, "acc_error": 0.1}
-        against = {"against": row["against"] | less} if "against" in row else {}
-        return {"acc": 0.5, "acc_error": 0.01, **against}
-
-    results.change("eval-small", changed)
-    cells = ["50.00 ± 1.00"] * 3 + ["**-25.00 ± 10.00**", "+0.00 ± 10.00"]
-    assert results.line("eval", "piqa | acc |")[3:] == cells == results.line("eval", "mean | acc |")[3:]
-
-
 def test_the_ways_to_run_a_model_with_fp8(results: Results) -> None:
     measured = {"device": "cuda", "gpu": "a GPU", "versions": {"torch": "2"}, "fp8_layers": 10, "sparse_layers": 9}
     found = {"tokens": 1000, "other": 3, "beyond_rounding": 1, "moved": [0.5, 0.25, 0.125], "largest_logit": 20.0}

@@ -33,7 +33,6 @@ from publish_steps import CURVES, STEPS, Step
 
 ROOT = Path(__file__).parents[1]
 TWELL = (sys.executable, "-m", "twell")
-SWEEP_SECONDS = 60  # a sweep is started with this much time left, and stopped when it is over
 Row = dict[str, Any]
 
 
@@ -80,8 +79,8 @@ class Publisher:
         named = [name for name in ("trace", "data") if f"{{{name}}}" in step.command + step.scores]
         return [f"--{name}" for name in named if name not in self.places]
 
-    def run(self, step: Step, seconds: float) -> None:
-        """Run a step; its rows appear in the folder all at once. ``seconds``: after them a sweep is stopped."""
+    def run(self, step: Step) -> None:
+        """Run a step; its rows appear in the folder all at once."""
         if absent := [folder for folder in sorted(step.needs) if not (self.places["work"] / folder).exists()]:
             raise StepFailed(f"it needs {', '.join(absent)}, which another step makes")
         part = self.path(step).with_suffix(".part")
@@ -91,9 +90,6 @@ class Publisher:
         if step.gives == "rows":
             self._call(f"{step.command} --out {shlex.quote(str(part))}")
             rows = read(part)
-        elif step.gives == "sweep":
-            self._call(step.command, seconds)
-            rows = read(out / "sweep.jsonl")
         else:
             if not (out / "summary.json").exists():
                 shutil.rmtree(out, ignore_errors=True)
@@ -111,8 +107,6 @@ class Publisher:
             raise StepFailed("it gave no rows")
         for row in rows:
             row["commit"] = self.commit
-            if row.get("speed"):  # of a sweep's run
-                row["speed"]["commit"] = self.commit
         lines = map(json.dumps, rows)
         part.write_text("".join(self._without_places(line) + "\n" for line in lines))
         part.replace(self.path(step))
@@ -141,12 +135,10 @@ class Publisher:
             text = text.replace(f"{place}/", "").replace(str(place), place.name)
         return text
 
-    def _call(self, command: str, seconds: float | None = None) -> None:
+    def _call(self, command: str) -> None:
         words = [word.format(**self.places) for word in shlex.split(command)]
         words = [sys.executable, *words[1:]] if words[0] == "python" else [*self.twell, *words]
-        seconds = None if seconds is None or seconds == float("inf") else seconds
-        how: dict[str, Any] = {"cwd": ROOT, "env": _environment(), "timeout": seconds, "check": False}
-        code = subprocess.run(words, **how).returncode
+        code = subprocess.run(words, cwd=ROOT, env=_environment(), check=False).returncode
         if code:
             raise StepFailed(f"exit code {code}")
 
@@ -223,15 +215,13 @@ def main(arguments: Sequence[str] | None = None, steps: Sequence[Step] = STEPS, 
             left.append(f"{step.name} needs {' and '.join(missing)}")
             continue
         remaining = given.time_limit - (time.monotonic() - started)
-        if remaining < (SWEEP_SECONDS if step.gives == "sweep" else step.seconds):
+        if remaining < step.seconds:
             left.append(f"{step.name}: no time, it takes about {step.seconds:.0f} s")
             continue
         print(f"[{number}/{len(chosen)}] {step.name}, about {step.seconds:.0f} s", flush=True)
         begun = time.monotonic()
         try:
-            publisher.run(step, remaining)
-        except subprocess.TimeoutExpired:
-            left.append(f"{step.name}: stopped, and continues the next time")
+            publisher.run(step)
         except (StepFailed, OSError, ValueError, KeyError) as error:
             failed.append(f"{step.name} failed: {error}")
             print(failed[-1], file=sys.stderr)

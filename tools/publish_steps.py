@@ -17,7 +17,7 @@ class Step(NamedTuple):
     file: str  # in results/, without .jsonl
     seconds: float  # about how long it takes on an H200; on two cores for the steps of the CPU
     command: str
-    gives: Literal["rows", "run", "sweep"] = "rows"  # by --out; summary.json of {work}/NAME; {work}/NAME/sweep.jsonl
+    gives: Literal["rows", "run"] = "rows"  # by --out; summary.json of {work}/NAME
     scores: str = ""  # a second command, whose scores of other texts are added to the row of a run
     machine: Literal["gpu", "cpu"] = "gpu"
     label: str = ""  # of a run in its table; default: the step's name
@@ -41,80 +41,68 @@ def _each(option: str, values: str) -> str:
     return " ".join(f"{option} {value}" for value in values.split())
 
 
-CURVES = ("train-small-curves", "sweep-small-curves", "train-paths")  # logs of training runs: rows without a commit
+CURVES = ("train-small-curves", "train-paths")  # logs of training runs: rows without a commit
 
 _TRACED = "python tools/trace_bench.py"
-_FFN = "bench ffn --device cuda"
+_FFN = "bench ffn --device cuda --seconds 1.5"
 _FFN_16 = f"{_FFN} --no-fp8"
 _FFN_SWEEP = f"{_FFN_16} --no-called"
 _WIDE = "-d 4096 -f 14336"
-_WORKLOADS = "skew29 skew2800 iid100 skew300 skew100 iid29"
+_OTHERS = ("skew100", "iid29", "skew300", "skew2800")
+_SILENT = ("skew2816", "skew1126", "skew563", "skew282")  # 50, 80, 90 and 95 % of 5632 neurons
 
 FFN = [
-    Step("ffn-skew29", "ffn-h200", 60, f"{_FFN_16} -w skew29 {_each('-m', '4096 16384 131072')}"),
+    Step("ffn-skew29", "ffn-h200", 45, f"{_FFN_16} -w skew29 {_each('-m', '4096 16384 131072')}"),
     Step(
         "ffn-workloads",
         "ffn-h200",
-        120,
+        80,
         f"{_FFN_SWEEP} -m 16384 " + _each("-w", "iid29 skew10 skew100 skew300 skew1000 skew2800 iid10 iid60 iid100"),
     ),
-    Step("ffn-plain", "ffn-h200", 30, f"{_FFN_SWEEP} -w skew29 -m 16384 --plain"),
-    Step("ffn-wide", "ffn-h200", 40, f"{_FFN_SWEEP} -w skew72 -m 8192 {_WIDE}"),
+    Step("ffn-plain", "ffn-h200", 20, f"{_FFN_SWEEP} -w skew29 -m 16384 --plain"),
+    Step("ffn-wide", "ffn-h200", 30, f"{_FFN_SWEEP} -w skew72 -m 8192 {_WIDE}"),
     Step("ffn-layers", "ffn-h200", 120, f"{_TRACED} ffn --trace {{trace}} --no-fp8 -m 16384"),
     Step(
         "few-workloads",
         "ffn-few-h200",
-        150,
+        120,
         f"{_FFN_SWEEP} --graph {_each('-w', 'skew10 skew100 skew300 iid29')} -m 1 -m 8 -m 64",
     ),
     Step(
         "few-skew29",
         "ffn-few-h200",
-        180,
+        140,
         f"{_FFN_16} --graph -w skew29 {_each('-m', '1 8 16 32 64 128 256 512 1024 2048')}",
     ),
-    Step("few-wide", "ffn-few-h200", 90, f"{_FFN_SWEEP} --graph -w skew72 {_WIDE} {_each('-m', '1 8 32 64 256')}"),
-    Step("few-layers", "ffn-few-h200", 240, f"{_TRACED} ffn --trace {{trace}} --no-fp8 -m 256 -m 1024"),
-    Step(
-        "fp8-graphs", "ffn-fp8-h200", 400, f"{_FFN} --graph -w skew29 {_each('-m', '1 8 32 64 128 512 1024 2048 4096')}"
-    ),
-    Step("fp8-large", "ffn-fp8-h200", 40, f"{_FFN} -w skew29 -m 16384"),
+    Step("few-wide", "ffn-few-h200", 60, f"{_FFN_SWEEP} --graph -w skew72 {_WIDE} {_each('-m', '1 8 32 64 256')}"),
+    Step("few-layers", "ffn-few-h200", 120, f"{_TRACED} ffn --trace {{trace}} --no-fp8 -m 1024"),
+    Step("fp8-graphs", "ffn-fp8-h200", 300, f"{_FFN} --graph -w skew29 {_each('-m', '1 8 32 64 512 1024 4096')}"),
+    Step("fp8-large", "ffn-fp8-h200", 30, f"{_FFN} -w skew29 -m 16384"),
     Step("fp8-layers", "ffn-fp8-h200", 200, f"{_TRACED} ffn --trace {{trace}} -m 16384"),
     *(
-        Step(
-            f"fp8-{w}", "ffn-fp8-sweep-h200", 200, f"{_FFN} --no-called --graph -w {w} {_each('-m', '1 8 64 512 2048')}"
-        )
-        for w in ("skew100", "iid29", "skew300", "skew2800")
+        Step(f"fp8-{w}", "ffn-fp8-sweep-h200", 120, f"{_FFN} --no-called --graph -w {w} {_each('-m', '1 8 512 2048')}")
+        for w in _OTHERS
     ),
     Step(
-        "fp8-large-workloads",
-        "ffn-fp8-sweep-h200",
-        120,
-        f"{_FFN} --no-called {_each('-w', 'skew100 iid29 skew300 skew2800')} -m 16384",
+        "fp8-large-workloads", "ffn-fp8-sweep-h200", 80, f"{_FFN} --no-called {_each('-w', ' '.join(_OTHERS))} -m 16384"
     ),
-    Step("fp8-skew29", "ffn-fp8-sweep-h200", 150, f"{_FFN} --no-called --graph -w skew29 {_each('-m', '1 8 4096')}"),
     *(
-        Step(f"half-{w}", "ffn-half-h200", 180, f"{_FFN} --no-called --graph -w {w} {_each('-m', '1 8 64 4096')}")
-        for w in ("skew2816", "skew1126", "skew563", "skew282")
+        Step(f"half-{w}", "ffn-half-h200", 120, f"{_FFN} --no-called --graph -w {w} {_each('-m', '1 8 64 4096')}")
+        for w in _SILENT
     ),
-    Step(
-        "half-large",
-        "ffn-half-h200",
-        120,
-        f"{_FFN} --no-called {_each('-w', 'skew2816 skew1126 skew563 skew282')} -m 16384",
-    ),
+    Step("half-large", "ffn-half-h200", 80, f"{_FFN} --no-called {_each('-w', ' '.join(_SILENT))} -m 16384"),
     *(
         Step(
             f"sweep-{w}-graphs",
             "ffn-sweep-h200",
-            180,
-            f"{_FFN_SWEEP} --graph -w {w} {_each('-m', '1 8 32 64 65 128 256 512 1024 2048 3071 3072')}",
+            110,
+            f"{_FFN_SWEEP} --graph -w {w} {_each('-m', '1 8 64 65 128 512 2048 3071 3072')}",
         )
-        for w in _WORKLOADS.split()
+        for w in ("skew29", "skew2800", "iid100")
     ),
     *(
-        Step(f"sweep-{w}", "ffn-sweep-h200", 80, f"{_FFN_SWEEP} -w {w} {_each('-m', '4096 8192 32768 131072')}")
-        for w in _WORKLOADS.split()
+        Step(f"sweep-{w}", "ffn-sweep-h200", 30, f"{_FFN_SWEEP} -w {w} -m 4096 -m 32768")
+        for w in ("skew29", "skew2800", "iid100")
     ),
 ]
 
@@ -160,8 +148,6 @@ _TOKENIZED = f"{_DATA} --tokenizer {{data}}/tokenizer.json"
 _SMALL = f"train --preset small --compile {_TOKENIZED} --out {{work}}"
 _TEXTS = "--text {data}/eval/wikitext2_raw_test.txt --last-words {data}/eval/lambada_test.jsonl --dtype bfloat16"
 _SHORT = "activation=silu l1=0 sequences_per_step=32 micro_batch=32 save_every=5000 eval_every=400"
-_SWEPT = _each("--l1", "0 5e-5 1e-4 2e-4 4e-4 8e-4 1.5e-3 3e-3") + _each(" --ablation", "silu plain restart")
-_RECIPE = "steps=400 sequences_per_step=32 micro_batch=32 eval_every=200 dead_after_tokens=2000000"
 
 
 def _small(name: str, changes: str) -> Step:
@@ -194,21 +180,6 @@ TRAINING = [
     _converted("l1-1e-3-lr-1e-3", "converted, l1 1e-3", "l1=1e-3 lr=1e-3 seed=1"),
     _converted("l1-4e-4-lr-3e-4", "converted, l1 4e-4, lr 3e-4", "l1=4e-4 seed=1"),
     _silu(1200, "SiLU from scratch"),
-    Step(
-        "sweep-small",
-        "sweep-small",
-        1500,
-        f"sweep --preset small --compile {_TOKENIZED} --out {{work}}/sweep-small --seconds 1.5 {_SWEPT} {_RECIPE}",
-        "sweep",
-    ),
-    Step(
-        "eval-small",
-        "eval-small",
-        200,
-        "eval "
-        + " ".join(f"{{work}}/sweep-small/l1-{l1}/model" for l1 in ("0", "0.0002", "0.0004"))
-        + " --data {data}/eval",
-    ),
     Step(
         "eval-fp8",
         "eval-fp8-small",

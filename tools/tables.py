@@ -26,7 +26,6 @@ import speed_tables as speed
 import training_tables as training
 from speed_tables import Row, is_shape, is_traced_layer, workload
 from twell.workbench.bench import rows as result_files
-from twell.workbench.bench import sweep_table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("docs/results.md", "docs/training.md", "docs/converting.md", "README.md")
@@ -139,11 +138,6 @@ _COMMANDS = {
     "decode": "twell bench decode --preset 1.5b -w skew29 --batch 1 --batch 8 --compile",
     "cpu decode": "twell bench decode --preset 0.5b --context 128 --seconds 10 --device cpu",
     "text": "twell eval RUN/model --text wikitext2_raw_test.txt --last-words lambada_test.jsonl",
-    "sweep": "twell sweep --preset small --compile --data train.u16 --validation val.u16 --tokenizer tokenizer.json "
-    "--out sweep-small --seconds 1.5 --l1 0 --l1 5e-5 --l1 1e-4 --l1 2e-4 --l1 4e-4 --l1 8e-4 --l1 1.5e-3 --l1 3e-3 "
-    "--ablation silu --ablation plain --ablation restart "
-    "steps=400 sequences_per_step=32 micro_batch=32 eval_every=200 dead_after_tokens=2000000",
-    "eval": "twell eval sweep-small/l1-0/model sweep-small/l1-0.0002/model sweep-small/l1-0.0004/model --data tasks/",
     "eval fp8": "twell eval RUN/model --fp8 --data tasks/ --text val.u16",
 }
 TABLES = {
@@ -190,8 +184,6 @@ TABLES = {
     "target-small": Table("target-small", f"{_SMALL} steps=1225", training.targets),
     "convert-tiny": Table("convert-tiny", _CONVERT, training.conversions),
     "convert-small": Table("convert-small", _CONVERT, training.conversions),
-    "sweep": Table("sweep-small", _COMMANDS["sweep"], sweep_table.table),
-    "eval": Table("eval-small", _COMMANDS["eval"], training.evaluations),
     "eval-fp8": Table("eval-fp8-small", _COMMANDS["eval fp8"], training.evaluations),
 }
 
