@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -93,6 +94,14 @@ def interpreter_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available() and "twell.gpu.prefill.split" in sys.modules:
         interpreted.speed_up_triton()
         interpreted.gather_in_torch(monkeypatch.setattr)
+
+
+@pytest.fixture
+def without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a GPU: there is no backend triton."""
+    with contextlib.suppress(ImportError):
+        import twell.gpu  # noqa: F401  # its modules read the variable when they are first imported
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -299,6 +299,7 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
 }
 
 
+@pytest.mark.usefixtures("without_the_interpreter")
 @pytest.mark.parametrize(
     ("command", "options"),
     [(command, each) for command, several in OPTIONS.items() for each in re.split(r"\s*[;\n]\s*", several.strip())],
@@ -306,7 +307,6 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
 def test_bad_options_are_refused(
     twell: Twell, place: Path, tmp_path: Path, command: str, options: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     given, _, message = options.partition("->")
     result = twell(*filled(shlex.split(f"{command} {given}"), place, place / "model", tmp_path))

@@ -365,9 +365,7 @@ def test_command_measures_a_model(twell: Twell) -> None:
         (["--model", "--preset", "huge"], "unknown preset 'huge'"),
     ],
 )
-def test_bad_input_is_one_clear_line(
-    twell: Twell, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+@pytest.mark.usefixtures("without_the_interpreter")
+def test_bad_input_is_one_clear_line(twell: Twell, args: list[str], message: str) -> None:
     result = twell("bench", "train", *args, "--device", "cpu")
     assert result.returncode == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1

@@ -802,8 +802,8 @@ def test_the_requested_backend_runs(backend: str, ran: str, monkeypatch: pytest.
         ("triton", "backend 'triton' is not available: it runs on GPUs"),
     ],
 )
+@pytest.mark.usefixtures("without_the_interpreter")
 def test_backend_errors(gated: bool, backend: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(backends, "_chosen", {})
     with pytest.raises(ValueError, match=re.escape(message)):
         call(*case(3, gated=gated), backend=backend)
