@@ -73,12 +73,8 @@ def many_tokens(capability: int, dtype: torch.dtype, D: int, F: int) -> Iterator
         biases = {"HAS_UP_BIAS": yes, "HAS_DOWN_BIAS": yes}
         yield tail._kernel(dtype, narrow, D, tile, dtype, **flags, **biases, OVERLAPS=overlaps)
     for gated in (yes, no):
-        flags = {"GATED": gated, "SQUARED": not gated}
-        biases = {"HAS_GATE_BIAS": yes, "HAS_UP_BIAS": yes, "HAS_DOWN_BIAS": yes}
-        statistics_too = {"HAS_MASK": gated, "HAS_STATISTICS": gated}
-        yield heavy._kernel(
-            dtype, tiles.heavy, tiles.heavy_tma, heavy.CHUNK, heavy.LONG, **flags, **biases, **statistics_too
-        )
+        ffn = heavy.HeavyFFN(gated, not gated, yes, yes, yes, mask=gated, statistics=gated)
+        yield heavy._kernel(dtype, tiles.heavy, tiles.heavy_tma, heavy.CHUNK, heavy.LONG, ffn)
     yield heavy_backward._kernel(
         dtype, torch.float32, yes, (yes,) * 6, heavy_backward.heavy_tiles(capability, dtype), GATED=yes, SQUARED=no,
         HAS_GATE_BIAS=yes, HAS_UP_BIAS=yes, HAS_ORDER=yes, HAS_MASK=yes,

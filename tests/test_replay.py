@@ -214,6 +214,17 @@ def test_without_a_second_stream_launches_are_in_order(
     assert [line[1:7:5] for line in launches()] == [[n, 77] for n in range(1, 7)]
 
 
+def test_results_may_be_empty(launches: Callable[[], list[list[int]]]) -> None:
+    @Recorded
+    def function(space: Space, x: Tensor) -> tuple[Tensor, ...]:
+        return (space.take(0, 7),)
+
+    for _ in range(2):  # as for no tokens
+        (empty,) = call(function, "key", (torch.zeros(0, 3),))
+        assert empty.shape == (0, 7)
+    assert launches() == []
+
+
 def test_passing_reuses_memory(launches: Callable[[], list[list[int]]]) -> None:
     kernel = compiled()
 

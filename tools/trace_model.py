@@ -27,17 +27,17 @@ class TracedFFN(nn.Module):
     def __init__(self, ffn: Any, recorded: Tensor, M: int) -> None:
         super().__init__()
         self.weights = nn.ParameterList([getattr(ffn, name).weight for name in ffn.projections])
-        self.plan, self.active = plan_and_rest(recorded.to(self.weights[0].device), M, self.weights[0].shape[1])
-        self.parts: Parts | None = None  # made of the first batch
+        self.plan, active = plan_and_rest(recorded.to(self.weights[0].device), M, self.weights[0].shape[1])
+        self.M, self.active = M, [active]  # until the first batch, of which the parts are made
+        self.parts: Parts | None = None
         self._forward_pre_hooks.update(ffn._forward_pre_hooks)  # which give it the workload's tokens
 
     def forward(self, x: Tensor) -> Tensor:
-        M = len(self.active)
-        if x.shape[:-1].numel() != M or not self.plan.runs_split(M, captured=False):
+        if x.shape[:-1].numel() != self.M or not self.plan.runs_split(self.M, captured=False):
             return gpu.forward(x.flatten(0, 1), Weights(*self.weights), "relu", None).view(x.shape)
         if self.parts is None:
             self.parts = Parts(x.flatten(0, 1), Weights(*self.weights), self.plan)
-            replay(self.parts, self.active)
+            replay(self.parts, self.active.pop())
         self.parts.lay_out()  # its result is not used: a layer that is not frozen does this in every call
         self.parts.cold_gate(self.parts.tiles.gate, self.parts.tiles.use_tma)
         return self.parts.after_gate().view(x.shape)

@@ -115,7 +115,7 @@ class _Program(NamedTuple):
 
     def launch(self, replay: Any, device: int, tensors: tuple[Any, ...]) -> tuple[Tensor, ...] | None:
         """The results; None if a tensor is not aligned to 16 bytes."""
-        space = tensors[0].new_empty(self.size) if self.size else None
+        space = tensors[0].new_empty(self.size) if self.size or self.results else None  # results may be empty
         if not replay(self.code, current_stream(device), space, *tensors):
             return None
         return tuple([space.as_strided(*at) for at in self.results]) if self.results else ()  # type: ignore[union-attr]
@@ -289,7 +289,8 @@ def _program_of(
         parts += [_LAUNCH.pack(launch.compiled.function, *numbers), *params]
     code = _HEAD.pack(len(launches), any(launch.how & _BESIDE for launch in launches)) + b"".join(parts) + maps
     item = tensors[0].element_size()  # type: ignore[union-attr]
-    places = [next(at + t.data_ptr() - a for a, b, i, at in spans if i == 0 and a <= t.data_ptr() < b) for t in results]
+    starts = [(a, b, at - a) for a, b, i, at in spans if i == 0]
+    places = [next((t.data_ptr() + d for a, b, d in starts if a <= t.data_ptr() < b), 0) for t in results]  # 0: empty
     views = tuple((tuple(t.shape), t.stride(), at // item) for t, at in zip(results, places, strict=True))
     return _Program(code, head, space.size // item, views)
 

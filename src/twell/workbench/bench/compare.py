@@ -185,8 +185,8 @@ def _newest(rows_: Sequence[Row], without: str | None) -> dict[str, Row]:
     newest: dict[str, Row] = {}
     for row in rows_:
         if "bench" in row:
-            # A flag that is off is left out: older rows do not have it.
-            there = [name for name in KEY if name != without and row.get(name) is not None and row[name] is not False]
+            # A flag that is off is left out: older rows do not have it. "paper" was a name of --shape 64x2048.
+            there = [name for name in KEY if name != without and row.get(name) not in (None, False, "paper")]
             key = json.dumps({name: row[name] for name in there})
             if key not in newest or str(row.get("time", "")) >= str(newest[key].get("time", "")):
                 newest[key] = row
