@@ -55,7 +55,7 @@ def measure(
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
     ids = torch.randint(config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
-    errors: dict[str, float] = {}
+    errors: dict[str, float | None] = {}
 
     def check_ffns() -> None:
         outputs = {

@@ -97,7 +97,7 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
     forget_compiled(x.device)
     runs = alternatives(case, inputs, x, plan)
     checked = {name: run().clone() for name, run in runs.items()}
-    errors = check_all(x, inputs, case.gated, checked)
+    errors: dict[str, float | None] = {**check_all(x, inputs, case.gated, checked)}
     errors |= check_fp8(x, inputs, case.gated, checked)
     times = timing.compare(runs, seconds=seconds, device=x.device)
     for name in runs.keys() - {*DENSE}:
