@@ -151,11 +151,12 @@ def product_tiles(
     FFN: tl.constexpr, TILE: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
     DOWN: tl.constexpr, SHARED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute this program's tiles of h, or DOWN: of y. ``z``, ``u`` and the returned accumulators are zeros [BM, BN].
+    """Compute this program's tiles of h, or DOWN: of y. ``z``, ``u``: any accumulators [BM, BN]; returns others.
 
     PACKED: one loop over all tiles, so that a tile's first loads are issued before the epilogue of the tile before. The
-    accumulators go from product to product, as zeros: otherwise each product has its own registers for them, and there
-    are not enough."""
+    accumulators go from product to product: otherwise each product has its own registers for them, and there are not
+    enough. They become 0 before a tile's first step; where they do after its last, ptxas serialises Triton 3.6's
+    wgmmas."""
     BM: tl.constexpr = TILE.BM
     BN: tl.constexpr = TILE.BN
     _, i_heavy, _, n_first, begin, end = tokens
@@ -177,12 +178,12 @@ def product_tiles(
                 tile += tl.num_programs(0)
                 share = tile // tiles
                 m, n = tile_of(tile % tiles, tiles_m, tiles_n, GROUP_M)
+                z = tl.zeros((BM, BN), tl.float32)
+                u = tl.zeros((BM, BN), tl.float32)
             z, u = _add_products(z, u, left, first, second, row, row, m, n, share * steps + k, sizes, FFN, TILE, DOWN,
                                  PACKED, USE_TMA, PRECISION)  # fmt: skip
             if k == steps - 1:
                 _store(z, u, m, n, share, biases, tokens, out, sizes, FFN, TILE, DOWN, SHARED)
-                z = tl.zeros((BM, BN), tl.float32)
-                u = tl.zeros((BM, BN), tl.float32)
     else:
         for tile in range(tl.program_id(0), tiles * shares, tl.num_programs(0)):
             share = tile // tiles
