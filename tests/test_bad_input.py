@@ -116,6 +116,9 @@ WEIGHTS: dict[str, Damage] = {
     "another architecture": setting(model_type="bert"),
     "generation_config cut": cut("generation_config.json", 20),
     "generation_config a list": holding("generation_config.json", b"[]"),
+    "generation_config of words": holding("generation_config.json", b'{"temperature": "warm", "do_sample": true}'),
+    "generation_config eos": holding("generation_config.json", b'{"eos_token_id": "x"}'),
+    "generation_config eos list": holding("generation_config.json", b'{"eos_token_id": [0, "x"]}'),
     "generation_config length": holding("generation_config.json", b'{"max_new_tokens": -5}'),
 }
 TOKENIZERS: dict[str, Damage] = {

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import TrainerControl, TrainerState
 
 from twell.train.live import LiveView, sparkline
-from twell.train.recipes import Recipe, preset, tiny
+from twell.train.recipes import Recipe, override, preset, tiny
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -106,6 +106,10 @@ def test_what_is_missing_is_left_out_and_what_is_not_finite_shows() -> None:
         for bad in (math.nan, math.inf, -math.inf):
             run.log(dict.fromkeys(full, bad) | {"eval_loss": bad})
             assert f"Cross-entropy {bad:.4f}" in "\n".join(run.picture())
+
+
+def test_a_run_without_l1_is_drawn() -> None:
+    assert "L1 0, " in Run(override(tiny(), ["activation=silu"])).picture()[0]
 
 
 def test_sparkline() -> None:

@@ -75,6 +75,14 @@ def test_token_ids_are_a_prompt(server: Server) -> None:
         assert server.complete(prompt).choices[0].text == server.expected("Once upon")
 
 
+def test_a_long_list_with_one_wrong_token_is_refused_at_once() -> None:
+    from twell.workbench.serve.requests import CompletionRequest
+
+    with pytest.raises(ValueError) as refused:
+        CompletionRequest(model="tiny", prompt=[*[1] * 100_000, "x"])
+    assert refused.value.error_count() < 10  # not one for each token of each type
+
+
 def test_a_completion_has_16_tokens_unless_told(server: Server) -> None:
     answer = server.client.completions.create(model="tiny", prompt="Once", temperature=0)
     assert answer.usage.completion_tokens == 16

@@ -29,6 +29,8 @@ _SIZES = (  # fields of a configuration, if it has them
     "vocab_size",
     "max_position_embeddings",
 )
+_SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NAMED = 5  # missing weights to name
 _LONGEST = 300  # characters to quote of a library's message
 
@@ -113,6 +115,7 @@ def load_causal_lm(name: str, dtype: torch.dtype | str = "auto") -> Any:
             + (f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else "")
         )
     refuse_missing(name, info)
+    _check_generation(name, model.generation_config)
     return model
 
 
@@ -141,3 +144,16 @@ def refuse_missing(name: Any, info: Mapping[str, Any]) -> None:
             f"{name} lacks {len(missing)} of its model's weights: {', '.join(missing[:_NAMED])}{more}. They would be "
             f"random; the checkpoint is incomplete, or config.json is of another model"
         )
+
+
+def _check_generation(name: str, config: GenerationConfig | None) -> None:
+    if config is None:
+        return
+    with reading(f"{name}/generation_config.json"):
+        for what in (*_SAMPLING, *_TOKENS):
+            value = getattr(config, what, None)
+            expected = int if what in _TOKENS else int | float
+            each = value if isinstance(value, list) and what in _TOKENS else [] if value is None else [value]
+            if any(isinstance(number, bool) or not isinstance(number, expected) for number in each):
+                raise ValueError(f"{what} must be a number, got {value!r}")
+        config.validate()

@@ -89,7 +89,8 @@ class _Sink:
 class _Bound(threading.local):
     """The sink of the decoder layer that runs in this thread."""
 
-    sink: _Sink | None = None
+    def __init__(self) -> None:  # runs in each thread; a class attribute would fail a guard of torch.compile
+        self.sink: _Sink | None = None
 
 
 _bound = _Bound()

@@ -61,6 +61,9 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
             f"{name} is a {config.model_type}, which has no sparse type (llama and qwen2 have): load it as it is, and "
             "twell.sparsify_ makes it sparse; --check shows how"
         )
+    kind: str = config.model_type
+    if isinstance(config, SparsityFields):
+        raise ValueError(f"{name} is a {kind} already: there is nothing to convert")
     tok = _tokenizer(name, tokenizer, config)
     model = load_causal_lm(name)
     report = relufy_(model, l1)

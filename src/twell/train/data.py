@@ -164,6 +164,8 @@ def find_files(paths: Sequence[Path | str]) -> list[Path]:
 
 def read_texts(path: Path) -> Iterator[str]:
     """The documents of a text file: .txt is cut at lines of end-of-text, .jsonl and .parquet have a field "text"."""
+    if path.suffix not in TEXT_SUFFIXES:
+        raise ValueError(f"{path}: expected text, one of {', '.join(TEXT_SUFFIXES)}")
     if path.suffix == ".txt":
         return _cut_text(read_utf8(path))
     return _json_texts(path) if path.suffix == ".jsonl" else _parquet_texts(path)

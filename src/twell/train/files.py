@@ -94,9 +94,8 @@ def flaw_of_folder(folder: Path, what: Mapping[str, Any]) -> str | None:
         files = dict(manifest.pop("files"))
         if manifest != what:
             others = [key for key in sorted({*manifest, *what}) if manifest.get(key) != what.get(key)]
-            flaw = ", ".join(f"its {key} is {manifest.get(key)}" for key in others)
-        else:
-            flaw = flaw_of_files(folder, files) if files else f"{MANIFEST_FILE} names no files"
+            return f"is something else ({', '.join(f'its {key} is {manifest.get(key)}' for key in others)})"
+        flaw = flaw_of_files(folder, files) if files else f"{MANIFEST_FILE} names no files"
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         flaw = f"{MANIFEST_FILE} cannot be read"
     return flaw and f"is damaged ({flaw})"
@@ -132,11 +131,12 @@ def newest_sound(out: Path) -> tuple[Path | None, list[str]]:
     return None, flaws
 
 
-def remove_older(newest: Path, keep: int | None) -> None:
-    """Delete checkpoints up to ``newest`` except the last ``keep``."""
+def remove_older(newest: Path, keep: int | None, spared: str | None = None) -> None:
+    """Delete checkpoints up to ``newest`` except the last ``keep`` and the one named ``spared``."""
     older = [p for p in checkpoints(newest.parent) if step_of(p) <= step_of(newest)]
     for folder in older[max(1, keep) :] if keep is not None else []:
-        shutil.rmtree(folder)
+        if spared is None or folder.name != Path(spared).name:
+            shutil.rmtree(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -148,11 +148,11 @@ def remove_older(newest: Path, keep: int | None) -> None:
 def hold(folder: Path) -> Iterator[None]:
     """Lock a folder for this process. The operating system frees the lock when the process ends, however it ends.
 
-    The lock's file stays; a folder made here goes again if nothing else was written there. (filelock is no help:
-    without flock its newer versions lock by a file that a killed process leaves behind, and its older ones have no such
-    case.)
+    The lock's file stays if anything else was written there; otherwise it goes, and so do folders made here. (filelock
+    is no help: without flock its newer versions lock by a file that a killed process leaves behind, and its older ones
+    have no such case.)
     """
-    is_new = not folder.exists()
+    new = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     with path.open("a+", encoding="utf-8") as file:
@@ -172,5 +172,7 @@ def hold(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if is_new and list(folder.iterdir()) == [path]:
-                shutil.rmtree(folder)
+            if list(folder.iterdir()) == [path]:
+                path.unlink()
+                for made in new:
+                    made.rmdir()

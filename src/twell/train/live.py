@@ -77,7 +77,7 @@ class LiveView(TrainerCallback):
 
     def draw(self) -> RenderableType:
         recipe, logs = self.recipe, self.logs
-        target = f"L1 {recipe.l1:g}" if recipe.target_neurons is None else f"target {recipe.target_neurons:.3g}"
+        target = f"L1 {recipe.l1 or 0:g}" if recipe.target_neurons is None else f"target {recipe.target_neurons:.3g}"
         title = (
             f"{recipe.layers} layers of {recipe.intermediate_size:,} neurons, {target}, width {recipe.hidden_size:,}"
         )

@@ -314,7 +314,7 @@ class SparseTrainer(Trainer):
                 }
                 torch.save(saved, folder / SPARSITY_FILE)
                 finish_folder(folder, {"step": step})
-                remove_older(folder, self.kept_checkpoints)
+                remove_older(folder, self.kept_checkpoints, self.state.best_model_checkpoint)
 
     def _check_finite(self) -> None:
         """The log checks losses only now and then; a checkpoint in between must be sound, too."""

@@ -96,9 +96,8 @@ def _driver() -> str:
     except OSError:
         version = ""
     number = re.search(r"\d+\.\d+(\.\d+)?", version)
-    return (
-        f"{f'NVIDIA {number[0]}' if number else 'none found'}, torch is built for CUDA {torch.version.cuda or 'no GPU'}"
-    )
+    built = f", torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    return (f"NVIDIA {number[0]}" if number else "none found") + built
 
 
 def _compiler() -> str:

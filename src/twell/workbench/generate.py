@@ -290,7 +290,7 @@ def compare(
                 prefill[name].append(ms[0])
                 later[name] += [(ms[-1] - ms[0]) / (len(ms) - 1)] if len(ms) > 1 else []
     prefill_ms = {name: timing.spread(ms) for name, ms in prefill.items()}
-    step_ms = {name: timing.spread(ms) for name, ms in later.items() if ms}
+    step_ms = {name: timing.spread(ms) for name, ms in later.items()} if all(later.values()) else {}
     return Comparison(ids, prefill_ms, step_ms, memory, *judged)
 
 

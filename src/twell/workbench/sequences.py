@@ -53,14 +53,11 @@ def sequences_of(
 
 def _read_ids(tokenizer: Any, path: Path, tokens: int) -> list[int]:
     """Token ids of the documents of a file or folder, up to the document that brings them to ``tokens``."""
-    from twell.train.data import TEXT_SUFFIXES, find_files, read_texts
+    from twell.train.data import find_files, read_texts
 
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no end-of-text token")
     files = find_files([path])
-    for file in files:
-        if file.suffix not in TEXT_SUFFIXES:
-            raise ValueError(f"{file}: expected text, one of {', '.join(TEXT_SUFFIXES)}")
     found: list[int] = []
     for text in (text for file in files for text in read_texts(file)):
         ids = encode_beginning(tokenizer, text, tokens)

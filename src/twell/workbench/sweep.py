@@ -45,9 +45,10 @@ def variants(
             raise ValueError(f"unknown ablation {name!r}: expected one of {', '.join(ABLATIONS)}")
     if not l1 and not ablations and not targets:
         raise ValueError("a sweep needs at least one target, l1 or ablation")
-    for name, values in (("l1", l1), ("target", targets)):
-        if len(set(values)) < len(values):
-            raise ValueError(f"the same {name} twice: {', '.join(f'{value:g}' for value in values)}")
+    for what, values in (("l1", l1), ("target", targets)):
+        folders = [f"{value:g}" for value in values]
+        if len({*folders}) < len(folders):
+            raise ValueError(f"the same {what} twice: {', '.join(folders)}")
     same_size = 16 * round(1.5 * recipe.intermediate_size / 16)  # two projections instead of three
     changes = {
         "silu": ["activation=silu", "l1=0", "restart_every=0", "restart_until=0"],

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 MAX_STOPS = 16
 MAX_PROMPTS = 256  # of one request
 MAX_TOP = 20  # likeliest tokens at each place
+# Without fail_fast a list with one wrong item costs an error for each of its items: seconds, and gigabytes.
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_Tokens = Annotated[list[_Ids], Field(fail_fast=True)]
 
 # Fields that do not change the answer, and values of other fields that do not.
 _NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -69,7 +73,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     prompt_field: ClassVar[str] = "prompt"
     default_tokens: ClassVar[int | None] = 16  # as in OpenAI's legacy endpoint
-    prompt: list[str] | list[list[int]] | str | list[int]  # a single prompt becomes a list of one
+    prompt: _Texts | _Tokens | str | _Ids  # a single prompt becomes a list of one
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 
