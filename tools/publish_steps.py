@@ -75,7 +75,7 @@ FFN = [
         f"{_FFN_16} --graph -w skew29 {_each('-m', '1 8 16 32 64 128 256 512 1024 2048')}",
     ),
     Step("few-wide", "ffn-few-h200", 60, f"{_FFN_SWEEP} --graph -w skew72 {_WIDE} {_each('-m', '1 8 32 64 256')}"),
-    Step("few-layers", "ffn-few-h200", 120, f"{_TRACED} ffn --trace {{trace}} --no-fp8 -m 1024"),
+    Step("few-layers", "ffn-few-h200", 240, f"{_TRACED} ffn --trace {{trace}} --no-fp8 -m 256 -m 1024"),
     Step("fp8-graphs", "ffn-fp8-h200", 300, f"{_FFN} --graph -w skew29 {_each('-m', '1 8 32 64 512 1024 4096')}"),
     Step("fp8-large", "ffn-fp8-h200", 30, f"{_FFN} -w skew29 -m 16384"),
     Step("fp8-layers", "ffn-fp8-h200", 200, f"{_TRACED} ffn --trace {{trace}} -m 16384"),

@@ -145,7 +145,7 @@ TABLES = {
     "ffn-layers": Table("ffn-h200", f"{_TRACED} ffn --trace TRACE.npz", speed.layers, is_traced_layer),
     "ffn-few": Table("ffn-few-h200", _COMMANDS["few"], speed.few_tokens, _is_workload),
     "ffn-between-layers": Table(
-        "ffn-few-h200", f"{_TRACED} ffn --trace TRACE.npz -m 1024", speed.layers_by_tokens, is_traced_layer
+        "ffn-few-h200", f"{_TRACED} ffn --trace TRACE.npz -m 256 -m 1024", speed.layers_by_tokens, is_traced_layer
     ),
     "ffn-fp8": Table(
         "ffn-fp8-h200", f"{_FFN} [--graph] -w skew29 -m 1 ... -m 16384", speed.sparse_in_fp8, _is_workload

@@ -28,6 +28,11 @@ class Spread(NamedTuple):
     p50: float
     p80: float
 
+    @property
+    def relative(self) -> float:
+        """Half the distance of the 20th and 80th percentile, as a share of the median."""
+        return (self.p80 - self.p20) / 2 / self.p50
+
 
 Times = Mapping[str, Spread]  # by the name of the alternative
 

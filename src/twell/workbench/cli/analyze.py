@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import Length, counted_bar, load_model, print_table
+from twell.workbench.cli.common import Length, counted_bar, load_model, print_table, run_name
 
 
 @app.command()
@@ -61,8 +61,7 @@ def analyze(
     if report is not None:
         from twell.workbench import report as page
 
-        folder = Path(model).resolve()
-        title = folder.parent.name if folder.name == "model" else folder.name  # a run's folder is called model
+        title = run_name(Path(model).resolve())
         page.write(page.build(analysis, title=title, model=model, text=text.name, **shown), report)
         print(f"written: {report}", file=sys.stderr if as_json else sys.stdout)
 

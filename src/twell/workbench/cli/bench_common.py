@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.workbench.cli.bench_table import Row, print_rows
-from twell.workbench.cli.common import append, counted_bar, device_of, dtype_of
+from twell.workbench.cli.common import append, counted_bar, device_of, dtype_of, require_bf16
 
 Workloads = Annotated[
     list[str] | None, typer.Option("--workload", "-w", help="iidN or skewN, for a mean count of N; repeatable.")
@@ -36,16 +36,12 @@ Out = Annotated[Path | None, typer.Option(help="Also append the rows to this .js
 
 def place_of(device: str | None, dtype: str | None, backend: str) -> tuple[Any, Any]:
     """Device and dtype of an FFN; raises where the backend or the dtype does not run there."""
-    import torch
-
     from twell.ops import backends
-    from twell.workbench.doctor import bf16_problem
 
     torch_device = device_of(device)
     torch_dtype = dtype_of(dtype if dtype is not None else "bfloat16" if torch_device.type == "cuda" else "float32")
     backends.choose_backend(backend, torch_device)
-    if torch_dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
-        raise RuntimeError(problem)
+    require_bf16(torch_dtype, torch_device)
     return torch_device, torch_dtype
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from twell.workbench.bench.timing import Spread
 from twell.workbench.cli.common import print_table
 
 Row = dict[str, Any]
@@ -41,11 +42,12 @@ def of(row: Row, field: str, way: str) -> Any:
 
 def _spread(*fields: str) -> Callable[[Row, str], str]:
     def cell(row: Row, way: str) -> str:
-        spread = next(filter(None, (of(row, field, way) for field in fields)), None)
-        if spread is None:
+        found = next(filter(None, (of(row, field, way) for field in fields)), None)
+        if found is None:
             return ""
-        digits = 2 if spread["p50"] >= 1 else 4 if spread["p50"] < 0.1 else 3
-        return f"{spread['p50']:.{digits}f} ±{(spread['p80'] - spread['p20']) / 2 / spread['p50']:.0%}"
+        spread = Spread(**found)
+        digits = 2 if spread.p50 >= 1 else 4 if spread.p50 < 0.1 else 3
+        return f"{spread.p50:.{digits}f} ±{spread.relative:.0%}"
 
     return cell
 

@@ -62,7 +62,6 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     from twell.hf.loading import load_causal_lm, refuse_fp8
     from twell.train.run import quiet_libraries
     from twell.train.tokenizer import load_tokenizer
-    from twell.workbench.doctor import bf16_problem
 
     quiet_libraries()
     torch_device = device_of(device)
@@ -70,9 +69,23 @@ def load_model(name: str, device: str | None = None, dtype: str | None = None) -
     language_model = load_causal_lm(name, torch_dtype)
     refuse_fp8(name, language_model, torch_device)
     tokenizer = load_tokenizer(name)
-    if language_model.dtype == torch.bfloat16 and torch_device.type == "cpu" and (problem := bf16_problem()):
-        raise RuntimeError(problem)
+    require_bf16(language_model.dtype, torch_device)
     return language_model.to(torch_device).eval(), tokenizer
+
+
+def require_bf16(dtype: Any, device: Any) -> None:
+    """Raise where bfloat16 was asked for and would kill the process."""
+    import torch
+
+    from twell.workbench.doctor import bf16_problem
+
+    if dtype == torch.bfloat16 and device.type == "cpu" and (problem := bf16_problem()):
+        raise RuntimeError(problem)
+
+
+def run_name(folder: Path) -> str:
+    """The name of a model's folder, or of its run, which keeps the model in a folder called model."""
+    return folder.parent.name if folder.name == "model" else folder.name
 
 
 def append(row: dict[str, Any], out: Path | None) -> None:

@@ -79,20 +79,15 @@ def time_layer(console: Console, width: int, hidden: int, seconds: float) -> lis
 def time_model(console: Console, width: int, hidden: int, seconds: float) -> list[Row]:
     """A row as of ``twell bench model`` (prefill) and one as of ``twell bench decode``."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    from twell.workbench.bench import decode
+    from twell.train.recipes import Recipe
+    from twell.workbench.bench import cases, decode
     from twell.workbench.bench import model as prefill
 
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=hidden,
-        num_hidden_layers=4,
-        num_attention_heads=16,
-        vocab_size=4096,
-        max_position_embeddings=PREFILL + CONTEXT,
-        hidden_act="relu",
-    )
+    length = PREFILL + CONTEXT
+    recipe = Recipe(hidden_size=width, intermediate_size=hidden, layers=4, heads=16, vocab_size=4096, context=length)
+    config = cases.llama_config(recipe, length)
     with console.status("measuring"):
         subject = prefill.synthetic(LlamaForCausalLM(config).eval(), WORKLOAD, (1, PREFILL))
         read = prefill.measure(subject, torch.randint(config.vocab_size, (1, PREFILL)), seconds=seconds)
@@ -124,17 +119,13 @@ def speed_table(rows: list[Row]) -> Table:
     table.add_column("sparse is", no_wrap=True)
     for row in rows:
         both = sides(row)
-        times = (f"{t.p50:.3g} ms ±{relative_spread(t):.0%}" for t in both)
+        times = (f"{t.p50:.3g} ms ±{t.relative:.0%}" for t in both)
         table.add_row(row["what"], *times, f"[bold]{verdict(*both)}[/bold]")
     return table
 
 
 def sides(row: Row) -> tuple[Spread, Spread]:
     return Spread(**row["dense_ms"]), Spread(**row["sparse_ms"])
-
-
-def relative_spread(t: Spread) -> float:
-    return (t.p80 - t.p20) / 2 / t.p50
 
 
 def verdict(dense: Spread, sparse: Spread) -> str:
@@ -174,5 +165,5 @@ def busy_while(rows: list[Row]) -> str | None:
     >>> busy_while([{"dense_ms": quiet, "sparse_ms": noisy}])
     'Times varied by up to ±40%: something else was running.'
     """
-    worst = max(relative_spread(side) for row in rows for side in sides(row))
+    worst = max(side.relative for row in rows for side in sides(row))
     return f"Times varied by up to ±{worst:.0%}: something else was running." if worst > NOISY else None

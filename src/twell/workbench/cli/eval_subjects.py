@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from twell.workbench.cli.common import load_model
+from twell.workbench.cli.common import load_model, run_name
 
 
 class EvalSubject(NamedTuple):
@@ -96,5 +96,5 @@ def _ways(model: Any, name: str, ways: str | None, device: Any) -> Iterator[tupl
 def _labels(models: Sequence[str]) -> list[str]:
     """Folder names, or the parent's for a folder called ``model``; if two are the same, the names as given."""
     folders = [Path(name).resolve() if Path(name).is_dir() else Path(name) for name in models]
-    short = [folder.parent.name if folder.name == "model" else folder.name for folder in folders]
+    short = [run_name(folder) for folder in folders]
     return short if len(set(short)) == len(short) else list(models)

@@ -254,7 +254,7 @@ def _print_comparison(result: Comparison, ids: list[list[int]], tokenizer: Any, 
 
 def _ms(spread: Spread) -> str:
     """The median, and half the distance from the 20th to the 80th percentile."""
-    return f"{spread.p50:.3g} ±{(spread.p80 - spread.p20) / 2 / spread.p50:.0%}"
+    return f"{spread.p50:.3g} ±{spread.relative:.0%}"
 
 
 def _texts_of(parting: Parting, tokenizer: Any) -> dict[str, str]:

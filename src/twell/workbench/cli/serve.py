@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import device_of, dtype_of, load_model
+from twell.workbench.cli.common import device_of, dtype_of, load_model, run_name
 
 
 @app.command()
@@ -135,12 +135,9 @@ def _make_sparse(model: Any, dense: bool) -> str:
 
 
 def _name_of(model: str) -> str:
-    """The name of a model's folder, or of its run, which keeps the model in a folder called model."""
+    """The name of a folder or of its run; a name on the hub as it is."""
     folder = Path(model)
-    if not folder.exists():
-        return model
-    folder = folder.resolve()
-    return folder.parent.name if folder.name == "model" else folder.name
+    return run_name(folder.resolve()) if folder.exists() else model
 
 
 def _example(address: str, name: str, can_chat: bool, asks_for_key: bool) -> str:

@@ -97,10 +97,10 @@ def score_task(
         try:  # simple_evaluate would also list every installed package and the working directory's commit
             found = lm_eval.evaluate(lm=wrapped, task_dict={name: task}, limit=limit, bootstrap_iters=0)
         except AssertionError as error:
-            raise ValueError(
-                f"lm-eval cannot score {name}: a choice has more tokens than the model's context of "
-                f"{context_length(model):,}; use --scorer own"
-            ) from error
+            too_long = (
+                f"a choice has more tokens than the model's context of {context_length(model):,}"  # asserted bare
+            )
+            raise ValueError(f"lm-eval cannot score {name}: {str(error) or too_long}; use --scorer own") from error
     samples = sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
     metrics = ("acc", "acc_norm") if TASKS[name].is_normed else ("acc",)
     return TaskScore(
