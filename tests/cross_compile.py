@@ -35,6 +35,7 @@ from twell.reference import E4M3
 from twell.saved import index_dtype
 
 FEW_TOKENS = (1, 8, 16, 32, 64)
+_WAIT_FOR_ONE = r"(%\w+) = ttng\.warp_group_dot [^\n]*\n[^\n]*warp_group_dot_wait \1,[^\n]*pendings = 0"
 
 
 class Elsewhere:
@@ -183,6 +184,7 @@ def row_of(kernel: Kernel, capability: int) -> dict[str, Any]:
         "scratch": facts.global_scratch_size,
         "launched_early": facts.launch_pdl,
         "waits": "griddepcontrol.wait" in ptx,
+        "waits_for_each": re.search(_WAIT_FOR_ONE, compiled.asm["ttgir"]) is not None,
         "cooperative": facts.launch_cooperative_grid,
         **spills(ptx, capability),
     }

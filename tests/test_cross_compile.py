@@ -31,6 +31,7 @@ SPILLED = {  # bytes allowed
     "hopper_one_kernel": 16,
     "_heavy_backward_kernel": 192,  # numbers that all of the kernel uses, outside of its innermost loops
 }
+CONVERTS = {"sums_kernel", "_heavy_fp8_kernel"}  # e4m3 weights to 16 bits, between two products
 SPILLED_IN_FLOAT32 = {"_heavy_kernel": 24, "_tail_kernel": 4, "_heavy_backward_kernel": 192}
 SPILLED_ONLY_ON = {"_heavy_kernel": (80, 86, 89), "_tail_kernel": (80,)}  # capabilities
 
@@ -66,6 +67,7 @@ def test_kernels_compile(capability: int, dtype: str, shape: tuple[int, int], tm
         assert row["scratch"] == 0, row  # launch.py provides none
         assert row["spilled"] <= spilled.get(row["kernel"], 0), row
         assert not row["serialized"], row  # wgmmas that wait for each other
+        assert not row["waits_for_each"] or row["kernel"] in CONVERTS, row
         assert row["launched_early"] == row["waits"] == row["overlaps"], row
         assert capability >= 90 or not row["overlaps"], row
 

@@ -16,7 +16,7 @@ ops/registered.py calls reference.py.
       otherwise                            steps.py              neurons_kernel, sums_kernel
     few < M <= most, M < least, 16 bits,   prefill/union.py      cuBLAS (gate), _marks_kernel, _up_kernel, _down_kernel
       Wd neuron-major or the layer frozen
-    M >= least, H < F                      prefill/split.py      _transpose_kernel (d), _gather_kernel (f, h),
+    M >= least, H < F, 16 bits             prefill/split.py      _transpose_kernel (d), _gather_kernel (f, h),
                                                                  _gate_kernel (cold), _list_kernel, _heavy_kernel,
                                                                  _gate_kernel (hot, h), _tail_kernel, cuBLAS (hot
                                                                  down, h)
@@ -182,7 +182,8 @@ def infer_here(
     if few < M <= most and M < least and by_neurons and x.element_size() == 2:
         return union.forward(x, w, activation, launch_facts(x)[0], down)
     sizes = SplitSizes.of(plan)
-    if least > M or M == 0 or sizes.n_hot == w.gate.shape[0]:
+    slow = x.is_cuda and x.element_size() == 4  # fp32 without tensor cores: Triton's gate takes longer than dense
+    if least > M or M == 0 or sizes.n_hot == w.gate.shape[0] or slow:
         return dense.infer(x, w, activation)
     layout = None
     if kept is not None and kept.cold.numel():

@@ -124,23 +124,20 @@ def _heavy_kernel(
             if packs | (begin > 0):  # after it nobody reads the last chunk's h
                 wait_with_tma(waiting, USE_TMA)
             if n_heavy <= FEW:
-                few_z = tl.zeros((FEW_BM, FEW_BN), tl.float32)
-                product_tiles(few_z, few_z, i_x, i_few_gate, i_few_up, biases, tokens, 1, out, sizes, FFN, FEW_TILE,
+                product_tiles(i_x, i_few_gate, i_few_up, biases, tokens, 1, out, sizes, FFN, FEW_TILE,
                               GROUP_M, PRECISION, USE_TMA, False, False, False)  # fmt: skip
                 wait_for_all(waiting)
             else:
-                z = tl.zeros((BM, BN), tl.float32)
-                z, u = product_tiles(z, z, i_packed, i_gate, i_up, biases, tokens, 1, out, sizes, FFN, TILE,
-                                     GROUP_M, PRECISION, USE_TMA, False, False, USE_TMA)  # fmt: skip
+                product_tiles(i_packed, i_gate, i_up, biases, tokens, 1, out, sizes, FFN, TILE,
+                              GROUP_M, PRECISION, USE_TMA, False, False, USE_TMA)  # fmt: skip
                 wait_with_tma(waiting, USE_TMA)
                 if narrow == 0:
-                    product_tiles(z, u, i_h, i_down, i_down, biases, tokens, 1, out, sizes, FFN, TILE,
+                    product_tiles(i_h, i_down, i_down, biases, tokens, 1, out, sizes, FFN, TILE,
                                   GROUP_M, PRECISION, USE_TMA, True, False, USE_TMA)  # fmt: skip
             if narrow:
                 shares = wanted // (tl.cdiv(n_heavy, FEW_BM) * tl.cdiv(D, 2 * FEW_BN))
                 shares = tl.minimum(tl.maximum(shares, 1), SHARES)
-                few_y = tl.zeros((FEW_BM, FEW_BN), tl.float32)
-                product_tiles(few_y, few_y, m_h, i_few_down, i_few_down, biases, tokens, shares, out, sizes, FFN,
+                product_tiles(m_h, i_few_down, i_few_down, biases, tokens, shares, out, sizes, FFN,
                               FEW_TILE, GROUP_M, PRECISION, USE_TMA, True, True, False)  # fmt: skip
                 wait_for_all(waiting)
                 sum_shares(sums, i_down_bias, i_heavy, n_first, begin, end, shares, o_y, M, D, FFN.down_bias, SHARES,

@@ -147,16 +147,12 @@ def _store(
 
 @triton.jit
 def product_tiles(
-    z, u, left, first, second, biases, tokens, shares, out, sizes,
+    left, first, second, biases, tokens, shares, out, sizes,
     FFN: tl.constexpr, TILE: tl.constexpr, GROUP_M: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
     DOWN: tl.constexpr, SHARED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute this program's tiles of h, or DOWN: of y. ``z``, ``u``: any accumulators [BM, BN]; returns others.
-
-    PACKED: one loop over all tiles, so that a tile's first loads are issued before the epilogue of the tile before. The
-    accumulators go from product to product: otherwise each product has its own registers for them, and there are not
-    enough. They become 0 before a tile's first step; where they do after its last, ptxas serialises Triton 3.6's
-    wgmmas."""
+    """Compute this program's tiles of h, or DOWN: of y. One loop over the steps of all tiles would issue a tile's first
+    loads before the last tile's epilogue, but Triton 3.6 then serialises the wgmmas, or does not pipeline them."""
     BM: tl.constexpr = TILE.BM
     BN: tl.constexpr = TILE.BN
     _, i_heavy, _, n_first, begin, end = tokens
@@ -165,40 +161,19 @@ def product_tiles(
     tiles_n = tl.cdiv(D, 2 * BN) if DOWN else tl.cdiv(F, BN if FFN.gated else 2 * BN)
     tiles = tiles_m * tiles_n
     steps = tl.cdiv(tl.cdiv(F if DOWN else D, TILE.BK), shares)
-    if PACKED:
-        tile = tl.program_id(0) - tl.num_programs(0)
-        m = 0
-        n = 0
-        share = 0
-        k = steps - 1
-        row = 0
-        for _ in range(tl.cdiv(tl.maximum(tiles * shares - tl.program_id(0), 0), tl.num_programs(0)) * steps):
-            k = tl.where(k == steps - 1, 0, k + 1)
-            if k == 0:
-                tile += tl.num_programs(0)
-                share = tile // tiles
-                m, n = tile_of(tile % tiles, tiles_m, tiles_n, GROUP_M)
-                z = tl.zeros((BM, BN), tl.float32)
-                u = tl.zeros((BM, BN), tl.float32)
-            z, u = _add_products(z, u, left, first, second, row, row, m, n, share * steps + k, sizes, FFN, TILE, DOWN,
-                                 PACKED, USE_TMA, PRECISION)  # fmt: skip
-            if k == steps - 1:
-                _store(z, u, m, n, share, biases, tokens, out, sizes, FFN, TILE, DOWN, SHARED)
-    else:
-        for tile in range(tl.program_id(0), tiles * shares, tl.num_programs(0)):
-            share = tile // tiles
-            m, n = tile_of(tile % tiles, tiles_m, tiles_n, GROUP_M)
-            row = m * BM + tl.arange(0, BM)
-            has_row = begin + row < end
-            if not DOWN:
-                row = tl.where(has_row, heavy_tokens(i_heavy, begin + row, n_first, end, M), 0).to(tl.int64)
-            z = tl.zeros((BM, BN), tl.float32)
-            u = tl.zeros((BM, BN), tl.float32)
-            for k in range(steps):
-                z, u = _add_products(z, u, left, first, second, row, has_row, m, n, share * steps + k, sizes, FFN, TILE,
-                                     DOWN, PACKED, USE_TMA, PRECISION)  # fmt: skip
-            _store(z, u, m, n, share, biases, tokens, out, sizes, FFN, TILE, DOWN, SHARED)
-    return z, u
+    for tile in range(tl.program_id(0), tiles * shares, tl.num_programs(0)):
+        share = tile // tiles
+        m, n = tile_of(tile % tiles, tiles_m, tiles_n, GROUP_M)
+        row = m * BM + tl.arange(0, BM)
+        has_row = begin + row < end
+        if not DOWN and not PACKED:
+            row = tl.where(has_row, heavy_tokens(i_heavy, begin + row, n_first, end, M), 0).to(tl.int64)
+        z = tl.zeros((BM, BN), tl.float32)
+        u = tl.zeros((BM, BN), tl.float32)
+        for k in range(steps):
+            z, u = _add_products(z, u, left, first, second, row, has_row, m, n, share * steps + k, sizes, FFN, TILE,
+                                 DOWN, PACKED, USE_TMA, PRECISION)  # fmt: skip
+        _store(z, u, m, n, share, biases, tokens, out, sizes, FFN, TILE, DOWN, SHARED)
 
 
 @triton.jit
