@@ -7,6 +7,7 @@
 DATA holds train.u16.xz, val.u16, val.txt, tokenizer.json and, in eval/, WikiText-2, LAMBADA and the seven tasks. The
 run is the folder OUT/NAME. Its summary goes to OUT/runs.jsonl, its log to OUT/curves.jsonl, its scores to
 OUT/eval.jsonl, its speed on val.txt (whole passes, steps of decoding, a server) and its FP8 losses to OUT/speed.jsonl.
+Half runs are not scored: they are for the spread of the loss.
 ``--pause-at STEP`` stops after that step's checkpoint; the same command without it resumes. ``--commit`` says which
 commit this tree is, where .git does not.
 """
@@ -180,12 +181,13 @@ def main() -> None:
     }
     if given.speed:
         rows = measure(folder, given.data, SPEED)
-        append(given.out / "speed.jsonl", [{**where, **row, "model": given.name} for row in rows])
+        append(given.out / "speed.jsonl", [{**row, **where, "model": given.name} for row in rows])
         return
     if not train(folder, given.data, changes, given.pause_at, options):
         print(f"paused after step {given.pause_at}; the same command without --pause-at goes on")
         return
-    scores = score(folder, given.data, [] if given.limit is None else ["--limit", str(given.limit)])
+    limit = [] if given.limit is None else ["--limit", str(given.limit)]
+    scores = [] if given.name.startswith("half-") else score(folder, given.data, limit)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     append(given.out / "runs.jsonl", [{"run": given.name, **summary, **where, "gpu": summary["device"]}])
     append(given.out / "eval.jsonl", [{**row, "model": given.name} for row in scores])
