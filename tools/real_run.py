@@ -1,15 +1,14 @@
-"""Train a 0.5b model on 45M tokens, score it, and write rows for results/. On one H200, 8 to 11 minutes a run.
+"""Train 0.5b models on 45M tokens, score them, and write rows for results/. On one H200, 8 to 11 minutes a run.
 
-    python tools/real_run.py sparse --data DATA --out OUT             # or relu, silu: two epochs of 45M tokens
-    python tools/real_run.py half-sparse-1 --data DATA --out OUT      # or half-relu-1: one epoch, seed 1
-    python tools/real_run.py sparse --speed --data DATA --out OUT     # then: how fast is the trained model? 5 minutes
+    python tools/real_run.py sparse relu silu --data DATA --out OUT     # two epochs of 45M tokens each
+    python tools/real_run.py half-sparse-1 half-relu-1 --data DATA --out OUT    # one epoch, seed 1
+    python tools/real_run.py sparse --speed --data DATA --out OUT       # then: how fast is the trained model? 5 minutes
 
-DATA holds train.u16.xz, val.u16, val.txt, tokenizer.json and, in eval/, WikiText-2, LAMBADA and the seven tasks. The
-run is the folder OUT/NAME. Its summary goes to OUT/runs.jsonl, its log to OUT/curves.jsonl, its scores to
-OUT/eval.jsonl, its speed on val.txt (whole passes, steps of decoding, a server) and its FP8 losses to OUT/speed.jsonl.
-Half runs are not scored: they are for the spread of the loss.
-``--pause-at STEP`` stops after that step's checkpoint; the same command without it resumes. ``--commit`` says which
-commit this tree is, where .git does not.
+DATA holds train.u16.xz, val.u16, val.txt, tokenizer.json and, in eval/, WikiText-2, LAMBADA and the seven tasks. A run
+is the folder OUT/NAME. Its summary goes to OUT/runs.jsonl, its log to OUT/curves.jsonl, its scores to OUT/eval.jsonl,
+its speed on val.txt (whole passes, steps of decoding, a server) and its FP8 losses to OUT/speed.jsonl. Half runs are
+not scored: they are for the spread of the loss. The same command resumes a run that was interrupted. ``--commit`` says
+which commit this tree is, where .git does not.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import argparse
 import datetime
 import functools
 import json
-import signal
 import subprocess
 import sys
 import threading
@@ -56,11 +54,10 @@ def changes_of(name: str) -> list[str]:
     if kind not in KINDS or half or (seed and not seed.isdigit()):
         raise SystemExit(f"{name!r}: expected silu, relu or sparse, after half- for one epoch, before -N for a seed")
     steps = EPOCH if name.startswith("half-") else 2 * EPOCH
-    return [*RECIPE, f"steps={steps}", f"seed={seed or 0}", f"eval_every={EPOCH}", *KINDS[kind]]
+    return [*RECIPE, "save_every=100000", f"steps={steps}", f"seed={seed or 0}", f"eval_every={EPOCH}", *KINDS[kind]]
 
 
-def train(folder: Path, data: Path, changes: list[str], pause_at: int | None, options: list[str]) -> bool:
-    """Whether the run is finished."""
+def train(folder: Path, data: Path, changes: list[str], options: list[str]) -> None:
     command = [sys.executable, "-m", "twell", "train", "--out", str(folder)]
     if (folder / "recipe.json").exists():
         command += ["--resume", *options]
@@ -68,16 +65,7 @@ def train(folder: Path, data: Path, changes: list[str], pause_at: int | None, op
         files = {"--data": "train.u16.xz", "--validation": "val.u16", "--tokenizer": "tokenizer.json"}
         given = [argument for option, name in files.items() for argument in (option, str(data / name))]
         command += ["--preset", "0.5b", *given, *options, *changes]
-    process = subprocess.Popen(command)
-    while process.poll() is None:
-        if pause_at is not None and (folder / f"checkpoint-{pause_at}" / "manifest.json").exists():
-            process.send_signal(signal.SIGINT)
-            process.wait()
-            return False
-        time.sleep(1)
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    return True
+    subprocess.run(command, check=True)
 
 
 def score(folder: Path, data: Path, limit: list[str]) -> list[dict[str, Any]]:
@@ -159,39 +147,44 @@ def commit() -> str:
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name")
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="changes to the recipe, for trials")
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--pause-at", type=int, metavar="STEP")
-    parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--limit", type=int, help="items of each task")
-    parser.add_argument("--commit", help="the commit of this tree, where .git does not say it")
-    parser.add_argument("--speed", action="store_true", help="measure a trained model instead")
-    given = parser.parse_intermixed_args()  # changes may follow options
-    changes = [*changes_of(given.name), f"save_every={given.pause_at or 100_000}", *given.changes]
-    folder, options = given.out / given.name, [] if given.no_compile else ["--compile"]
-    given.out.mkdir(parents=True, exist_ok=True)
+def run(name: str, given: argparse.Namespace) -> None:
+    """One run, from training to its rows; or, with ``--speed``, the speed of its model."""
+    folder = given.out / name
     where = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": given.commit or commit(),
-        "command": f"tools/real_run.py {given.name}{' --speed' if given.speed else ''}",
+        "command": f"tools/real_run.py {name}{' --speed' if given.speed else ''}",
     }
     if given.speed:
         rows = measure(folder, given.data, SPEED)
-        append(given.out / "speed.jsonl", [{**row, **where, "model": given.name} for row in rows])
+        append(given.out / "speed.jsonl", [{**row, **where, "model": name} for row in rows])
         return
-    if not train(folder, given.data, changes, given.pause_at, options):
-        print(f"paused after step {given.pause_at}; the same command without --pause-at goes on")
-        return
+    changes = [argument for argument in given.names if "=" in argument]
+    train(folder, given.data, [*changes_of(name), *changes], [] if given.no_compile else ["--compile"])
     limit = [] if given.limit is None else ["--limit", str(given.limit)]
-    scores = [] if given.name.startswith("half-") else score(folder, given.data, limit)
+    scores = [] if name.startswith("half-") else score(folder, given.data, limit)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    append(given.out / "runs.jsonl", [{"run": given.name, **summary, **where, "gpu": summary["device"]}])
-    append(given.out / "eval.jsonl", [{**row, "model": given.name} for row in scores])
-    append(given.out / "curves.jsonl", [{"run": given.name, **row} for row in read(folder / "metrics.jsonl")])
+    append(given.out / "runs.jsonl", [{"run": name, **summary, **where, "gpu": summary["device"]}])
+    append(given.out / "eval.jsonl", [{**row, "model": name} for row in scores])
+    append(given.out / "curves.jsonl", [{"run": name, **row} for row in read(folder / "metrics.jsonl")])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", metavar="NAME", help="of runs; KEY=VALUE changes the recipe, for trials")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--limit", type=int, help="items of each task")
+    parser.add_argument("--commit", help="the commit of this tree, where .git does not say it")
+    parser.add_argument("--speed", action="store_true", help="measure trained models instead")
+    given = parser.parse_intermixed_args()  # changes may follow options
+    given.out.mkdir(parents=True, exist_ok=True)
+    names = [name for name in given.names if "=" not in name]
+    for name in names:
+        changes_of(name)  # a wrong name is told before the first run
+    for name in names:
+        run(name, given)
 
 
 if __name__ == "__main__":
