@@ -21,7 +21,7 @@ GPU_PYTHON ?= $(BIN)/python
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu tests
 
-# The real vLLM on the CPU, in an environment of its own: its transformers is older than ours. 5 minutes after the install.
+# The real vLLM on the CPU, in an environment of its own: its transformers is older than ours. 6 minutes after the install.
 test-vllm: $(VLLM_INSTALLED)
 	.venv-vllm/bin/pytest --confcutdir tests/engines tests/engines
 

@@ -23,6 +23,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
 )
 
 from conftest import commands
@@ -246,6 +248,8 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
     bloom = saved(
         BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=320)), tmp_path / "b", tokenizer
     )
+    experts = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    moe = saved(Qwen2MoeForCausalLM(Qwen2MoeConfig(**SHAPE, **experts)), tmp_path / "moe", tokenizer)
     mute = saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "mute", None)
     narrow = saved(LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 280})), tmp_path / "narrow", tokenizer)
     lacking = saved(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")), tmp_path / "lacking", tokenizer)
@@ -271,7 +275,11 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
             [gpt2, "--relufy", "--out", out],
             r"no feed-forward layer of .* \(gpt2\) can be converted: its Conv1D weights",
         ),
-        ([bloom, "--relufy", "--out", out], r"the configuration of bloom has no field for it"),
+        ([bloom, "--relufy", "--out", out], "the configuration of bloom cannot say so of its"),
+        (
+            [moe, "--relufy", "--out", out],
+            "the configuration of qwen2_moe cannot say so of its",
+        ),
         ([mute, "--relufy", "--out", out], "the tokenizer of .*mute cannot be loaded"),
         ([narrow, "--relufy", "--out", out], "has 300 tokens, the model's vocabulary 280"),
         ([llama, "--relufy", "--out", full], "is not empty"),

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from twell.hf.counts import COUNTS_FILE, NeuronCounts, find_counts
 from twell.hf.sparsify import desparsify_, sparsify_
+from twell.nn import sparse_ffns
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 512, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 2, "vocab_size": 50}
@@ -37,7 +38,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_broken_files_are_named(tmp_path: Path) -> None:
     path = tmp_path / COUNTS_FILE
     path.write_bytes(b"no zip")
-    with pytest.raises(ValueError, match="holds no neuron counts"):
+    with pytest.raises(ValueError, match=r"holds no neuron counts: .*: delete the file"):
         NeuronCounts.load(path)
     for arrays, message in (({}, "holds no neuron counts"), ({"tokens": 2}, "between 0 and the 2 tokens")):
         np.savez(path, fired_0=np.array([3, 1]), **arrays)
@@ -66,10 +67,16 @@ def test_sparsify_plans_by_what_lies_beside_the_model(tmp_path: Path) -> None:
         assert torch.equal(model(ids).logits, expected)
 
 
-def test_counts_of_another_model_are_refused_and_without_counts_there_is_no_plan() -> None:
+def test_counts_of_another_model_are_refused_and_without_counts_there_is_no_plan(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu"))
     for counts in (some_counts(layers=3), some_counts(F=256)):
-        with pytest.raises(ValueError, match=r"the counts are of .* FFNs"):
+        with pytest.raises(ValueError, match=r"^the counts are of .* FFNs"):
             sparsify_(model, counts)
+    model.config._name_or_path = str(tmp_path)
+    counts.save(tmp_path / COUNTS_FILE)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{COUNTS_FILE}: the counts are of .*: delete .* twell calibrate"):
+        sparsify_(model)
+    assert not list(sparse_ffns(model))  # nothing has changed
+    (tmp_path / COUNTS_FILE).unlink()
     assert all(row.plan == "" for row in sparsify_(model).rows)
     assert all(layer.mlp.plan is None for layer in model.model.layers)

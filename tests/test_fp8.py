@@ -312,6 +312,13 @@ def test_quantize_rounds_every_projection_and_dequantize_gives_the_values_back(m
     torch.testing.assert_close(logits(model), dense)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_alone_gets_its_dtype_back(dtype: torch.dtype) -> None:
+    layer = GatedSparseFFN(D, F, dtype=dtype)
+    twell.quantize_(layer)
+    assert twell.dequantize_(layer) == 3 and {p.dtype for p in layer.parameters()} == {dtype}
+
+
 def test_a_quantised_model_runs_as_its_dense_blocks_would() -> None:
     model = sparse(llama)
     twell.quantize_(model, emulate=True)

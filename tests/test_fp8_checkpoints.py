@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, TorchAoConfig
 from transformers.utils import is_compressed_tensors_available
 
 import twell
@@ -258,25 +258,88 @@ def test_models_to_dequantise_or_train_are_not_taken_over(library_folder: Path) 
         model = AutoModelForCausalLM.from_pretrained(library_folder, quantization_config=how)
     twell.sparsify_(model)
     assert type(model.model.layers[0].mlp.gate_proj) is nn.Linear
+    assert len(twell.quantize_(model, emulate=True).layers) == 2
+    assert is_rowwise_fp8(model.config.quantization_config)
     model = load(library_folder).train()
     twell.sparsify_(model)
     assert type(model.model.layers[0].mlp.gate_proj) is nn.Linear
 
 
-def test_attention_keeps_the_librarys_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forward", ["before", "after", "never"])
+@pytest.mark.parametrize("quantize", [False, True])
+def test_attention_is_taken_over_too(tmp_path: Path, quantize: bool, forward: str) -> None:
+    """The library makes its layers plain in the first forward, and then no configuration fits them and ours."""
     pytest.importorskip("compressed_tensors")
     folder = written_by_the_library(tmp_path / "all", ["Linear"])
     model, theirs = load(folder), load(folder)
+    expected = logits(theirs)
+    if forward == "before":
+        logits(model)
     twell.sparsify_(model)
     assert_taken_over(model, folder)
-    attention = model.model.layers[0].self_attn.q_proj
-    assert type(attention) is nn.Linear and attention.weight.dtype == E4M3
+    if quantize:
+        twell.quantize_(model, emulate=True)
+    assert all(type(model.model.layers[i].self_attn.q_proj) is Fp8Linear for i in range(2))
+    if forward == "after":
+        logits(model)
     model.save_pretrained(tmp_path / "again")
-    expected = logits(theirs)
+    assert config_of(tmp_path / "again")["quantization_config"]["ignore"] == ["lm_head"]
     again = load(tmp_path / "again")
     twell.sparsify_(again)
     for m in (model, again):
         assert float((logits(m) - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("targets", [[r"re:.*mlp\..*_proj$"], ["Linear"]])
+@pytest.mark.parametrize("before", ["nothing", "forward", "sparsify_"])
+def test_the_librarys_layers_are_dequantised(tmp_path: Path, targets: list[str], before: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = load(written_by_the_library(tmp_path / "all", targets))
+    expected = logits(load(tmp_path / "all"))
+    if before == "forward":  # which decompresses weights
+        logits(model)
+    elif before == "sparsify_":
+        twell.sparsify_(model)
+    assert twell.dequantize_(model) == (6 if len(targets[0]) > 6 else 14)
+    assert not any("scale" in name for name in model.state_dict())
+    values = logits(model)
+    assert 0 < float((values - expected).norm() / expected.norm()) < 0.05  # x is no longer rounded
+    model.save_pretrained(tmp_path / "plain")
+    assert "quantization_config" not in config_of(tmp_path / "plain")
+    assert logits(load(tmp_path / "plain")).equal(values)
+    assert model.float().dtype == torch.float32  # which transformers refuses for a quantised model
+
+
+def test_attention_in_fp8_is_recorded_by_quantize(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = load(written_by_the_library(tmp_path / "attention", [r"re:.*self_attn\..*_proj$"]))
+    twell.sparsify_(model)
+    assert len(twell.quantize_(model, emulate=True).layers) == 2
+    model.save_pretrained(tmp_path / "both")
+    assert config_of(tmp_path / "both")["quantization_config"]["ignore"] == ["lm_head"]
+    loaded = load(tmp_path / "both")
+    twell.sparsify_(loaded)
+    for m in (loaded, model):
+        for name in FFN_LAYERS:  # the library keeps scales in the model's dtype
+            m.get_submodule(name).weight_scale = nn.Parameter(m.get_submodule(name).weight_scale.bfloat16().float())
+    assert logits(loaded).equal(logits(model))
+
+
+def test_layers_of_another_scheme_keep_the_configuration(tmp_path: Path) -> None:
+    """They are in the FFNs' checkpoint, whose configuration then describes both."""
+    compressed = pytest.importorskip("compressed_tensors.quantization")
+    model = load(written_by_the_library(tmp_path, ["Linear"]))
+    scheme = compressed.preset_name_to_scheme("FP8", ["Linear"])  # a scale for all rows
+    model.model.layers[0].self_attn.q_proj.quantization_scheme = scheme
+    stated = model.config.quantization_config
+    twell.sparsify_(model)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match="already quantised by compressed-tensors"):
+        twell.quantize_(model, emulate=True)
+    with pytest.raises(ValueError, match=r"1 layers are quantised in another way \(model\..*\.0\.self_attn\.q_proj is"):
+        twell.dequantize_(model)
+    assert model.config.quantization_config is stated and before.keys() == model.state_dict().keys()
+    assert all(type(model.get_submodule(name)) is Fp8Linear for name in FFN_LAYERS)
 
 
 def test_other_schemes_are_left_to_the_library(tmp_path: Path) -> None:
@@ -375,15 +438,45 @@ def test_torchaos_layers_in_sparse_ffns_are_taken_over(monkeypatch: Any) -> None
     assert ffn.gate_proj.weight.view(torch.uint8).equal(weight.qdata.view(torch.uint8))
 
 
-def test_torchaos_other_layers_are_left_to_it(monkeypatch: Any) -> None:
+def test_torchaos_other_schemes_are_left_to_it(monkeypatch: Any) -> None:
     model = with_torchao(monkeypatch, "PerTensor")
     twell.sparsify_(model)
     assert not any(isinstance(module, Fp8Linear) for module in model.modules())
+
+
+def test_torchaos_attention_is_taken_over_too(monkeypatch: Any, tmp_path: Path) -> None:
     model = with_torchao(monkeypatch, ffns_alone=False)
     twell.sparsify_(model)
-    assert isinstance(model.model.layers[0].mlp.gate_proj, Fp8Linear)
-    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
-    assert not hasattr(model.config, "quantization_config")  # which could not tell of torchao's part
+    assert isinstance(model.model.layers[0].self_attn.q_proj, Fp8Linear)
+    model.save_pretrained(tmp_path / "fp8")
+    assert config_of(tmp_path / "fp8")["quantization_config"]["ignore"] == ["lm_head"]
+    assert twell.dequantize_(model) == 14
+    model.save_pretrained(tmp_path / "plain")
+    assert logits(load(tmp_path / "plain")).equal(logits(model))
+
+
+@pytest.mark.parametrize("ffns_alone", [True, False])
+def test_torchaos_checkpoints_run_and_cannot_be_saved(monkeypatch: Any, tmp_path: Path, ffns_alone: bool) -> None:
+    """transformers has no way back to torchao's files, and tries it for every model that came from them."""
+    torchao = pytest.importorskip("torchao.quantization")
+    monkeypatch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda granularity: None)
+    make(llama_config()).save_pretrained(tmp_path / "plain")
+    how = torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
+    config = TorchAoConfig(how, modules_to_not_convert=["lm_head", *[".*self_attn"] * ffns_alone])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=config)
+    theirs.save_pretrained(tmp_path / "ao")
+    model = load(tmp_path / "ao")
+    twell.sparsify_(model)
+    assert all(type(model.get_submodule(name)) is Fp8Linear for name in FFN_LAYERS)
+    with pytest.raises(NotImplementedError):
+        model.save_pretrained(tmp_path / "sparse")
+    assert twell.dequantize_(model) == (6 if ffns_alone else 14)
+    with pytest.raises(NotImplementedError):
+        model.save_pretrained(tmp_path / "dense")
+    new = make(model.config)
+    new.load_state_dict(model.state_dict())
+    new.save_pretrained(tmp_path / "new")
+    assert logits(load(tmp_path / "new")).equal(logits(model))
 
 
 def test_torchaos_layers_become_ours_by_quantize(monkeypatch: Any) -> None:
@@ -396,6 +489,7 @@ def test_torchaos_layers_become_ours_by_quantize(monkeypatch: Any) -> None:
     assert twell.quantize_(layer, emulate=True).layers == ("",)
     q, scale = layer.gate_proj.fp8()
     assert Fp8(q, scale).to(torch.float64).equal(Fp8(weight.qdata, weight.scale[:, 0]).to(torch.float64))
+    assert twell.dequantize_(layer) == 3 and layer.gate_proj.weight.dtype == torch.bfloat16
 
 
 # -- the command line ----------------------------------------------------------------------------------------------

@@ -12,7 +12,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MllamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MllamaForCausalLM,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import twell
@@ -44,6 +50,7 @@ SHAPE: dict[str, Any] = {
 }
 EXPERTS = {
     "n_routed_experts": 4,
+    "n_shared_experts": 1,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -60,8 +67,10 @@ OWN_SHAPES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**EXPERTS, **SMALL_HEADS},
     "deepseek_v3": {**EXPERTS, **SMALL_HEADS},
     "dots1": EXPERTS,
+    "exaone_moe": EXPERTS,
     "falcon": {"head_dim": NOT_GIVEN},
     "glm4_moe": EXPERTS,
+    "minicpm3": SMALL_HEADS,
     "mllama_text_model": {"cross_attention_layers": []},
     "gpt_neo": {"attention_types": [[["global"], 1]]},
     "gptj": {"rotary_dim": 16},
@@ -74,6 +83,19 @@ OWN_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"layer_types": ["full_attention"]},
     "qwen3_next": {**EXPERTS, "mlp_only_layers": [0], "layer_types": ["full_attention"]},
 }
+TWO_LAYERS: dict[str, dict[str, Any]] = {  # the second has what an architecture has beside its FFNs
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "jamba": {"attn_layer_period": 2},
+    "llama4_text": {"interleave_moe_layer_step": 2},
+    "nemotron_h": {"layer_types": ["mlp", "mamba"]},
+    "qwen3_5_text": {"layer_types": ["full_attention", "linear_attention"]},
+    "qwen3_next": {"layer_types": ["full_attention", "linear_attention"]},
+}
+ONE_FIELD_FOR_ALL = (
+    "deepseek_v2, deepseek_v3, dots1, exaone_moe, glm4_moe, jamba, llama4_text, qwen2_moe, qwen3_5_text, "
+)
+ONE_FIELD_FOR_ALL += "qwen3_moe, qwen3_next"
+NO_FIELD = "bloom, mpt"
 ARCHITECTURES = {each.model_type: each for each in walk()}
 
 
@@ -84,16 +106,24 @@ TESTED = {config.model_type: config for config in CONFIGS.values()}
 IDS = torch.randint(3, 64, (1, M), generator=torch.Generator().manual_seed(0))
 
 
+def small_config(model_type: str, **changes: Any) -> Any:
+    shape = SHAPE | OWN_SHAPES.get(model_type, {}) | changes
+    return TESTED[model_type](**{field: value for field, value in shape.items() if value is not NOT_GIVEN})
+
+
+def new_model(config: Any) -> Any:
+    torch.manual_seed(0)
+    make: Any = MllamaForCausalLM if config.model_type == "mllama_text_model" else AutoModelForCausalLM.from_config
+    return make(config).eval()
+
+
 def relu_model(model_type: str, **changes: Any) -> Any:
     """A model of one layer, ReLU or ReLU², in which few neurons can fire."""
-    shape = SHAPE | OWN_SHAPES.get(model_type, {}) | changes
-    config = TESTED[model_type](**{field: value for field, value in shape.items() if value is not NOT_GIVEN})
+    config = small_config(model_type, **changes)
     for field in ACTIVATION_FIELDS:
         if "relu" not in getattr(config, field, "relu"):
             setattr(config, field, "relu")
-    torch.manual_seed(0)
-    make: Any = MllamaForCausalLM if model_type == "mllama_text_model" else AutoModelForCausalLM.from_config
-    model = make(config).eval()
+    model = new_model(config)
     if not any(hasattr(config, field) for field in ACTIVATION_FIELDS):
         twell.relufy_(model)
     with torch.no_grad():
@@ -238,14 +268,31 @@ def test_refused_models_are_told_why(model_type: str) -> None:
         assert ARCHITECTURES[model_type].why_not in report.rows[0].why and not report.changed
 
 
-def test_relufy_says_where_a_configuration_cannot_hold_relu() -> None:
+@pytest.mark.parametrize("model_type", TESTED)
+def test_a_relufied_model_loads_as_it_was_saved_or_the_report_says_no(model_type: str, tmp_path: Path) -> None:
+    model = new_model(small_config(model_type, num_hidden_layers=2, **TWO_LAYERS.get(model_type, {})))
+    is_kept = "call relufy_ after every from_pretrained" not in str(twell.relufy_(model))
+    assert is_kept is (model_type not in f"{ONE_FIELD_FOR_ALL}, {NO_FIELD}".split(", "))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(logits(type(model).from_pretrained(tmp_path).eval()), logits(model)) is is_kept
+
+
+def test_the_page_names_the_models_whose_relu_is_not_saved() -> None:
+    page = " ".join((ROOT / "docs" / "models.md").read_text().split())
+    assert f"({ONE_FIELD_FOR_ALL})" in page and f"({NO_FIELD})" in page
+
+
+@pytest.mark.parametrize("text", ["llama", "gemma3_text", "qwen2_moe"])
+def test_of_a_composite_model_the_language_model_gets_relu(text: str) -> None:
+    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config = LlavaConfig(text_config=small_config(text, num_hidden_layers=2), vision_config=vision)
     with torch.device("meta"):
-        bloom = AutoModelForCausalLM.from_config(TESTED["bloom"](**SHAPE))
-        falcon = AutoModelForCausalLM.from_config(
-            TESTED["falcon"](hidden_size=D, num_attention_heads=4, num_hidden_layers=1)
-        )
-    assert "call relufy_ after every from_pretrained" in str(twell.relufy_(bloom).rows[0].became)
-    assert "after every" not in str(twell.relufy_(falcon).rows[0].became) and falcon.config.activation == "relu"
+        report = twell.relufy_(LlavaForConditionalGeneration(config))
+    assert [".language_model." in row.layer for row in report.rows] == [bool(row.became) for row in report.rows]
+    assert len(report.skipped) == 1 and len(report.changed) >= 2 and vision.hidden_act == "quick_gelu"
+    is_kept = "relu" in config.text_config.to_dict().values()
+    assert is_kept is ("from_pretrained" not in str(report)) is (text != "qwen2_moe")
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "falcon", "bloom"])

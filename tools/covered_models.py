@@ -1,5 +1,7 @@
 """Find out which of transformers' causal language models can run sparsely, from their default configurations.
 
+Encoder-decoder models, such as T5, are outside of the walk, unless transformers has a causal language model of them.
+
 python tools/covered_models.py docs/models.md      # rewrites the tables of that page for the installed transformers
 """
 

@@ -39,6 +39,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 import twell
 from twell.hf import (
@@ -238,8 +239,16 @@ def test_a_reload_rewrites_what_is_frozen(mode: str, models: dict[str, Any], mon
                 parameter.data.copy_(of_first[f"{name}.{key}"])
         return twell.refresh_(model)
 
+    measure, at_measuring = CPUWorker.determine_available_memory, []
+
+    def measured(worker: Any) -> int:
+        at_measuring.append(frozen(worker.get_model()))
+        return measure(worker)
+
+    monkeypatch.setattr(CPUWorker, "determine_available_memory", measured)
     with running(first, **MODES[mode]) as llm:
         (before,) = llm.apply_model(frozen)
+        assert at_measuring == [before]  # vLLM's cache leaves room for it
         assert before or torch.backends.cpu.get_cpu_capability() != "AVX512"
         assert generated(llm) == tokens
 
@@ -319,7 +328,7 @@ def test_lora_on_ffns_is_refused(llama: tuple[Path, list[list[int]]], tmp_path: 
     name = "base_model.model.model.layers.0.mlp.gate_proj"
     weights = {f"{name}.lora_A.weight": torch.ones(8, D), f"{name}.lora_B.weight": torch.ones(F, 8)}
     save_file(weights, adapter / "adapter_model.safetensors")
-    for target in (None, ["q_proj", "down_proj"]):
+    for target in (None, ["q_proj", "down_proj"], ["gate_up_proj"]):
         with (
             pytest.raises(ValueError, match=r"LoRA cannot act on model.layers.0.mlp.*Merge the adapter"),
             running(path, enforce_eager=True, enable_lora=True, lora_target_modules=target),

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from twell.fp8.linear import Fp8Linear
+from twell.fp8.linear import Fp8Linear, is_foreign, take_over
 
 METHOD, FORMAT = "compressed-tensors", "float-quantized"
 OWN_FIELD = "fp8_quantization"  # in the configurations of our own model types: see hf/configs.py
@@ -44,24 +44,54 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def record_(model: nn.Module) -> None:
-    """Describe the model's FP8 layers in its configuration, if it has one, so that ``save_pretrained`` writes them."""
-    config = getattr(model, "config", None)
-    if config is None:
+    """Describe the FP8 layers of a model with an FP8 FFN in its configuration, so that ``save_pretrained`` writes them.
+
+    Layers that other libraries hold in this scheme, in attention, become ``Fp8Linear``s first: compressed-tensors
+    makes its own plain in the first forward, and then no description fits both. Layers of other schemes stay, and the
+    configuration with them."""
+    if not any(isinstance(module, Fp8Linear) for module in model.modules()):
         return
-    field = OWN_FIELD if hasattr(config, OWN_FIELD) else "quantization_config"
-    if any(isinstance(module, Fp8Linear) for module in model.modules()):
-        setattr(config, field, describe(model))
-    elif is_rowwise_fp8(getattr(config, field, None)):
-        if field == OWN_FIELD:
-            setattr(config, field, None)
-        else:
-            delattr(config, field)
+    made: dict[nn.Module, Fp8Linear | None] = {}
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if layer not in made:
+                made[layer] = take_over(layer)
+            if made[layer] is not None:
+                setattr(parent, name, made[layer])
+    config = getattr(model, "config", None)
+    if config is not None and not others(model):
+        setattr(config, OWN_FIELD if hasattr(config, OWN_FIELD) else "quantization_config", describe(model))
+
+
+def forget_(model: nn.Module) -> None:
+    """Let the configuration of a model, and transformers' marks on it, say that nothing is quantised."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
+    config = getattr(model, "config", None)
+    if config is not None:
+        vars(config).pop(OWN_FIELD, None)
+        vars(config).pop("quantization_config", None)
+
+
+def others(model: nn.Module) -> list[str]:
+    """The names of layers that another library holds and ``take_over`` does not take."""
+    is_stated = _stated(model) is not None  # else compressed-tensors has dequantised it, and its schemes are left over
+
+    def is_other(module: nn.Module) -> bool:
+        return is_stated if hasattr(module, "quantization_scheme") else is_foreign(module)
+
+    return [name for name, m in model.named_modules() if is_other(m) and take_over(m) is None]
+
+
+def _stated(model: nn.Module) -> Any:
+    return getattr(getattr(model, "config", None), "quantization_config", None)
 
 
 def other_quantization(model: nn.Module) -> str | None:
-    """The quantisation method in a model's configuration; None if there is none, or if it is this scheme."""
-    found = getattr(getattr(model, "config", None), "quantization_config", None)
-    if found is None or is_rowwise_fp8(found):
+    """The quantisation method in a model's configuration; None if there is none, or if it is this scheme alone."""
+    found = _stated(model)
+    if found is None or (is_rowwise_fp8(found) and not others(model)):
         return None
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     return str(getattr(method, "value", method))

@@ -71,6 +71,7 @@ class Fp8Linear(nn.Module):
     """
 
     bias: nn.Parameter | None
+    dtype: torch.dtype | None = None  # of the weight before it was rounded, if known
 
     def __init__(
         self,
@@ -111,8 +112,8 @@ class Fp8Linear(nn.Module):
     def from_linear(cls, linear: nn.Linear, *, emulate: bool = False) -> Self:
         """A layer with the weight rounded to FP8; it shares the bias."""
         new = cls.of(to_fp8(linear.weight.detach()), linear.bias, emulate=emulate)
-        new.train(linear.training)
-        return new
+        new.dtype = linear.weight.dtype
+        return new.train(linear.training)
 
     def fp8(self) -> Fp8:
         """q [out, in] and scale [out]."""
@@ -121,7 +122,7 @@ class Fp8Linear(nn.Module):
     @torch.no_grad()
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """A plain layer with the values of the weight; it shares a bias of the same dtype."""
-        dtype = dtype or torch.get_default_dtype()
+        dtype = dtype or self.dtype or torch.get_default_dtype()
         new = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         wide = torch.promote_types(dtype, torch.float32)
         new.weight = nn.Parameter(self.fp8().to(wide).to(dtype))
@@ -250,8 +251,10 @@ def take_over(linear: nn.Module) -> Fp8Linear | None:
         q = (q.float() / scale.float()).to(E4M3)  # exact: q * scale was rounded by far less than a step of e4m3
         if not (q.to(scale.dtype) * scale).equal(found.weight):
             return None
-    bias: Any = linear.bias
-    return Fp8Linear.of(Fp8(q, scale.float().reshape(-1)), bias).train(linear.training)
+    theirs: Any = linear
+    new = Fp8Linear.of(Fp8(q, scale.float().reshape(-1)), theirs.bias)
+    new.dtype = scale.dtype if theirs.weight.dtype == E4M3 else theirs.weight.dtype
+    return new.train(linear.training)
 
 
 def _find(linear: nn.Module) -> _Found | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 COUNTS_FILE = "neuron_counts.npz"
+_REMEDY = "delete the file, or write it anew with twell calibrate"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,6 +21,7 @@ class NeuronCounts:
 
     fired: list[Tensor]
     tokens: int
+    path: Path | None = None  # the file that they were loaded from
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -29,6 +31,13 @@ class NeuronCounts:
                 raise ValueError(f"layer {layer}: expected integers [F], got {counts.dtype} {tuple(counts.shape)}")
             if len(counts) and not 0 <= int(counts.min()) <= int(counts.max()) <= self.tokens:
                 raise ValueError(f"layer {layer}: counts must lie between 0 and the {self.tokens:,} tokens counted")
+
+    def check(self, widths: list[int]) -> None:
+        """Refuse counts of another model than one whose FFNs have these numbers of neurons."""
+        counted = [len(counts) for counts in self.fired]
+        if counted != widths:
+            said = f"the counts are of {len(counted)} FFNs {counted}, the model has {len(widths)} {widths}"
+            raise ValueError(said if self.path is None else f"{self.path}: {said}: {_REMEDY}")
 
     def save(self, path: Path) -> None:
         """Write an .npz with ``tokens`` and ``fired_0``, ``fired_1``, ...; it appears whole or not at all."""
@@ -44,11 +53,11 @@ class NeuronCounts:
             with np.load(path) as saved:
                 layers = sum(name.startswith("fired_") for name in saved.files)
                 fired = [torch.from_numpy(saved[f"fired_{i}"].astype(np.int64)) for i in range(layers)]
-                return cls(fired=fired, tokens=int(saved["tokens"]))
+                return cls(fired=fired, tokens=int(saved["tokens"]), path=path)
         except (KeyError, ValueError, OSError, zipfile.BadZipFile) as error:
             if isinstance(error, FileNotFoundError):
                 raise
-            raise ValueError(f"{path} holds no neuron counts: {error}") from None
+            raise ValueError(f"{path} holds no neuron counts: {error}: {_REMEDY}") from None
 
 
 def counts_path(name: str, revision: str | None = None) -> Path | None:
@@ -63,6 +72,7 @@ def counts_path(name: str, revision: str | None = None) -> Path | None:
 
 
 def find_counts(name_or_path: str | None) -> NeuronCounts | None:
-    """The counts in the folder that a model was loaded from; None if there are none."""
+    """The counts in the folder that a model was loaded from; None if there are none. It never asks the hub, as
+    ``counts_path`` does: where the hub cannot be reached, asking takes 20 seconds."""
     path = Path(name_or_path or "") / COUNTS_FILE
     return NeuronCounts.load(path) if name_or_path and path.is_file() else None

@@ -44,20 +44,22 @@ def _classes(shorts: str, projections: tuple[str, ...], activation: str, *, inli
 
 
 _GATED = """
-    cohere.CohereMLP cohere2.Cohere2MLP deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP diffllama.DiffLlamaMLP
-    doge.DogeMLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP exaone4.Exaone4MLP gemma.GemmaMLP gemma2.Gemma2MLP
-    gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP granite.GraniteMLP helium.HeliumMLP hunyuan_v1_dense.HunYuanDenseV1MLP
-    jamba.JambaMLP llama.LlamaMLP ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP
-    mllama.MllamaTextMLP olmo.OlmoMLP olmo2.Olmo2MLP olmo3.Olmo3MLP qwen2.Qwen2MLP qwen2_5_vl.Qwen2MLP
-    qwen2_moe.Qwen2MoeMLP qwen2_vl.Qwen2MLP qwen3.Qwen3MLP qwen3_5.Qwen3_5MLP qwen3_moe.Qwen3MoeMLP
-    qwen3_next.Qwen3NextMLP qwen3_vl.Qwen3VLTextMLP smollm3.SmolLM3MLP stablelm.StableLmMLP
+    cohere.CohereMLP cohere2.Cohere2MLP cwm.CwmMLP deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP
+    diffllama.DiffLlamaMLP doge.DogeMLP dots1.Dots1MLP ernie4_5.Ernie4_5MLP exaone4.Exaone4MLP exaone_moe.ExaoneMoeMLP
+    gemma.GemmaMLP gemma2.Gemma2MLP gemma3.Gemma3MLP glm4_moe.Glm4MoeMLP granite.GraniteMLP helium.HeliumMLP
+    hunyuan_v1_dense.HunYuanDenseV1MLP hyperclovax.HyperCLOVAXMLP jamba.JambaMLP llama.LlamaMLP minicpm3.MiniCPM3MLP
+    ministral.MinistralMLP ministral3.Ministral3MLP mistral.MistralMLP mllama.MllamaTextMLP olmo.OlmoMLP olmo2.Olmo2MLP
+    olmo3.Olmo3MLP qwen2.Qwen2MLP qwen2_5_vl.Qwen2MLP qwen2_moe.Qwen2MoeMLP qwen2_vl.Qwen2MLP qwen3.Qwen3MLP
+    qwen3_5.Qwen3_5MLP qwen3_moe.Qwen3MoeMLP qwen3_next.Qwen3NextMLP qwen3_vl.Qwen3VLTextMLP smollm3.SmolLM3MLP
+    stablelm.StableLmMLP vaultgemma.VaultGemmaMLP
 """
+_PLAIN = "apertus.ApertusMLP arcee.ArceeMLP jais2.Jais2MLP nemotron.NemotronMLP nemotron_h.NemotronHMLP"
 _FC = ("fc1", "fc2")
 _DENSE_H = ("dense_h_to_4h", "dense_4h_to_h")
 KNOWN: dict[str, PartNames] = {
     **_classes(_GATED, GATED_NAMES, "act_fn"),
     **_classes("llama4.Llama4TextMLP", GATED_NAMES, "activation_fn"),
-    **_classes("arcee.ArceeMLP jais2.Jais2MLP nemotron.NemotronMLP nemotron_h.NemotronHMLP", PLAIN_NAMES, "act_fn"),
+    **_classes(_PLAIN, PLAIN_NAMES, "act_fn"),
     **_classes("nanochat.NanoChatMLP phi.PhiMLP", _FC, "activation_fn"),
     **_classes("falcon.FalconMLP gpt_neox.GPTNeoXMLP persimmon.PersimmonMLP", _DENSE_H, "act"),
     # These add the residual, have dropout, or are whole decoder layers.

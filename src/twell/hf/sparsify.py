@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from twell.fp8 import Fp8Linear, is_foreign, take_over
+from twell.fp8 import take_over
 from twell.fp8.compressed import record_
 from twell.hf.check import why_not_the_same
 from twell.hf.classify import (
@@ -120,15 +120,16 @@ def sparsify_(model: nn.Module, counts: NeuronCounts | None = None, *, also: Als
     ``also``: blocks of other classes that compute the same with the same names of projections: a class, its full name,
     several of them, or a function of a block.
 
-    ``counts`` decide the plans of the layers; by default the counts that ``twell calibrate`` left beside the model.
+    ``counts`` decide the plans of the layers; by default those that ``twell calibrate`` left in the model's folder.
 
     A model loaded with a tensor parallel plan stays parallel; call this on every process.
 
     Unless the model is in training mode or sharded, the weights of down projections become neuron-major: the same
     parameters, shapes and values with other strides. ``restore_layout_`` makes them contiguous again.
 
-    FP8 weights of compressed-tensors and torchao become ``Fp8Linear``s with the same values, and ``desparsify_`` keeps
-    them. Not in training mode, and not in a model that is loaded to be dequantised.
+    FP8 weights of compressed-tensors and torchao become ``Fp8Linear``s with the same values, with those of FFNs also
+    those in attention, and ``desparsify_`` keeps them. Not in training mode, and not in a model that is loaded to be
+    dequantised.
     """
     return _sparsify(model, counts, requested(also), may_be_empty=False)
 
@@ -142,19 +143,20 @@ def _sparsify(
     model: nn.Module, counts: NeuronCounts | None, is_requested: Callable[[nn.Module], bool], *, may_be_empty: bool
 ) -> Report:
     check_model(model)
+    if counts is None:
+        counts = find_counts(getattr(getattr(model, "config", None), "_name_or_path", None))
+    fired = {} if counts is None else _fired(model, counts, is_requested)  # refuses them before anything changes
     takes = not model.training and _keeps_fp8(model)
     rows = []
     for name, parent, attribute, ffn in list(find_ffns(model)):
         became, why, kind = _sparsify_one(parent, attribute, ffn, is_requested(ffn), may_be_empty, takes)
         rows.append(Row(name, type(ffn).__name__, became, why, kind=kind))
-    if takes and _all_fp8_is_ours(model):
+    if takes:
         record_(model)
     if not model.training:
         for _, ffn in sparse_ffns(model):
             _lay_out(ffn)
-    if counts is None:
-        counts = find_counts(getattr(getattr(model, "config", None), "_name_or_path", None))
-    return Report(tuple(rows if counts is None else _with_plans(model, rows, counts)))
+    return Report(tuple(rows if counts is None else _with_plans(model, rows, fired, counts.tokens)))
 
 
 def _sparsify_one(
@@ -231,15 +233,22 @@ def _lay_out(ffn: SparseFFNBase) -> None:
         neuron_major_(down)
 
 
-def _with_plans(model: nn.Module, rows: list[Row], counts: NeuronCounts) -> list[Row]:
-    ffns = dict(sparse_ffns(model))
-    if not ffns:
-        return rows
-    widths, counted = [len(f.neuron_counts) for f in ffns.values()], [len(c) for c in counts.fired]
-    if widths != counted:
-        raise ValueError(f"the counts are of {len(counted)} FFNs {counted}, the model has {len(widths)} {widths}")
-    fired = dict(zip(ffns, counts.fired, strict=True))
-    plans = {name: ffn.plan_from_counts(fired[name], counts.tokens) for name, ffn in ffns.items()}
+def _fired(model: nn.Module, counts: NeuronCounts, is_requested: Callable[[nn.Module], bool]) -> dict[str, Tensor]:
+    """{name: its counts} for each FFN that is sparse or can be. Counts of another model are refused."""
+    widths = {}
+    for name, _, _, ffn in find_ffns(model):
+        sparse = sparse_ffn_of(ffn)
+        if sparse is not None:
+            widths[name] = len(sparse.neuron_counts)
+        elif classify(ffn, is_requested(ffn)).kind != LEFT_ALONE:
+            widths[name] = getattr(ffn, projection_names(ffn)[0]).out_features
+    if widths:
+        counts.check(list(widths.values()))
+    return dict(zip(widths, counts.fired, strict=False))
+
+
+def _with_plans(model: nn.Module, rows: list[Row], fired: dict[str, Tensor], tokens: int) -> list[Row]:
+    plans = {name: ffn.plan_from_counts(fired[name], tokens) for name, ffn in sparse_ffns(model) if name in fired}
     return [dataclasses.replace(row, plan=repr(plans[row.layer])) if row.layer in plans else row for row in rows]
 
 
@@ -250,12 +259,6 @@ def _keeps_fp8(model: nn.Module) -> bool:
     """False if compressed-tensors is to dequantise the model: its configuration then no longer mentions FP8."""
     is_configured = getattr(getattr(model, "config", None), "quantization_config", None) is not None
     return is_configured or not any(hasattr(module, "quantization_scheme") for module in model.modules())
-
-
-def _all_fp8_is_ours(model: nn.Module) -> bool:
-    modules = list(model.modules())
-    is_any = any(isinstance(module, Fp8Linear) for module in modules)
-    return is_any and not any(hasattr(module, "quantization_scheme") or is_foreign(module) for module in modules)
 
 
 def _take_over_(block: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:

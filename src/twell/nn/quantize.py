@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from twell.fp8 import Fp8Linear, take_over, why_not_sizes
-from twell.fp8.compressed import other_quantization, record_
+from twell.fp8 import E4M3, Fp8Linear, take_over, why_not_sizes
+from twell.fp8.compressed import forget_, other_quantization, others, record_
 from twell.nn.layers import SparseFFNBase
 from twell.nn.projections import why_called
 from twell.nn.whole_model import sparse_ffns
@@ -53,10 +53,13 @@ def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -
     ``emulate=True`` computes the same slowly, on any device. Plans made from counts are made anew, since costs differ.
 
     Layers whose projections are more than a plain ``nn.Linear``, and layers with weights that are not finite, are left
-    alone; the report says why. FP8 weights of compressed-tensors and torchao are taken over unchanged. Layers that are
-    FP8 already stay so, and ``emulate`` is set on them, too. Frozen layers are thawed.
+    alone; the report says why. FP8 weights of compressed-tensors and torchao are taken over unchanged, also in
+    attention. Layers that are FP8 already stay so, and ``emulate`` is set on them, too. Frozen layers are thawed.
 
     ``save_pretrained`` then writes compressed-tensors' keys and configuration: pass the whole model.
+
+    The report counts bytes of weights, scales and biases. Layers that run sparsely on a GPU keep copies of some weights
+    beside them (docs/kernels.md), which it does not count.
     """
     if config not in CONFIGS:
         raise ValueError(f"quantize_: unknown config {config!r}, expected one of: {', '.join(CONFIGS)}")
@@ -72,7 +75,7 @@ def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -
     known: dict[int, tuple[nn.Module, Fp8Linear]] = {}  # projections that several layers may share
     for name, ffn in ffns:
         linears = [getattr(ffn, projection) for projection in ffn.projections]
-        made = _in_fp8(ffn, linears, emulate, known)
+        made = _in_fp8(ffn, linears, known)
         if isinstance(made, str):
             left_alone.append((name, made))
             continue
@@ -85,16 +88,17 @@ def quantize_(model: nn.Module, config: str = "fp8", *, emulate: bool = False) -
         ffn.forget_counted_plan()
         names.append(name)
     record_(model)
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            module.emulate = emulate
     return QuantizeReport(tuple(names), before, after, tuple(left_alone), thawed)
 
 
 def _in_fp8(
-    ffn: SparseFFNBase, linears: list[Any], emulate: bool, known: dict[int, tuple[nn.Module, Fp8Linear]]
+    ffn: SparseFFNBase, linears: list[Any], known: dict[int, tuple[nn.Module, Fp8Linear]]
 ) -> list[Fp8Linear] | str:
     """A layer's projections in FP8, or the reason why they stay as they are."""
     if all(isinstance(linear, Fp8Linear) for linear in linears):
-        for linear in linears:
-            linear.emulate = emulate
         return _ALREADY
     made = []
     for projection, linear in zip(ffn.projections, linears, strict=True):
@@ -111,7 +115,6 @@ def _in_fp8(
                 return f"{projection} has weights that are not finite"
         made.append(new)
     for linear, new in zip(linears, made, strict=True):
-        new.emulate = emulate
         known[id(linear)] = linear, new
     return made
 
@@ -119,40 +122,44 @@ def _in_fp8(
 def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Give every FP8 layer of a model plain weights with the same values, in place; returns how many layers there were.
 
-    ``dtype``: by default the dtype of the model's other weights. To lay ``down_proj`` out neuron by neuron again, call
-    ``sparsify_``."""
+    Layers of compressed-tensors and torchao with the same scheme are among them, also in attention. If the model has
+    other quantised layers of a checkpoint, it raises before anything changes.
+
+    ``dtype``: by default the dtype of the model's other weights; if there are none, the one that a layer had. To lay
+    ``down_proj`` out neuron by neuron again, call ``sparsify_``."""
     ffns = list(sparse_ffns(model))
-    if dtype is None:
-        dtype = _dtype_of_others(model)
-    made: dict[int, nn.Linear] = {}
-
-    def plain(layer: Fp8Linear) -> nn.Linear:
-        if id(layer) not in made:
-            made[id(layer)] = layer.to_linear(dtype)
-        return made[id(layer)]
-
-    held = []  # keeps the old layers alive, so that no id is used twice
+    dtype = dtype or _dtype_of_others(model)
+    plain: dict[nn.Module, nn.Linear] = {}
+    for layer in model.modules():
+        fp8 = layer if isinstance(layer, Fp8Linear) else take_over(layer)
+        if fp8 is not None:
+            plain[layer] = fp8.to_linear(dtype)
+    if not plain:
+        return 0
+    left = others(model)
+    if left:
+        raise ValueError(
+            f"dequantize_: {len(left)} layers are quantised in another way ({left[0]} is one): "
+            f"load the model with quantization_config=CompressedTensorsConfig(dequantize=True) instead"
+        )
     for _, ffn in ffns:
         for projection in ffn.projections:
             layer = getattr(ffn, projection)
-            if isinstance(layer, Fp8Linear):
-                held.append(layer)
-                ffn.set_projection(projection, plain(layer))
-        if any(getattr(ffn, projection) in made.values() for projection in ffn.projections):
-            ffn.forget_counted_plan()
+            if layer in plain:
+                ffn.set_projection(projection, plain[layer])
+                ffn.forget_counted_plan()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
-            if isinstance(layer, Fp8Linear):
-                held.append(layer)
-                setattr(parent, name, plain(layer))
-    record_(model)
-    return len(made)
+            if layer in plain:
+                setattr(parent, name, plain[layer])
+    forget_(model)
+    return len(plain)
 
 
-def _dtype_of_others(model: nn.Module) -> torch.dtype:
-    fp8 = {id(p) for m in model.modules() if isinstance(m, Fp8Linear) for p in (m.weight, m.weight_scale)}
-    others = (p.dtype for p in model.parameters() if id(p) not in fp8 and p.is_floating_point())
-    return next(others, torch.get_default_dtype())
+def _dtype_of_others(model: nn.Module) -> torch.dtype | None:
+    scales = {id(module.weight_scale) for module in model.modules() if isinstance(module, Fp8Linear)}
+    dtypes = (p.dtype for p in model.parameters() if id(p) not in scales and p.is_floating_point() and p.dtype != E4M3)
+    return next(dtypes, None)
 
 
 def _bytes_of(linear: nn.Module) -> int:

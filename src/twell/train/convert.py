@@ -70,10 +70,10 @@ def convert(name: str, out: Path, *, relufy: bool, tokenizer: str | None = None,
     if not report.changed:
         why = report.skipped[0].why if report.skipped else NONE_FOUND
         raise ValueError(f"no feed-forward layer of {name} ({config.model_type}) can be converted: {why}")
-    if configured_activation(model.config) == "unknown":
+    if configured_activation(model.config) != "relu":
         raise ValueError(
-            f"{name} cannot be saved with ReLU: the configuration of {config.model_type} has no field for it; "
-            f"in Python call twell.relufy_ after every from_pretrained"
+            f"{name} cannot be saved with ReLU: the configuration of {config.model_type} cannot say so of its "
+            f"feed-forward layers alone; in Python call twell.relufy_ after every from_pretrained"
         )
     with writing(out):
         model.save_pretrained(out)
@@ -85,7 +85,8 @@ def configured_activation(config: Any) -> str:
     """The FFN's activation according to a model's configuration: relu, silu, gelu..."""
     if isinstance(config, SparsityFields):
         return "relu"  # whatever hidden_act says
-    return next((str(found) for field in ACTIVATION_FIELDS if (found := getattr(config, field, None))), "unknown")
+    text = config.get_text_config()
+    return next((str(found) for field in ACTIVATION_FIELDS if (found := getattr(text, field, None))), "unknown")
 
 
 def _has_sparse_type(config: Any) -> bool:

@@ -46,6 +46,7 @@ _FP8 = (
     "the model has FP8 weights, which twell does not run in vLLM yet: save it with plain ones (twell.dequantize_), or "
     "serve it with twell serve"
 )
+_PACKED = {"gate_up_proj": ["gate_proj", "up_proj"]}  # vLLM's name for both
 _SLEEP = "sleep mode would lose the plans of sparse feed-forward layers: leave enable_sleep_mode out"
 
 
@@ -78,7 +79,7 @@ class SparseForCausalLM(TransformersForCausalLM):
         names = [f"model.{name}.{projection}" for name, ffn in ffns.items() for projection in ffn.projections]
         lora, quantisation = self.vllm_config.lora_config, self.quant_config
         for name in names:
-            if lora is not None and is_in_target_modules(name, lora.target_modules):
+            if lora is not None and is_in_target_modules(name, lora.target_modules, _PACKED):
                 raise ValueError(_LORA % name)
             if quantisation is not None:
                 with torch.device("meta"):
