@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from twell.workbench.bench import timing
+from twell.nn.quantize import quantize_
+from twell.workbench.bench import fp8, model, timing
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,13 @@ def not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "compare", ones)
     monkeypatch.setattr(timing, "as_called", ones)
     monkeypatch.setattr(timing, "host_us", lambda ways, **_: dict.fromkeys(ways, 1.0))
+
+
+@pytest.fixture
+def fp8_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU with kernels for FP8 weights: here layers of whole models call their projections, slowly."""
+    monkeypatch.setattr(fp8, "applies_sparsely", lambda device, dtype: True)
+    monkeypatch.setattr(model, "quantize_", functools.partial(quantize_, emulate=True))
 
 
 def spread(ms: float) -> dict[str, float]:

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from twell import gpu
 from twell.gpu.decode import few, few_tiles
 from twell.gpu.shared import tail, tiles
+from twell.nn.quantize import quantize_
 from twell.plan import costs_for
 from twell.workbench.bench import cases, timing
 from twell.workbench.bench import ffn as ffn_bench
@@ -47,11 +48,13 @@ def timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("timed_once")
-def test_bench_times_the_parts() -> None:
-    (row,) = ffn_bench.run(
-        [ffn_bench.Case(workload="skew10", M=4, D=32, F=2048, backend="triton", dtype=f32)], seconds=0
-    )
-    assert row["plan"]["hot"] % 256 == 0
+def test_bench_times_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ffn_bench.Case, "is_sparse_fp8", property(lambda case: case.is_fp8))
+    monkeypatch.setattr(ffn_bench, "quantize_", functools.partial(quantize_, emulate=True))
+    case = ffn_bench.Case(workload="skew10", M=4, D=32, F=2048, backend="triton", dtype=f32, fp8=True)
+    (row,) = ffn_bench.run([case], seconds=0)
+    assert row["plan"]["hot"] % 256 == 0 and row["plan_fp8"].keys() == row["plan"].keys()
+    assert row["plan_fp8"] != row["plan"]
     assert {"dense gate", "cold gate", "tail", "heavy", "heavy tokens"} <= row["parts_ms"].keys()
     assert row["error"]["sparse"] < 1e-6
 

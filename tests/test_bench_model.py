@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from command_line import Twell
+from short_benchmarks import fp8_kernels
 from twell import nn
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
 from twell.plan import Plan
 from twell.train import recipes
-from twell.workbench.bench import cases, ffn, model, timing
+from twell.workbench.bench import cases, ffn, fp8, model, timing
 
+__all__ = ["fp8_kernels"]  # a fixture
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 256,
@@ -179,6 +182,95 @@ def test_a_model_without_relu_is_refused() -> None:
         model.real(dense_llama(hidden_act="silu"), "m")
 
 
+# -- FP8 ---------------------------------------------------------------------------------------------------
+
+IN_FP8 = ["dense", "sparse", "fp8", "fp8_weights", "sparse_fp8"]
+
+
+def test_a_row_with_fp8(fp8_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "host_us", lambda ways, **_: dict.fromkeys(ways, 1.0))
+    subject = model.synthetic(dense_llama(), "skew10", (2, 40), in_fp8=True)
+    many, few = (model.measure(subject, ids_of(*shape), seconds=0, called=True) for shape in ((2, 40), (2, 8)))
+    for row, ways in ((many, [way for way in IN_FP8 if way != "fp8_weights"]), (few, IN_FP8)):  # 64 tokens at most
+        times = {way: row[f"{way}_ms"]["p50"] for way in ways}
+        assert [way for way in IN_FP8 if f"{way}_ms" in row] == ways
+        for field in ("called_ms", "host_us", "tokens_per_ms", "first_token_ms", "memory", "joules_per_token"):
+            assert list(row[field]) == ways
+        dense = min(times[way] for way in ways if way in fp8.NAMES)
+        assert row["speedup_fp8"] == pytest.approx(dense / times["sparse_fp8"], abs=1e-3)
+        assert row["speedup_over_fp8"] == pytest.approx(dense / times["sparse"], abs=1e-3)
+        assert row["speedup_called_fp8"] > 0 and row["speedup_called_over_fp8"] > 0
+        assert row["difference"] < 1e-5 and row["difference_fp8"] < 0.05
+        assert list(row["error"]) == ways[2:] and max(row["error"].values()) < 0.05
+        weights = {way: of["weights"] for way, of in row["memory"].items()}
+        assert weights["fp8"] < 0.7 * weights["dense"]
+    row = model.measure_generate(subject, ids_of(2, 4), 2, seconds=0)
+    assert list(row["called_ms"]) == [*IN_FP8, "frozen"] and row["difference_fp8"] < 0.05
+    assert row["speedup_called_fp8"] > 0 and row["speedup_called_over_fp8"] > 0
+
+
+def test_a_real_model_with_fp8_and_its_layers(fp8_kernels: None) -> None:
+    torch.manual_seed(0)
+    made = LlamaSparseReluForCausalLM(LlamaSparseReluConfig(**SHAPE)).eval()
+    weights = [p.clone() for p in made.parameters()]
+    subject = model.real(made, "m", in_fp8=True)
+    assert all(torch.equal(p, w) for p, w in zip(made.parameters(), weights, strict=True))
+    row = model.measure(subject, ids_of(), seconds=0, wants_layers=True)
+    assert row["difference_fp8"] < 0.05 and "error" not in row  # no input of its FFNs is known beforehand
+    for layer in row["ffns"]:
+        assert [way for way in IN_FP8 if f"{way}_ms" in layer] == IN_FP8 and layer["speedup_fp8"] > 0
+
+
+def test_where_fp8_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(model.real(dense_llama(), "m").models) == ["dense", "sparse"]  # a CPU
+    monkeypatch.setattr(fp8, "applies", lambda *_: True)
+    assert list(model.real(dense_llama(), "m").models) == IN_FP8[:4]  # a GPU without kernels for it
+    assert list(model.real(dense_llama(), "m", in_fp8=False).models) == IN_FP8[:2]
+    assert list(model.real(dense_llama(mlp_bias=True), "m").models) == IN_FP8[:2]
+    with pytest.raises(ValueError, match="--fp8 needs FFNs of plain linears without biases"):
+        model.real(dense_llama(mlp_bias=True), "m", in_fp8=True)
+
+
+def test_ffns_in_fp8_are_compiled_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    compilers: list[dict[str, Any]] = []
+
+    def noted(call: Any, *, options: Any = None, **how: Any) -> Any:
+        compilers.append(how | {"options": options})
+        return original(call, **how, backend=counter)
+
+    original, counter = torch.compile, CompileCounter()
+    monkeypatch.setattr(torch, "compile", noted)
+    torch.compiler.reset()
+    subject = model.synthetic(dense_llama(num_hidden_layers=4), "skew10", (2, 8), in_fp8=True)
+    fp8.compile_ffns_(subject.models)
+    with torch.no_grad():
+        for name in fp8.NAMES:
+            subject.models[name](ids_of(2, 8), use_cache=False)
+    how = {"fullgraph": True, "dynamic": False}
+    tuned = {"coordinate_descent_tuning": True}
+    assert compilers == [*[{**how, "options": None}] * 4, *[{**how, "options": tuned}] * 4]
+    assert counter.frame_count == 3  # both kinds, and the hook that replaces their input
+    assert fp8.options(subject.models) == {"options": tuned} and fp8.options(["dense", "fp8"]) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_models_run_in_fp8(compiled: bool) -> None:
+    if not fp8.applies(torch.device("cuda"), torch.bfloat16, 256, 1024):
+        pytest.skip("needs a GPU with FP8")
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "max_position_embeddings": 2048}
+    for shape in ((1, 8), (2, 2048)):
+        subject = model.synthetic(dense_llama(**sizes).to("cuda", torch.bfloat16), "skew29", shape)
+        row = model.measure(subject, ids_of(*shape).cuda(), compiled=compiled, seconds=0)
+        assert row["speedup_over_fp8"] > 0 and row["error"]["fp8"] < 0.1 and row["difference"] < 0.05
+        assert ("sparse_fp8_ms" in row) == fp8.applies_sparsely(torch.device("cuda"), torch.bfloat16)
+    row = model.measure_generate(subject, ids_of(1, 8).cuda(), 4, seconds=0)
+    assert row["speedup_called_over_fp8"] > 0
+    subject = model.real(dense_llama(**sizes).to("cuda", torch.bfloat16), "m")
+    row = model.measure(subject, ids_of(2, 64).cuda(), compiled=compiled, seconds=0, wants_layers=True)
+    assert all(layer["speedup_over_fp8"] > 0 for layer in row["ffns"])
+
+
 # -- the command -------------------------------------------------------------------------------------------
 
 
@@ -223,7 +315,7 @@ def test_rows_on_text(twell: Twell, folder: Path, tmp_path: Path) -> None:
     how = ["--layers", "--shape", "1x8", "--shape", "2x16", "--device", "cpu", "--seconds", "0"]
     result = twell("bench", "model", str(folder), "--text", str(text), *how, "--out", str(out), columns=160)
     assert result.returncode == 0, result.stderr
-    for said in ("2 x 16", "held", "model.layers.1.mlp: "):
+    for said in ("2 x 16", "held", "model.layers.1.mlp: ", "float32"):
         assert said in result.stdout
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(r["batch"], r["length"], r["case"]) for r in rows] == [(1, 8, "text"), (2, 16, "text")]
@@ -234,6 +326,7 @@ def test_rows_on_text(twell: Twell, folder: Path, tmp_path: Path) -> None:
     [
         ("--shape 2by8", "--shape must be sequences x tokens, as 4x2048, got '2by8'"),
         ("--shape 0x8", "--shape must be sequences x tokens"),
+        ("--fp8", "--fp8: FP8 matrix products need an NVIDIA GPU"),
         ("--depth 0", "--depth must be at least 1"),
         ("MODEL --generate", "too few for --generate"),
         ("MODEL --depth 3", "leave out MODEL"),

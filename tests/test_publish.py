@@ -151,6 +151,7 @@ def test_commands_are_those_of_twell_and_make_every_file(monkeypatch: pytest.Mon
                 command = command.commands[name]
             out = ["--out", "x"] if "--out" not in words and name != "train" else []
             command.make_context(name, [*words, *out], resilient_parsing=False)
+    assert not any("--no-fp8" in step.command for step in STEPS)  # dense FP8 stands beside dense everywhere
     files = {step.file for step in STEPS}
     measured = {path.stem for path in (Path(__file__).parents[1] / "results").glob("*.jsonl")}
     assert measured <= files | {*CURVES}  # else results/ could never be replaced as a whole

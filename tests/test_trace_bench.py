@@ -26,7 +26,7 @@ from small_models import named_trace_of
 from twell.gpu.training import split_training
 from twell.plan import costs_for
 from twell.train import recipes
-from twell.workbench.bench import cases, ffn, timing
+from twell.workbench.bench import cases, ffn, fp8, timing
 from twell.workbench.bench import model as model_bench
 
 __all__ = ["not_timed", "timed_shortly"]  # fixtures
@@ -95,6 +95,8 @@ def test_forward_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     active[:, :200], active[20, :1500] = torch.rand(24, 200) < 0.9, True
     how: dict[str, Any] = {"dtype": f16, "device": CPU, "seconds": 0, "fp8": True}
     row = trace_ffn.measure("first", active, 12, 32, **how)
+    assert list(row["error"]) == ["sparse", "fp8", "fp8_weights", "sparse_fp8"] and row["error"]["fp8"] < 0.04
+    assert row["plan_fp8"]["hot"] < 2048
     assert row["error"]["sparse_fp8"] < 2e-3 and row["sparse_fp8_ms"]["p50"] > 0 and row["speedup_fp8"] > 0
     monkeypatch.setattr("twell.gpu.prefill.split_fp8.write_tail", lambda *_, **__: None)
     with pytest.raises(ffn.WrongResult, match="sparse FP8 output is wrong"):
@@ -125,13 +127,16 @@ SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 2048, "layers":
 
 @in_the_interpreter
 @pytest.mark.usefixtures("not_timed")
-def test_a_model() -> None:
+def test_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = dataclasses.replace(recipes.preset("tiny"), **SHAPE)
     patterns = [torch.rand(20, 2048) < 0.004, torch.rand(20, 2048) < 0.6]
     dense = LlamaForCausalLM(cases.llama_config(recipe, 8)).eval()
+    monkeypatch.setattr(fp8, "applies", lambda *_: True)
+    monkeypatch.setattr(fp8, "applies_sparsely", lambda *_: True)
     subject = trace_model.traced(dense, patterns, (2, 8), backend="triton")
+    assert list(subject.models) == ["dense", "sparse", "fp8", "fp8_weights"]
     row = model_bench.measure(subject, torch.randint(64, (2, 8)), seconds=0)
-    assert row["workload"] == "trace" and row["difference"] is None
+    assert row["workload"] == "trace" and row["difference"] is None and row["error"]["fp8"] < 0.1
     assert [plan["hot"] == 2048 for plan in row["plans"]] == [False, True]  # the second layer runs densely
     first, second = (layer.mlp for layer in subject.sparse.model.layers)
     assert first.parts is not None and second.parts is None

@@ -45,77 +45,55 @@ CURVES = ("train-small-curves", "train-paths")  # logs of training runs: rows wi
 
 _TRACED = "python tools/trace_bench.py"
 _FFN = "bench ffn --device cuda --seconds 1.5"
-_FFN_16 = f"{_FFN} --no-fp8"
-_FFN_SWEEP = f"{_FFN_16} --no-called"
+_NO_CALLS = f"{_FFN} --no-called"
 _WIDE = "-d 4096 -f 14336"
-_OTHERS = ("skew100", "iid29", "skew300", "skew2800")
-_SILENT = ("skew2816", "skew1126", "skew563", "skew282")  # 50, 80, 90 and 95 % of 5632 neurons
+_SILENT = _each("-w", "skew2816 skew1126 skew563 skew282")
+_SWEEP = _each("-w", "skew29 skew2800 iid100")
 
 FFN = [
-    Step("ffn-skew29", "ffn-h200", 45, f"{_FFN_16} -w skew29 {_each('-m', '4096 16384 131072')}"),
+    Step("ffn-skew29", "ffn-h200", 90, f"{_FFN} -w skew29 {_each('-m', '4096 16384 131072')}"),
     Step(
         "ffn-workloads",
         "ffn-h200",
-        80,
-        f"{_FFN_SWEEP} -m 16384 " + _each("-w", "iid29 skew10 skew100 skew300 skew1000 skew2800 iid10 iid60 iid100"),
+        100,
+        f"{_NO_CALLS} -m 16384 " + _each("-w", "iid29 skew10 skew100 skew300 skew1000 skew2800 iid10 iid60 iid100"),
     ),
-    Step("ffn-plain", "ffn-h200", 20, f"{_FFN_SWEEP} -w skew29 -m 16384 --plain"),
-    Step("ffn-wide", "ffn-h200", 30, f"{_FFN_SWEEP} -w skew72 -m 8192 {_WIDE}"),
-    Step("ffn-layers", "ffn-h200", 120, f"{_TRACED} ffn --trace {{trace}} --no-fp8 -m 16384"),
-    Step(
-        "few-workloads",
-        "ffn-few-h200",
-        120,
-        f"{_FFN_SWEEP} --graph {_each('-w', 'skew10 skew100 skew300 iid29')} -m 1 -m 8 -m 64",
-    ),
+    Step("ffn-plain", "ffn-h200", 40, f"{_NO_CALLS} -w skew29 -m 16384 --plain"),
+    Step("ffn-wide", "ffn-h200", 50, f"{_NO_CALLS} -w skew72 -m 8192 {_WIDE}"),
+    Step("ffn-layers", "ffn-h200", 80, f"{_TRACED} ffn --trace {{trace}} -m 16384"),
     Step(
         "few-skew29",
         "ffn-few-h200",
-        140,
-        f"{_FFN_16} --graph -w skew29 {_each('-m', '1 8 16 32 64 128 256 512 1024 2048')}",
-    ),
-    Step("few-wide", "ffn-few-h200", 60, f"{_FFN_SWEEP} --graph -w skew72 {_WIDE} {_each('-m', '1 8 32 64 256')}"),
-    Step("few-layers", "ffn-few-h200", 240, f"{_TRACED} ffn --trace {{trace}} --no-fp8 -m 256 -m 1024"),
-    Step("fp8-graphs", "ffn-fp8-h200", 300, f"{_FFN} --graph -w skew29 {_each('-m', '1 8 32 64 512 1024 4096')}"),
-    Step("fp8-large", "ffn-fp8-h200", 30, f"{_FFN} -w skew29 -m 16384"),
-    Step("fp8-layers", "ffn-fp8-h200", 200, f"{_TRACED} ffn --trace {{trace}} -m 16384"),
-    *(
-        Step(f"fp8-{w}", "ffn-fp8-sweep-h200", 120, f"{_FFN} --no-called --graph -w {w} {_each('-m', '1 8 512 2048')}")
-        for w in _OTHERS
+        240,
+        f"{_FFN} --graph -w skew29 {_each('-m', '1 8 16 32 64 128 256 512 1024 2048 4096')}",
     ),
     Step(
-        "fp8-large-workloads", "ffn-fp8-sweep-h200", 80, f"{_FFN} --no-called {_each('-w', ' '.join(_OTHERS))} -m 16384"
+        "few-workloads",
+        "ffn-few-h200",
+        200,
+        f"{_NO_CALLS} --graph {_each('-w', 'skew10 skew100 skew300 skew2800 iid29')} {_each('-m', '1 8 64 512 2048')}",
     ),
-    *(
-        Step(f"half-{w}", "ffn-half-h200", 120, f"{_FFN} --no-called --graph -w {w} {_each('-m', '1 8 64 4096')}")
-        for w in _SILENT
-    ),
-    Step("half-large", "ffn-half-h200", 80, f"{_FFN} --no-called {_each('-w', ' '.join(_SILENT))} -m 16384"),
-    *(
-        Step(
-            f"sweep-{w}-graphs",
-            "ffn-sweep-h200",
-            110,
-            f"{_FFN_SWEEP} --graph -w {w} {_each('-m', '1 8 64 65 128 512 2048 3071 3072')}",
-        )
-        for w in ("skew29", "skew2800", "iid100")
-    ),
-    *(
-        Step(f"sweep-{w}", "ffn-sweep-h200", 30, f"{_FFN_SWEEP} -w {w} -m 4096 -m 32768")
-        for w in ("skew29", "skew2800", "iid100")
-    ),
+    Step("few-wide", "ffn-few-h200", 100, f"{_NO_CALLS} --graph -w skew72 {_WIDE} {_each('-m', '1 8 32 64 256')}"),
+    Step("few-layers", "ffn-few-h200", 120, f"{_TRACED} ffn --trace {{trace}} -m 256 -m 1024"),
+    # 50, 80, 90 and 95 % of 5632 neurons are silent.
+    Step("half", "ffn-half-h200", 160, f"{_NO_CALLS} --graph {_SILENT} {_each('-m', '1 8 64 4096')}"),
+    Step("half-large", "ffn-half-h200", 60, f"{_NO_CALLS} {_SILENT} -m 16384"),
+    # What the steps above leave out.
+    Step("sweep", "ffn-sweep-h200", 100, f"{_NO_CALLS} --graph {_SWEEP} {_each('-m', '65 3071 3072')}"),
+    Step("sweep-iid100", "ffn-sweep-h200", 80, f"{_NO_CALLS} --graph -w iid100 {_each('-m', '1 8 64 128 512 2048')}"),
+    Step("sweep-large", "ffn-sweep-h200", 80, f"{_NO_CALLS} {_SWEEP} -m 4096 -m 32768"),
 ]
 
 _TRAIN, _STEPS = "bench train --device cuda", "bench train --device cuda --model -w skew29"
 MODELS = [
     *(
         Step(f"model-{p}", "model-h200", seconds, f"bench model --preset {p} -w skew29 --shape 64x2048 --no-called")
-        for p, seconds in (("0.5b", 40), ("1b", 60), ("1.5b", 80), ("2b", 100))
+        for p, seconds in (("0.5b", 70), ("1b", 90), ("1.5b", 110), ("2b", 130))
     ),
     Step(
         "model-compiled",
         "model-h200",
-        120,
+        150,
         "bench model --preset 1.5b -w skew29 --shape 64x2048 --no-called --compile",
     ),
     *(
@@ -130,11 +108,14 @@ MODELS = [
     Step(
         "model-shapes",
         "model-h200",
-        120,
+        300,
         "bench model --preset 1.5b --depth 16 -w skew29 --generate "
         + _each("--shape", "1x1 1x64 1x1024 1x2048 2x2048 4x2048"),
     ),
-    Step("decode", "decode-h200", 300, "bench decode --preset 1.5b -w skew29 --batch 1 --batch 8 --compile"),
+    *(  # five models to compile each time
+        Step(f"decode-{n}", "decode-h200", 300, f"bench decode --preset 1.5b -w skew29 --batch {n} --compile")
+        for n in (1, 8)
+    ),
     Step("train-ffn", "train-h200", 60, f"{_TRAIN} -w skew29 -w skew100 -m 16384"),
     Step("train-ffn-tokens", "train-h200", 60, f"{_TRAIN} -w skew29 -m 4096 -m 65536"),
     Step("train-ffn-plain", "train-h200", 30, f"{_TRAIN} -w skew29 -m 16384 --plain --no-called"),

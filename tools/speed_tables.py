@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from statistics import correlation
 from typing import Any
 
+from twell.workbench.bench.compare import SPEEDUPS
 from twell.workbench.bench.ffn import DENSE_16_BITS
 from twell.workbench.bench.fp8 import NAMES as FP8
 
@@ -29,8 +29,29 @@ def bold(value: float | None) -> str:
     return "" if value is None else f"**{value:.2f}x**"
 
 
+def plain(*values: float | None) -> str:
+    """Those that are known."""
+    return ", ".join(f"{value:.2f}x" for value in values if value is not None)
+
+
+def speedup(row: Row, field: str = "speedup") -> float | None:
+    """A row's speedup, from the times that it was computed from: the row's own is rounded."""
+    if row.get(field) is None:
+        return None
+    dense, sparse = (fastest(_spread(row, name) for name in names) for names in SPEEDUPS[field])
+    return row[field] if dense is None or sparse is None else dense["p50"] / sparse["p50"]
+
+
+def _spread(row: Row, name: str) -> Any:
+    """Of a dotted name; None where the row has none."""
+    found: Any = row
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
 def ratio(field: str) -> Cell:
-    return lambda row: bold(row.get(field))
+    return lambda row: bold(speedup(row, field))
 
 
 def text(field: str) -> Cell:
@@ -80,13 +101,23 @@ def called_columns(unit: str, *, frozen: bool = True) -> list[Column]:
     ]
 
 
-def fp8_columns(unit: str) -> list[Column]:
-    return [
-        (f"dense FP8 {unit}", lambda row: milliseconds(fastest(row.get(f"{name}_ms") for name in FP8), unit)),
-        ("over FP8", ratio("speedup_over_fp8")),
-        (f"sparse FP8 {unit}", time("sparse_fp8_ms", unit)),
-        ("over FP8", ratio("speedup_fp8")),
-    ]
+OVER_FP8 = "sparse, sparse FP8"
+OF_FP8 = ("speedup_over_fp8", "speedup_fp8"), ("speedup_called_over_fp8", "speedup_called_fp8")
+
+
+def over_fp8(row: Row) -> str:
+    """Over the faster dense FP8: sparse in 16 bits, and sparse FP8; where only calls were timed, as called."""
+    of_device, of_calls = (plain(*(speedup(row, name) for name in names)) for names in OF_FP8)
+    return of_device or of_calls
+
+
+def fp8_columns(rows: Iterable[Row], unit: str) -> list[Column]:
+    """None where no row has FP8."""
+
+    def dense_fp8(row: Row) -> str:
+        return milliseconds(fastest(row.get(f"{name}_ms") for name in FP8) or called(row, FP8), unit)
+
+    return [(f"dense FP8 {unit}", dense_fp8), (f"over it: {OVER_FP8}", over_fp8)] if any(map(over_fp8, rows)) else []
 
 
 def workload(row: Row) -> str:
@@ -105,8 +136,14 @@ def layer(row: Row) -> str:
     return str(row["workload"]).removeprefix("layer ")
 
 
-def mean_of(rows: list[Row], field: str) -> float:
-    return float(sum(row[field] for row in rows) / len(rows))
+def mean_of(rows: list[Row], field: str = "speedup") -> float | None:
+    """None where a row lacks it."""
+    found = [value for value in (speedup(row, field) for row in rows) if value is not None]
+    return sum(found) / len(rows) if len(found) == len(rows) else None
+
+
+def over_fp8_in_mean(rows: list[Row]) -> str:
+    return plain(*(mean_of(rows, name) for name in OF_FP8[0]))
 
 
 # -- One FFN ------------------------------------------------------------------------------------------
@@ -133,91 +170,92 @@ def ffn(rows: list[Row]) -> list[str]:
         beside = of["compiled" if dense(row) == row.get("compiled_ms") else "dense"]
         return f"{beside / 1e6:.0f} -> {of['sparse'] / 1e6:.0f}"
 
-    return table(rows, [*ffn_columns("ms"), *called_columns("ms"), ("memory besides y, MB", memory)])
+    columns = [*ffn_columns("ms"), *fp8_columns(rows, "ms"), *called_columns("ms")]
+    return table(rows, [*columns, ("memory besides y, MB", memory)])
 
 
 def few_tokens(rows: list[Row]) -> list[str]:
-    return table(rows, [*ffn_columns("us"), *called_columns("us")])
+    return table(rows, [*ffn_columns("us"), *fp8_columns(rows, "us"), *called_columns("us")])
 
 
 def by_share(rows: list[Row]) -> list[str]:
     """In order of the share of neurons that are silent."""
     in_order = sorted(rows, key=lambda r: (r["M"], -int(r["workload"].removeprefix("skew"))))
     named = [{**r, "workload": f"{100 - 100 * r['mean_active'] / r['F']:.0f} % silent"} for r in in_order]
-    return table(named, [*ffn_columns("us"), *fp8_columns("us")])
+    return table(named, [*ffn_columns("us"), *fp8_columns(rows, "us")])
 
 
 def layers(rows: list[Row]) -> list[str]:
     """Layers of a trace, and their mean."""
+    in_fp8 = fp8_columns(rows, "ms")
     columns: list[Column] = [
         ("layer", layer),
         ("active", active),
         ("hot", lambda row: str(row["plan"]["hot"])),
         ("dense ms", lambda row: milliseconds(dense(row))),
         ("sparse ms", time("sparse_ms")),
-        ("speedup", lambda row: f"{row['speedup']:.2f}x"),
+        ("speedup", lambda row: plain(speedup(row))),
         ("predicted", lambda row: f"{row['plan']['predicted']:.2f}x"),
+        *in_fp8,
     ]
     summed = sum(dense(r)["p50"] for r in rows) / sum(r["sparse_ms"]["p50"] for r in rows)
     counts, speedups = [r["mean_active"] for r in rows], [r["speedup"] for r in rows]
-    mean = f"{bold(mean_of(rows, 'speedup'))} ({summed:.2f}x of the summed times)"
-    lines = [*table(rows, columns), f"| mean | | | | | {mean} | |"]
+    mean = f"{bold(mean_of(rows))} ({summed:.2f}x of the summed times) | |"
+    mean += f" | {over_fp8_in_mean(rows)} |" if in_fp8 else ""
+    lines = [*table(rows, columns), f"| mean | | | | | {mean}"]
     if len(set(counts)) > 1 < len(set(speedups)):
         lines += ["", f"Correlation of active neurons and speedup: {correlation(counts, speedups):.2f}"]
     return lines
 
 
-def by_tokens(rows: list[Row], head: str, name: Cell, cell: Cell, sizes: Sequence[int] = ()) -> list[str]:
-    """Names down, numbers of tokens across; of several rows for one place the last counts."""
-    sizes = sizes or sorted({row["M"] for row in rows})
-    found = {(name(row), row["M"]): cell(row) for row in rows if row["M"] in sizes}
-    heads = (head, f"{sizes[0]} token{'s' if sizes[0] > 1 else ''}", *map(str, sizes[1:]))
+def by_tokens(
+    rows: list[Row], head: str, name: Cell, cell: Cell, sizes: Sequence[int], fp8: Sequence[int]
+) -> list[str]:
+    """Names down, numbers of tokens across; of several rows for one place the last counts. ``fp8``: numbers of tokens
+    with a column for FP8, where rows have it."""
+    columns = [(M, cell, f"{M} token{'s' if M > 1 else ''}" if sizes[0] == M else str(M)) for M in sizes]
+    columns += [(M, over_fp8, f"{M}, over dense FP8: {OVER_FP8}") for M in fp8 if any(map(over_fp8, rows))]
+    found = {(name(row), title): shown(row) for row in rows for M, shown, title in columns if row["M"] == M}
+    titles = [title for *_, title in columns]
     names = dict.fromkeys(name for name, _ in found)
-    return lines_of(heads, ((name, *(found.get((name, M), "") for M in sizes)) for name in names))
+    return lines_of((head, *titles), ((name, *(found.get((name, title), "") for title in titles)) for name in names))
 
 
 def layers_by_tokens(rows: list[Row]) -> list[str]:
     sizes = sorted({row["M"] for row in rows})
     counts = {layer(row): active(row) for row in rows if row["M"] == sizes[-1]}
-    lines = by_tokens(
-        rows,
-        "layer (active)",
-        lambda row: f"{layer(row)} ({counts[layer(row)]})",
-        lambda row: f"{row['speedup']:.2f}x",
-    )
-    means = [bold(mean_of([row for row in rows if row["M"] == M], "speedup")) for M in sizes]
+
+    def name(row: Row) -> str:
+        return f"{layer(row)} ({counts[layer(row)]})"
+
+    lines = by_tokens(rows, "layer (active)", name, lambda row: plain(speedup(row)), sizes, sizes)
+    by_size = [[row for row in rows if row["M"] == M] for M in sizes]
+    means = [bold(mean_of(some)) for some in by_size]
+    means += [over_fp8_in_mean(some) for some in by_size if any(map(over_fp8, rows))]
     return [*lines, f"| mean | {' | '.join(means)} |"]
-
-
-def fp8_by_tokens(rows: list[Row]) -> list[str]:
-    """Sparse FP8 over the faster dense FP8."""
-    return by_tokens(rows, "workload", text("workload"), lambda row: f"{row['speedup_fp8']:.2f}x")
-
-
-_IN_FP8: list[Column] = [
-    ("tokens", lambda row: f"{row['M']}{', in a CUDA graph' if row.get('graph') else ''}"),
-    ("dense us", lambda row: milliseconds(dense(row), "us")),
-    ("dense FP8 us", time("fp8_ms", "us")),
-    ("FP8 weights us", time("fp8_weights_ms", "us")),
-    ("sparse FP8 us", time("sparse_fp8_ms", "us")),
-    ("over the faster in FP8", ratio("speedup_fp8")),
-    ("over dense", lambda row: f"{dense(row)['p50'] / row['sparse_fp8_ms']['p50']:.2f}x"),
-]
 
 
 def sparse_in_fp8(rows: list[Row]) -> list[str]:
     """Sparse FP8 beside all that is dense."""
-    as_called: list[Column] = [
+
+    def errors(row: Row) -> str:
+        return ", ".join(f"{row['error'][name]:.2g}" for name in ("fp8", "sparse_fp8"))
+
+    columns: list[Column] = [
+        ("workload", workload),
+        ("tokens", lambda row: f"{row['M']}{', in a CUDA graph' if row.get('graph') else ''}"),
+        ("dense us", lambda row: milliseconds(dense(row), "us")),
+        ("dense FP8 us", time("fp8_ms", "us")),
+        ("FP8 weights us", time("fp8_weights_ms", "us")),
+        ("sparse FP8 us", time("sparse_fp8_ms", "us")),
+        ("over the faster in FP8", ratio("speedup_fp8")),
+        ("over dense", lambda row: f"{dense(row)['p50'] / row['sparse_fp8_ms']['p50']:.2f}x"),
+        ("error: dense FP8, sparse FP8", errors),
         ("as called: dense FP8 us", lambda row: milliseconds(called(row, FP8), "us")),
         ("sparse FP8 us", lambda row: milliseconds(called(row, ["sparse_fp8"]), "us")),
         ("speedup", ratio("speedup_called_fp8")),
     ]
-    return table(rows, [("workload", workload), *_IN_FP8, *as_called])
-
-
-def layers_in_fp8(rows: list[Row]) -> list[str]:
-    mean = f"| mean | | | | | | {bold(mean_of(rows, 'speedup_fp8'))} | |"
-    return [*table(rows, [("workload", text("workload")), *_IN_FP8]), mean]
+    return table(sorted(rows, key=lambda row: row["M"]), columns)
 
 
 def train_ffn(rows: list[Row]) -> list[str]:
@@ -281,6 +319,7 @@ def model(rows: list[Row]) -> list[str]:
         ("tokens/ms", of_a_pass(rates)),
         ("speedup", of_a_pass(ratio("speedup"))),
         ("mJ a token", of_a_pass(energy)),
+        *fp8_columns(rows, "ms"),
         *called_columns("ms"),
         ("memory of the model", lambda row: f"{row['memory_ratio']:.3f}x" if row.get("memory_ratio") else ""),
     ]
@@ -330,8 +369,7 @@ def decode_with_fp8(rows: list[Row]) -> list[str]:
     def over(way: str) -> Cell:
         def cell(row: Row) -> str:
             dense, sparse = row.get(f"{way}_ms"), row.get("sparse_fp8_ms")
-            # Rounded as a row's speedups are, so that a number is the same in all tables.
-            return bold(round(dense["p50"] / sparse["p50"], 3)) if dense and sparse else ""
+            return bold(dense["p50"] / sparse["p50"]) if dense and sparse else ""
 
         return cell
 
@@ -374,86 +412,3 @@ def paper(rows: list[Row]) -> list[str]:
         lines.append(cells)
     head = ("model", "forward: theirs", "ours", "energy a token: theirs", "ours", "training: theirs", "ours")
     return lines_of((*head, "peak memory: theirs", "ours"), lines)
-
-
-# -- README ------------------------------------------------------------------------------------------
-
-
-def speedups(rows: list[Row], *sizes: int, frozen: bool = False) -> list[str]:
-    """``frozen``: of a frozen layer, where measured."""
-
-    def cell(row: Row) -> str:
-        of = "_frozen" if frozen and "speedup_frozen" in row else ""
-        called = row.get(f"speedup_called{of}")
-        return f"{row[f'speedup{of}']:.2f}x" + ("" if called is None else f", called {called:.2f}x")
-
-    def name(row: Row) -> str:
-        return f"{re.sub(r'[a-z]+', '', row['workload'])} of {row['F']}"
-
-    return by_tokens(rows, "active neurons a token", name, cell, sizes)
-
-
-def readme_gpu(rows: list[Row]) -> list[str]:
-    traced = [r for r in rows if is_traced_layer(r)]
-    least, most = (f(r["mean_active"] for r in traced) for f in (min, max))
-    name = f"{len(traced)} layers of a trained model ({least:.0f} to {most:.0f} active), mean"
-    lines = speedups([r for r in rows if not is_traced_layer(r)], 4096, 16384, 131072)
-    return [*lines, f"| {name} | | {mean_of(traced, 'speedup'):.2f}x | |"]
-
-
-def readme_few(rows: list[Row]) -> list[str]:
-    return speedups(rows, 1, 8, 16, 32, 64, frozen=True)
-
-
-def readme_cpu(rows: list[Row]) -> list[str]:
-    return speedups(rows, 1, 16, 256, 2048, frozen=True)
-
-
-def is_shape(row: Row) -> bool:
-    """A row of a model with some of a preset's layers, in one of several shapes."""
-    return row["bench"] == "model" and " layers of " in str(row.get("preset"))
-
-
-def readme_models(rows: list[Row]) -> list[str]:
-    """A line for each row of a whole model, then of training; one line for all shapes of a model."""
-
-    def line(row: Row) -> list[str]:
-        """What was measured, speed, memory, energy."""
-        bench, speed = row["bench"], f"{row.get('speedup', 0):.2f}x"
-        if bench == "model":
-            energy = f"{row['joules_ratio']:.2f}x" if row["joules_ratio"] else ""
-            return [f"forward of a model, {how(row)}, {row['workload']}", speed, "", energy]
-        if bench == "generate":
-            return [f"model.generate, {row['preset']}, {row['workload']}", "", "", ""]
-        if bench == "decode":
-            of = row["joules_per_token"]
-            speed += f", FP8 {row['speedup_fp8']:.2f}x" if "speedup_fp8" in row else ""
-            energy = f"{of['sparse'] / of['dense']:.2f}x" if of["sparse"] else ""
-            return [f"generation, a token of a model, {row['workload']}", speed, "", energy]
-        if row["level"] == "ffn":
-            what = f"training, one FFN, {workload(row)}, {row['M']} tokens"
-            energy = f"{row['joules']['sparse'] / row['joules']['dense']:.2f}x"
-            return [what, speed, f"{row['memory']['ratio']:.2f}x", energy]
-        what = f"training, a step of a model, {row['workload']}"
-        return [what, speed, f"{row['peak_ratio']:.2f}x", f"{row['joules_ratio']:.2f}x"]
-
-    def as_called(row: Row) -> str:
-        frozen = f", frozen {row['speedup_called_frozen']:.2f}x" if "speedup_called_frozen" in row else ""
-        return f"{row['speedup_called']:.2f}x{frozen}" if "speedup_called" in row else ""
-
-    in_order = sorted(
-        (row for row in rows if not is_shape(row)),
-        key=lambda row: (("model", "generate", "decode", "train").index(row["bench"]), row.get("level") != "ffn"),
-    )
-    lines = []
-    for row in in_order:
-        what, speed, memory, energy = line(row)
-        lines.append([what, speed, as_called(row), memory, energy])
-    if shapes := [row for row in rows if is_shape(row)]:
-        first, calls = shapes[0], [row["speedup_called"] for row in shapes]
-        sizes = [f"{r['batch']} x {r['length']}" for r in sorted(shapes, key=lambda r: r["batch"] * r["length"])]
-        what = f"forward, {first['preset']}, {how(first)}, {sizes[0]} to {sizes[-1]} tokens, {first['workload']}"
-        memory = f"{max(row['memory_ratio'] for row in shapes):.2f}x"
-        place = sum(row["bench"] == "model" for row in in_order)
-        lines.insert(place, [what, "", f"{min(calls):.2f}x to {max(calls):.2f}x", memory, ""])
-    return lines_of(["1.5B shape", "speed", "as called", "memory", "energy"], lines)

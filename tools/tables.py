@@ -22,9 +22,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import readme_tables as readme
 import speed_tables as speed
 import training_tables as training
-from speed_tables import Row, is_shape, is_traced_layer, workload
+from readme_tables import is_shape
+from speed_tables import Row, is_traced_layer, workload
 from twell.workbench.bench import rows as result_files
 
 ROOT = Path(__file__).parents[1]
@@ -129,7 +131,6 @@ _CONVERT = "twell train --from SILU/model --relufy --data TEXT --out RUN steps=.
 _COMMANDS = {
     "few": f"{_FFN} --graph -w WORKLOAD -m 1 -m 8 ... -m 1024 -m 2048 [-d 4096 -f 14336]",
     "half": f"{_FFN} --no-called [--graph] -w skew2816 -w skew1126 -w skew563 -w skew282 -m 1 ... -m 16384",
-    "fp8": f"{_FFN} --no-called [--graph] -w skew100 -w iid29 -w skew300 -w skew2800 -m 1 ... -m 16384",
     "model": "twell bench model --preset 1.5b -w skew29 --shape 64x2048 [--compile]; "
     f"{_TRACED} model --trace TRACE.npz --preset 1.5b; "
     "twell bench model --depth 16 --shape 1x1 --shape 4x2048 --generate",
@@ -148,12 +149,11 @@ TABLES = {
         "ffn-few-h200", f"{_TRACED} ffn --trace TRACE.npz -m 256 -m 1024", speed.layers_by_tokens, is_traced_layer
     ),
     "ffn-fp8": Table(
-        "ffn-fp8-h200", f"{_FFN} [--graph] -w skew29 -m 1 ... -m 16384", speed.sparse_in_fp8, _is_workload
+        "ffn-few-h200 ffn-h200",
+        f"{_FFN} [--graph] -w skew29 -m 1 ... -m 16384",
+        speed.sparse_in_fp8,
+        lambda row: row["workload"] == "skew29" == workload(row) and "speedup_fp8" in row,
     ),
-    "ffn-fp8-layers": Table(
-        "ffn-fp8-h200", f"{_TRACED} ffn --trace TRACE.npz -m 16384", speed.layers_in_fp8, is_traced_layer
-    ),
-    "ffn-fp8-sweep": Table("ffn-fp8-sweep-h200", _COMMANDS["fp8"], speed.fp8_by_tokens),
     "ffn-half": Table("ffn-half-h200", _COMMANDS["half"], speed.by_share),
     "model": Table("model-h200", _COMMANDS["model"], speed.model),
     "train-ffn": Table(
@@ -164,14 +164,12 @@ TABLES = {
     "paper": Table("model-h200 train-h200", _COMMANDS["paper"], speed.paper, lambda row: "preset" in row),
     "gpu-decode": Table("decode-h200", _COMMANDS["decode"], speed.decode_with_fp8),
     "cpu-decode": Table("cpu-decode", _COMMANDS["cpu decode"], speed.decode),
-    "readme-gpu": Table("ffn-h200", f"{_FFN} -w skew29 -m 16384", speed.readme_gpu, _is_usual),
+    "readme-gpu": Table("ffn-h200", f"{_FFN} -w skew29 -m 16384", readme.gpu, _is_usual),
     "readme-few": Table(
-        "ffn-few-h200", f"{_FFN} --graph -w skew29 -m 1 -m 8 -m 16 -m 32 -m 64", speed.readme_few, _is_skewed
+        "ffn-few-h200", f"{_FFN} --graph -w skew29 -m 1 -m 8 -m 16 -m 32 -m 64", readme.few, _is_skewed
     ),
-    "readme-models": Table(
-        "model-h200 decode-h200 train-h200", _COMMANDS["models"], speed.readme_models, _is_of_readme
-    ),
-    "readme-cpu": Table("cpu-ffn", "make bench", speed.readme_cpu, _is_gated_fp32),
+    "readme-models": Table("model-h200 decode-h200 train-h200", _COMMANDS["models"], readme.models, _is_of_readme),
+    "readme-cpu": Table("cpu-ffn", "make bench", readme.cpu, _is_gated_fp32),
     "small": Table("train-small", f"{_SMALL} steps=1225 l1=4e-4", training.runs),
     "small-layers": Table(
         "train-small",

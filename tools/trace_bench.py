@@ -41,7 +41,7 @@ def measured(given: argparse.Namespace) -> Iterator[Row]:
     for M in given.tokens or [16384]:
         for name, pattern in zip(trace.names, patterns, strict=True):
             if given.what == "ffn":
-                yield trace_ffn.measure(name, pattern, M, given.width, fp8=False if given.no_fp8 else None, **how)
+                yield trace_ffn.measure(name, pattern, M, given.width, **how)
             else:
                 yield trace_train.measure(name, pattern, M, given.width, **how)
 
@@ -77,8 +77,6 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             command.add_argument("-m", "--tokens", type=int, action="append", help="repeatable; default: 16384")
             command.add_argument("-d", "--width", type=int, default=2048)
-        if name == "ffn":
-            command.add_argument("--no-fp8", action="store_true")
     given = parser.parse_args(arguments)
     if given.what == "record":
         record(given)

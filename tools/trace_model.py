@@ -1,8 +1,8 @@
 """``trace_bench.py model``: the forward pass of a whole model, with the activations of a trained model.
 
-A model of random weights whose FFNs get a workload's weights and input, as in ``twell bench model``. The sparse model's
-FFNs run their gate on that input and everything else at the trace's positions (see trace_ffn.py). The trace's layers
-are repeated through the depth.
+A model of random weights whose FFNs get a workload's weights and input, as in ``twell bench model``, dense FP8
+included. The sparse model's FFNs run their gate on that input and everything else at the trace's positions (see
+trace_ffn.py). The trace's layers are repeated through the depth.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM
 
 from trace_ffn import plan_and_rest, replay
 from twell import gpu
 from twell.reference import Weights
 from twell.train import recipes
-from twell.workbench.bench import cases, model
+from twell.workbench.bench import cases, fp8, model
 from twell.workbench.bench.parts import Parts
 
 
@@ -47,6 +46,7 @@ def traced(dense: Any, patterns: list[Tensor], shape: tuple[int, int], backend: 
     """Overwrites the FFN weights of ``dense``. ``patterns``: bool [tokens, F] of each layer of a trace."""
     mean_active = max(1, round(sum(p.sum().item() / len(p) for p in patterns) / len(patterns)))
     subject = model.synthetic(dense, f"skew{mean_active}", shape, backend=backend)
+    subject.models.pop(fp8.SPARSE, None)  # it would run on the workload's activations
     for i, layer in enumerate(subject.sparse.model.layers):
         layer.mlp = TracedFFN(layer.mlp, patterns[i % len(patterns)], shape[0] * shape[1])
     plans = tuple(layer.mlp.plan for layer in subject.sparse.model.layers[: len(patterns)])
@@ -58,8 +58,6 @@ def measure(
 ) -> dict[str, Any]:
     """A JSON-ready row. ``how``: see ``twell.workbench.bench.model.measure``."""
     recipe = recipes.preset(preset)
-    with device:
-        dense: Any = LlamaForCausalLM(cases.llama_config(recipe, shape[1]))
-        ids = torch.randint(recipe.vocab_size, shape)
-    dense.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+    dense = cases.random_llama(recipe, shape[1], device)
+    ids = torch.randint(recipe.vocab_size, shape, device=device)
     return {**model.measure(traced(dense, patterns, shape), ids, **how), "preset": preset}

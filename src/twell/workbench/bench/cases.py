@@ -170,3 +170,12 @@ def llama_config(recipe: Recipe, length: int) -> LlamaConfig:
         max_position_embeddings=max(length, recipe.context),
         hidden_act="relu",
     )
+
+
+def random_llama(recipe: Recipe, length: int, device: torch.device) -> Any:
+    """A model of ``llama_config``, as one would run it there: in bfloat16 on a GPU, elsewhere in float32."""
+    from transformers import LlamaForCausalLM
+
+    with device:
+        made: Any = LlamaForCausalLM(llama_config(recipe, length))
+    return made.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()

@@ -47,12 +47,12 @@ _PLACES = {  # of the times, by the start of the name
     "speedup_called": ("called_ms.{}",),
     "speedup_called_with_step": ("called_with_step_ms.{}",),
 }
-_SPEEDUPS = {  # the times that each was computed from
+SPEEDUPS = {  # the times that each was computed from
     start + end: [[place.format(way) for way in ways for place in places] for ways in sides]
     for start, places in _PLACES.items()
     for end, sides in _OVER.items()
 }
-_RATIOS = (*_SPEEDUPS, "peak_ratio", "activations_ratio", "joules_ratio", "memory.ratio", "memory_ratio")
+_RATIOS = (*SPEEDUPS, "peak_ratio", "activations_ratio", "joules_ratio", "memory.ratio", "memory_ratio")
 
 Verdict = Literal["noise", "better", "worse", "other machine", "unknown"]
 
@@ -227,7 +227,7 @@ def _measured(value: Any) -> Measured | None:
 
 def _with_interval(name: str, m: Measured, known: Mapping[str, Measured]) -> Measured:
     """A speedup with the interval that follows from its times; all else, or where these are not known, as it is."""
-    dense_names, sparse_names = _SPEEDUPS.get(name, ((), ()))
+    dense_names, sparse_names = SPEEDUPS.get(name, ((), ()))
     dense = min((known[n] for n in dense_names if n in known), key=lambda time: time.value, default=None)
     sparse = next((known[n] for n in sparse_names if n in known), None)
     if dense is None or sparse is None:
@@ -260,7 +260,7 @@ def judge(quantity: str, before: Measured | None, after: Measured | None, floor:
     overlap = before.low <= after.high and after.low <= before.high
     if overlap or _change(before, after) < floor:
         return "noise"
-    return "better" if (after.value > before.value) == (quantity in _SPEEDUPS) else "worse"
+    return "better" if (after.value > before.value) == (quantity in SPEEDUPS) else "worse"
 
 
 def _change(a: Measured, b: Measured) -> float:

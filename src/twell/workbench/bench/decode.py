@@ -5,9 +5,8 @@ both models are replayed as CUDA graphs. As in ``model.py`` random weights have 
 the weights of a workload and its input: here each layer has its own tokens, so that a step has the workload's mean
 count. The sparse model is frozen (``twell.freeze_``), as ``twell generate`` and ``twell serve`` have it.
 
-On a GPU with FP8, models with FP8 FFNs are timed too: dense ones as in ``bench ffn``, always compiled, and the sparse
-model after ``twell.quantize_`` where its kernels run. The rest of these models stays as it is. Where whole models are
-compiled, all are compiled with the options that FP8 weights alone need.
+Models with FP8 FFNs are those of ``model.py``. Where whole models are compiled, all are compiled with the options that
+FP8 weights alone need.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ from twell import energy
 from twell.hf.sparsify import sparsify_
 from twell.nn import FreezeReport, freeze_, sparse_ffns
 from twell.workbench.bench import cases, ffn, fp8, timing
-from twell.workbench.bench.checks import check_fp8
 from twell.workbench.bench.graphs import as_if_captured, replayed
-from twell.workbench.bench.model import check_logits, make_sparse_, without_twell
+from twell.workbench.bench.model import check_ffns, check_models, make_sparse_, with_fp8, without_twell
 
 NEW_TOKENS = 16  # of a text: steps that are timed together
 COUNTED_TOKENS = 8192  # of a text: their counts make the plans
-_FP8_LOGITS = 0.3  # FP8 is broken where its logits differ more, relatively, from those of 16 bits
-_FP8_APART = 0.1  # between sparse and dense FP8, which rounds h: 2 to 3 % of an FFN's output
 
 
 @torch.no_grad()
@@ -50,30 +46,23 @@ def measure(
     fired = (torch.relu(inputs.x[n_layers * batch :] @ inputs.w_gate.T) != 0).sum(0)
     mean_active = (torch.relu(tokens @ inputs.w_gate.T) != 0).sum().item() / (n_layers * batch)
     cases.write_ffns_(model, inputs)
-    models, options, frozen = _models(model, [fired] * n_layers, ffn.PLAN_TOKENS, batch, in_fp8)
+    models, frozen = _models(model, [fired] * n_layers, ffn.PLAN_TOKENS, batch, in_fp8)
     for each in models.values():
         for layer, x in zip(each.model.layers, tokens, strict=True):
             layer.mlp.register_forward_pre_hook(functools.partial(_replaced, x))
     ids = torch.randint(config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0))
-    errors: dict[str, float | None] = {}
-
-    def check_ffns() -> None:
-        outputs = {
-            name: torch.cat([layer.mlp(x)[:, 0] for layer, x in zip(each.model.layers, tokens, strict=True)])
-            for name, each in models.items()
-            if name not in ("dense", "sparse")
-        }
-        errors.update(check_fp8(tokens.flatten(0, 2), inputs, True, outputs))
-
-    row = _measured(models, options, ids.to(device), context, check_ffns, **how)
-    plan = models["sparse"].model.layers[0].mlp.plan
+    row = _measured(models, ids.to(device), context, functools.partial(check_ffns, models, inputs, [*tokens]), **how)
+    plans = {
+        field: each.model.layers[0].mlp.plan
+        for field, each in (("plan", models["sparse"]), ("plan_fp8", models.get(fp8.SPARSE)))
+        if each is not None
+    }
     return {
         **row,
         "workload": workload,
         "frozen_bytes": frozen,
         "mean_active": round(mean_active, 2),
-        **({"error": errors} if errors else {}),
-        **({} if plan is None else {"plan": ffn.plan_facts(plan)}),
+        **{field: ffn.plan_facts(plan) for field, plan in plans.items() if plan is not None},
     }
 
 
@@ -89,10 +78,10 @@ def measure_text(
     seen, timed = ids[:n_counted], ids[n_counted : tokens_needed(batch, context)].view(batch, context + NEW_TOKENS)
     fired, n_seen = _fired(model, [seen.view(-1, context)])
     of_timed, n_timed = _fired(model, [timed])
-    models, options, frozen = _models(dense, fired, n_seen, batch, in_fp8)
+    models, frozen = _models(dense, fired, n_seen, batch, in_fp8)
     active = [counts.sum().item() / n_timed for counts in of_timed]
     return {
-        **_measured(models, options, timed, context, **how),
+        **_measured(models, timed, context, **how),
         "workload": "text",
         "model": name,
         "frozen_bytes": frozen,
@@ -126,27 +115,19 @@ def _fired(model: Any, batches: Sequence[Tensor]) -> tuple[list[Tensor], int]:
 
 def _models(
     dense: Any, fired: Sequence[Tensor], n_seen: int, batch: int, in_fp8: bool | None
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]], int]:
-    """The models to compare by name, options of torch.compile for some of them, bytes frozen in the sparse one."""
-    config, device = dense.config, dense.device
-    ffn.forget_compiled(device)
+) -> tuple[dict[str, Any], int]:
+    """The models to compare by name, and bytes frozen in the sparse one."""
+    ffn.forget_compiled(dense.device)
     sparse, frozen = _sparse(dense, fired, n_seen)
-    models, how = {"dense": dense, "sparse": sparse}, {}
-    applies = fp8.applies(device, dense.dtype, config.hidden_size, config.intermediate_size)
-    if applies if in_fp8 is None else in_fp8:
-        for name, (kind, given) in fp8.ways(batch).items():
-            models[name], how[name] = fp8.in_model(dense, kind), given
-        if fp8.applies_sparsely(device, dense.dtype):
-            models[fp8.SPARSE], _ = _sparse(dense, fired, n_seen, in_fp8=True)
-    return models, how, frozen.bytes
+    models = {"dense": dense, "sparse": sparse}
+    return with_fp8(models, lambda: _sparse(dense, fired, n_seen, in_fp8=True)[0], in_fp8, batch), frozen.bytes
 
 
 def _measured(
     models: dict[str, Any],
-    options: dict[str, dict[str, Any]],
     ids: Tensor,
     context: int,
-    check_ffns: Callable[[], None] = lambda: None,
+    check: Callable[[], dict[str, Any]] = dict,
     *,
     graph: bool,
     compiled: bool = False,
@@ -155,18 +136,15 @@ def _measured(
     """Fields of a row: times and joules of a step of all models, at the same place in the same text.
 
     ``ids`` [batch, context + steps]. ``graph``: replay CUDA graphs. ``compiled``: compile whole models; otherwise only
-    FP8 FFNs are compiled, with their ``options``. Logits are compared before and after timing.
+    dense FFNs in FP8 are compiled. Logits are compared before and after timing; ``check`` gives more fields.
     """
     device, dense = ids.device, models["dense"]
     if device.type == "cuda" and not compiled:
-        for name, given in options.items():
-            for layer in models[name].model.layers:
-                layer.mlp.compile(fullgraph=True, dynamic=False, **given)
-    of_all = {key: value for given in options.values() for key, value in given.items()} if compiled else None
+        fp8.compile_ffns_(models)
+    of_all = fp8.options(models) if compiled else None
     steps = {name: _Steps(each, ids, context, of_all) for name, each in models.items()}
     runs: dict[str, Callable[[], Any]] = {name: step.run for name, step in steps.items()}
-    differences = _check({name: run() for name, run in runs.items()})
-    check_ffns()
+    fields = check_models({name: run() for name, run in runs.items()}) | check()
 
     def rewind() -> None:
         for step in steps.values():
@@ -174,7 +152,7 @@ def _measured(
 
     def check_again() -> None:
         rewind()
-        _check({name: run().clone() for name, run in runs.items()})
+        check_models({name: run().clone() for name, run in runs.items()})
 
     if graph:
         with as_if_captured(*models.values()):
@@ -204,7 +182,7 @@ def _measured(
         "tokens_per_second": {name: round(1000 * batch / spread.p50, 1) for name, spread in times.items()},
         "speedup": round(times["dense"].p50 / times["sparse"].p50, 3),
         **ffn.over_fp8(times),
-        **differences,
+        **fields,
         "joules_per_token": {
             name: None if j is None else float(f"{j / batch / n_steps:.4g}") for name, j in joules.items()
         },
@@ -216,20 +194,6 @@ def _sparse(dense: Any, fired: Sequence[Tensor], n_seen: int, *, in_fp8: bool = 
     sparse = copy.deepcopy(dense)
     make_sparse_(sparse, fired, n_seen, in_fp8=in_fp8)
     return sparse, freeze_(sparse)
-
-
-def _check(logits: Mapping[str, Tensor]) -> dict[str, float]:
-    """Fields of a row: relative differences of logits [batch, steps, V], sparse from dense, and in FP8.
-
-    Raises WrongResult where models do not compute the same.
-    """
-    fields = {"difference": check_logits(logits["dense"], logits["sparse"])}
-    for name in logits.keys() - {"dense", "sparse"}:
-        check_logits(logits["dense"], logits[name], name, _FP8_LOGITS)
-    if fp8.SPARSE in logits:
-        found = logits["fp8"], logits[fp8.SPARSE]
-        fields["difference_fp8"] = check_logits(*found, fp8.SPARSE, _FP8_APART)
-    return fields
 
 
 class _Steps:

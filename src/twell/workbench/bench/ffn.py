@@ -118,7 +118,8 @@ def _run_case(case: Case, inputs: cases.FFNInputs, seconds: float) -> dict[str, 
         "error": errors,
     }
     if plan is not None:
-        row["plan"] = plan_facts(plan)
+        in_fp8 = plan_in_fp8(case, inputs)
+        row |= {"plan": plan_facts(plan), **({} if in_fp8 is None else {"plan_fp8": plan_facts(in_fp8)})}
         row["parts_ms"] = _parts(case, inputs, x, plan, seconds / 3)
     return row
 
@@ -260,6 +261,13 @@ def plan_for(seen: Tensor, w_gate: Tensor, *, gated: bool, **costs: bool) -> Pla
     return choose_plan(fired, len(seen), costs_for(seen.device, **costs), width=seen.shape[1], gated=gated)
 
 
+def plan_in_fp8(case: Case, inputs: cases.FFNInputs) -> Plan | None:
+    """Of the sparse FFN with FP8 weights, whose costs are others."""
+    if not case.is_sparse_fp8:
+        return None
+    return plan_for(inputs.x[-PLAN_TOKENS:], inputs.w_gate, gated=case.gated, fp8=True)
+
+
 class DenseFFN(nn.Module):
     """As Hugging Face's blocks: down_proj(act_fn(gate_proj(x)) * up_proj(x)), or without a gate."""
 
@@ -291,9 +299,7 @@ def make_layers(case: Case, inputs: cases.FFNInputs, plan: Plan | None, n: int) 
     in_fp8 = fp8.ways(case.M) if case.is_fp8 else {}
     sparse = (*_SPARSE, fp8.SPARSE) if case.is_sparse_fp8 else _SPARSE
     made: dict[str, list[Any]] = {name: [] for name in ("dense", *in_fp8, *sparse)}
-    plan_fp8 = None
-    if case.is_sparse_fp8 and plan is not None:
-        plan_fp8 = plan_for(inputs.x[-PLAN_TOKENS:], inputs.w_gate, gated=case.gated, fp8=True)
+    plan_fp8 = None if plan is None else plan_in_fp8(case, inputs)
     own = (inputs.w_gate, inputs.w_up, inputs.w_down)
     for i in range(n):
         w_gate, w_up, w_down = own if i == 0 else (w.clone() for w in own)

@@ -1,4 +1,4 @@
-"""Dense FFNs in FP8, as people run them on Hopper: baselines of ``twell bench ffn`` and ``twell bench decode``.
+"""Dense FFNs in FP8, as people run them on Hopper: baselines of ``twell bench ffn``, ``model`` and ``decode``.
 
 Weights are e4m3 with a scale for each output, by ``reference.to_fp8``. Both FFNs are timed compiled: Inductor fuses the
 operations between the GEMMs. On a CPU they multiply dequantised matrices, for tests.
@@ -7,6 +7,7 @@ operations between the GEMMs. On a CPU they multiply dequantised matrices, for t
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from twell import reference
 from twell.fp8 import why_not_sizes, why_unavailable
+from twell.nn import sparse_ffns
 from twell.ops import backends
 from twell.reference import Fp8, Weights, to_fp8
 
@@ -38,14 +40,12 @@ def applies_sparsely(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _Weight(nn.Module):
-    q: Tensor  # e4m3 [outputs, inputs]
-    scale: Tensor  # float32 [outputs]
+    """q, e4m3 [outputs, inputs], and scale, float32 [outputs]."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        q, scale = to_fp8(weight)
-        self.register_buffer("q", q)
-        self.register_buffer("scale", scale)
+        rows = to_fp8(weight.contiguous())  # a sparse layer's may lie neuron by neuron
+        self.q, self.scale = (nn.Parameter(t, requires_grad=False) for t in rows)
 
 
 class _Fp8FFN(nn.Module):
@@ -103,13 +103,42 @@ def ways(M: int) -> dict[str, tuple[type[_Fp8FFN], dict[str, Any]]]:
     return {name: way for name, way in both.items() if name == "fp8" or M <= FEW_TOKENS}
 
 
-def in_model(model: Any, kind: type[_Fp8FFN]) -> Any:
-    """A copy of a Llama-like model with ReLU whose FFNs are ``kind``."""
-    made = copy.deepcopy(model)
-    for layer in made.model.layers:
-        mlp = layer.mlp
-        layer.mlp = kind(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight).eval()
+def options(names: Iterable[str]) -> dict[str, Any]:
+    """Of ``torch.compile`` for whole models, if those in ``names`` are to be compared: all are compiled alike."""
+    return {key: value for name in NAMES if name in names for key, value in ways(1)[name][1].items()}
+
+
+def weights_of(sparse: Any) -> dict[str, Weights] | None:
+    """Of each sparse FFN of a model, by name. None if one of them is not ReLU between plain linears without biases, of
+    sizes that FP8 takes."""
+    found: dict[str, Weights] = {}
+    for name, layer in sparse_ffns(sparse):
+        linears = [getattr(layer, projection) for projection in layer.projections]
+        if layer.activation != "relu" or sparse.get_submodule(name) is not layer:  # OPT's is a part of a block
+            return None
+        if any(type(linear) is not nn.Linear or linear.bias is not None for linear in linears):
+            return None
+        if why_not_sizes(*linears[-1].weight.shape) is not None:
+            return None
+        first, *up, down = (linear.weight for linear in linears)
+        found[name] = Weights(first, up[0] if up else None, down)
+    return found
+
+
+def in_model(dense: Any, kind: type[_Fp8FFN], weights: Mapping[str, Weights]) -> Any:
+    """A copy of a dense model whose FFNs are ``kind``; it shares all other parameters."""
+    made = copy.deepcopy(dense, {id(t): t for t in (*dense.parameters(), *dense.buffers())})
+    for name, w in weights.items():
+        made.set_submodule(name, (kind(None, w.gate, w.down) if w.up is None else kind(w.gate, w.up, w.down)).eval())
     return made
+
+
+def compile_ffns_(models: Mapping[str, Any]) -> None:
+    """Compile the dense FFNs in FP8 of models that are not compiled as a whole."""
+    for name, (kind, how) in ways(1).items():
+        for module in models[name].modules() if name in models else ():
+            if isinstance(module, kind):
+                module.compile(fullgraph=True, dynamic=False, **how)
 
 
 def meant(name: str, x: Tensor, w: Weights) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from twell.workbench.cli.bench_table import Row, print_rows
-from twell.workbench.cli.common import append, counted_bar, device_of, dtype_of, require_bf16
+from twell.workbench.cli.common import append, counted_bar, device_of, dtype_of, load_model, require_bf16
 
 Workloads = Annotated[
     list[str] | None, typer.Option("--workload", "-w", help="iidN or skewN, for a mean count of N; repeatable.")
@@ -28,6 +28,10 @@ Called = Annotated[
     bool | None,
     typer.Option("--called/--no-called", help="Also time calls in a plain loop, the host included. Default: on a GPU."),
 ]
+Fp8 = Annotated[
+    bool | None,
+    typer.Option("--fp8/--no-fp8", help="Also time FP8, dense and sparse. Default: on GPUs with it, in 16 bits."),
+]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu. Default: cuda where there is one.")]
 Backend = Annotated[str, typer.Option(help="auto, reference, cpu or triton.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON lines on standard output.")]
@@ -43,6 +47,18 @@ def place_of(device: str | None, dtype: str | None, backend: str) -> tuple[Any, 
     backends.choose_backend(backend, torch_device)
     require_bf16(torch_dtype, torch_device)
     return torch_device, torch_dtype
+
+
+def model_as_run(name: str, device: Any) -> tuple[Any, Any]:
+    """A trained model and its tokenizer: on a GPU in bfloat16, as one would run it there; elsewhere as it was saved."""
+    return load_model(name, str(device), "bfloat16" if device.type == "cuda" else None)
+
+
+def require_fp8(wanted: bool | None, device: Any) -> None:
+    from twell.fp8 import why_unavailable
+
+    if wanted and (reason := why_unavailable(device)):
+        raise ValueError(f"--fp8: {reason}")
 
 
 def text_ids(text: Path, tokenizer: Any, needed: int) -> Any:

@@ -9,9 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from twell.workbench.cli.app import bench_app
-from twell.workbench.cli.bench_common import AsJson, Device, ModelWorkload, Out, show, text_ids
+from twell.workbench.cli.bench_common import (
+    AsJson,
+    Device,
+    Fp8,
+    ModelWorkload,
+    Out,
+    model_as_run,
+    require_fp8,
+    show,
+    text_ids,
+)
 from twell.workbench.cli.bench_table import Row
-from twell.workbench.cli.common import Seconds, device_of, load_model
+from twell.workbench.cli.common import Seconds, device_of
 
 
 @bench_app.command("decode")
@@ -30,57 +40,46 @@ def bench_decode(
     compiled: Annotated[
         bool, typer.Option("--compile", help="All models compiled, as transformers does with a static cache.")
     ] = False,
-    fp8: Annotated[
-        bool | None,
-        typer.Option("--fp8/--no-fp8", help="Also time FP8 FFNs, dense and sparse. Default: on GPUs with FP8."),
-    ] = None,
+    fp8: Fp8 = None,
     device: Device = None,
     seconds: Seconds = 3.0,
     as_json: AsJson = False,
     out: Out = None,
 ) -> None:
-    """Time a step of generation by a whole model, dense against sparse and frozen.
+    """Time a step of generation by a whole model, dense against sparse and frozen; on a GPU in bfloat16.
 
     Example: [bold]twell bench decode --preset 1.5b -w skew29 --batch 1 --batch 8[/bold]
 
     A trained model: [bold]twell bench decode my-run/model --text book.txt --batch 1 --batch 64[/bold]
     """
-    import torch
-
-    from twell.fp8 import why_unavailable
     from twell.train import recipes
     from twell.workbench.bench import cases
 
     if min([*(batch or []), context]) < 1:
         raise ValueError("--batch and --context must be at least 1")
     torch_device = device_of(device)
-    if fp8 and (reason := why_unavailable(torch_device)):
-        raise ValueError(f"--fp8: {reason}")
+    require_fp8(fp8, torch_device)
     if (model is None) != (text is None):
         raise ValueError("a model reads a text: give both MODEL and --text, or neither for random weights")
     if model is not None and (preset or workload):
         raise ValueError("--preset and --workload are for models of random weights: leave out MODEL")
-    on_gpu, batches = torch_device.type == "cuda", batch or [1]
-    how: dict[str, Any] = {"graph": on_gpu and not eager, "compiled": compiled, "in_fp8": fp8, "seconds": seconds}
+    batches, graph = batch or [1], torch_device.type == "cuda" and not eager
+    how: dict[str, Any] = {"graph": graph, "compiled": compiled, "in_fp8": fp8, "seconds": seconds}
     recipe, workload = recipes.preset(preset or "0.5b"), workload or "skew29"
     cases.get_workload(workload)
 
     def of_random_weights() -> Iterator[Row]:
-        from transformers import LlamaForCausalLM
-
         from twell.workbench.bench import decode
 
         for n in batches:
-            with torch_device:
-                llama: Any = LlamaForCausalLM(cases.llama_config(recipe, context + 1))
-            llama.to(torch.bfloat16 if on_gpu else torch.float32).eval()
+            llama = cases.random_llama(recipe, context + 1, torch_device)
             yield {**decode.measure(llama, workload, n, context, **how), "preset": preset or "0.5b"}
 
     def of_a_text(name: str, text: Path) -> Iterator[Row]:
         from twell.hf.text import context_of
         from twell.workbench.bench import decode
 
-        language_model, tokenizer = load_model(name, device, "bfloat16" if on_gpu else None)
+        language_model, tokenizer = model_as_run(name, torch_device)
         room = context_of(language_model)
         if room is not None and context + decode.NEW_TOKENS > room:
             raise ValueError(f"the model's context is {room} tokens: --context must leave {decode.NEW_TOKENS} of them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +11,20 @@ from typing import Annotated, Any
 import typer
 
 from twell.workbench.cli.app import bench_app
-from twell.workbench.cli.bench_common import AsJson, Called, Device, ModelWorkload, Out, show, text_ids
+from twell.workbench.cli.bench_common import (
+    AsJson,
+    Called,
+    Device,
+    Fp8,
+    ModelWorkload,
+    Out,
+    model_as_run,
+    require_fp8,
+    show,
+    text_ids,
+)
 from twell.workbench.cli.bench_table import Row
-from twell.workbench.cli.common import Seconds, device_of, load_model
+from twell.workbench.cli.common import Seconds, device_of
 
 Shape = tuple[int, int]  # sequences, tokens of each
 
@@ -39,7 +51,8 @@ def bench_model(
     generate: Annotated[
         bool, typer.Option("--generate", help="Also time model.generate: 64 tokens after a prompt of 32.")
     ] = False,
-    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the layers of both models.")] = False,
+    compiled: Annotated[bool, typer.Option("--compile", help="torch.compile the layers of all models.")] = False,
+    fp8: Fp8 = None,
     called: Called = None,
     layers: Annotated[bool, typer.Option("--layers", help="Also time every FFN of MODEL by itself.")] = False,
     device: Device = None,
@@ -49,25 +62,28 @@ def bench_model(
 ) -> None:
     """Time the forward pass of a whole model, dense against sparse: tokens, first token, memory, energy.
 
+    On a GPU in bfloat16.
+
     Example: [bold]twell bench model my-run/model --text book.txt --layers[/bold]
 
     Without MODEL: random weights, whose FFNs compute a workload:
     [bold]twell bench model --preset 1.5b -w skew29 --shape 64x2048[/bold]
     """
     torch_device = device_of(device)
+    require_fp8(fp8, torch_device)
     sizes = [_shape(said) for said in shape or []]
     how: dict[str, Any] = {"compiled": compiled, "seconds": seconds, "called": called}
     if model is not None:
         if preset is not None or workload is not None or depth is not None:
             raise ValueError("--preset, --workload and --depth are for models of random weights: leave out MODEL")
-        rows = _real_model_rows(model, text, sizes, torch_device, generate, how | {"wants_layers": layers})
+        rows = _real_model_rows(model, text, sizes, torch_device, generate, fp8, how | {"wants_layers": layers})
     else:
         if text is not None or layers:
             raise ValueError("--text and --layers are for a real model: name one")
         if depth is not None and depth < 1:
             raise ValueError("--depth must be at least 1")
         what = preset or "1.5b", workload or "skew29", depth
-        rows = _random_model_rows(*what, sizes or [(_batch(torch_device), 2048)], torch_device, generate, how)
+        rows = _random_model_rows(*what, sizes or [(_batch(torch_device), 2048)], torch_device, generate, fp8, how)
     show(rows, max(1, len(sizes)) + generate, as_json, out)
 
 
@@ -88,7 +104,13 @@ def _batch(device: Any) -> int:
 
 
 def _real_model_rows(
-    name: str, text: Path | None, sizes: list[Shape], device: Any, generate: bool, how: dict[str, Any]
+    name: str,
+    text: Path | None,
+    sizes: list[Shape],
+    device: Any,
+    generate: bool,
+    in_fp8: bool | None,
+    how: dict[str, Any],
 ) -> Iterator[Row]:
     """The rows of a model as it is."""
     import torch
@@ -96,8 +118,7 @@ def _real_model_rows(
     from twell.hf.text import context_of
     from twell.workbench.bench import model as bench
 
-    language_model, tokenizer = load_model(name)
-    language_model.to(device)
+    language_model, tokenizer = model_as_run(name, device)
     context = context_of(language_model) or 2048
     sizes = sizes or [(_batch(device), min(2048, context))]
     longest = max(n for _, n in sizes)
@@ -110,7 +131,7 @@ def _real_model_rows(
         ids = torch.randint(language_model.config.vocab_size, (needed,))
     else:
         ids = text_ids(text, tokenizer, needed)
-    subject, case = bench.real(language_model, name), {"case": "random" if text is None else "text"}
+    subject, case = bench.real(language_model, name, in_fp8=in_fp8), {"case": "random" if text is None else "text"}
 
     def ids_of(shape: Shape) -> Any:
         return ids[: shape[0] * shape[1]].view(shape).to(device)
@@ -119,28 +140,31 @@ def _real_model_rows(
 
 
 def _random_model_rows(
-    preset: str, workload: str, depth: int | None, sizes: list[Shape], device: Any, generate: bool, how: dict[str, Any]
+    preset: str,
+    workload: str,
+    depth: int | None,
+    sizes: list[Shape],
+    device: Any,
+    generate: bool,
+    in_fp8: bool | None,
+    how: dict[str, Any],
 ) -> Iterator[Row]:
     """Rows of a model of random weights: one model for all sizes; compiled, a new one for each."""
     import torch
-    from transformers import LlamaForCausalLM
 
     from twell.train import recipes
     from twell.workbench.bench import cases
     from twell.workbench.bench import model as bench
 
     recipe = recipes.preset(preset)
+    recipe = dataclasses.replace(recipe, layers=depth or recipe.layers)
     cases.get_workload(workload)
     facts = {"preset": preset if depth is None else f"{depth} layers of {preset}"}
     prompt = [(1, bench.PROMPT_TOKENS)] if generate else []
 
     def subject_for(some: list[Shape]) -> bench.Subject:
-        config = cases.llama_config(recipe, max(n for _, n in some))
-        config.num_hidden_layers = depth or recipe.layers
-        with device:
-            dense: Any = LlamaForCausalLM(config)
-        dense.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
-        return bench.synthetic(dense, workload, max(some, key=lambda size: size[0] * size[1]))
+        dense = cases.random_llama(recipe, max(n for _, n in some), device)
+        return bench.synthetic(dense, workload, max(some, key=lambda size: size[0] * size[1]), in_fp8=in_fp8)
 
     def ids_of(shape: Shape) -> Any:
         return torch.randint(recipe.vocab_size, shape, device=device)
