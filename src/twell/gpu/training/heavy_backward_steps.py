@@ -51,7 +51,8 @@ def factor_tiles(
         token = tl.load(i_tokens + row, mask=has_row, other=0).to(tl.int64)
         at = row[:, None].to(tl.int64) * width
         for which in range(2 + GATED):  # gate, up, down; not unrolled: one of them fills the registers
-            rows = i_x + token * x_stride
+            factor = i_x
+            stride = x_stride
             weights = i_gate
             bias = i_gate_bias
             values = o_dz
@@ -60,12 +61,15 @@ def factor_tiles(
                 bias = i_up_bias
                 values = o_du
             if which == 1 + GATED:
-                rows = i_dy + token * D
+                factor = i_dy
+                stride = D
                 weights = i_down
             tile_cold = c * BN + tl.arange(0, BN)
             tile_neuron = tile_cold
             if HAS_ORDER:
                 tile_neuron = tl.load(i_order + tile_cold, mask=tile_cold < C, other=0)
+            # Scalars are chosen: with Triton 3.6 tensors of pointers that were chosen are not copied asynchronously.
+            rows = factor + token * stride
             columns = weights + tile_neuron.to(tl.int64) * D
             has_column = tile_cold < C
             acc = tl.zeros((BM, BN), tl.float32)
