@@ -188,15 +188,17 @@ def test_a_converted_model_trains_and_an_interrupted_run_goes_on(
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_a_sparse_model_trains_on(llama: str, text: Path, tmp_path: Path) -> None:
+def test_a_sparse_model_trains_on(llama: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What --relufy saved is what --from takes, with the same recipe fields."""
     twell("convert", llama, "--relufy", "--out", tmp_path / "sparse")
-    command = ["train", "--from", tmp_path / "sparse", "--data", text, "--out", tmp_path / "run", *SHORT]
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "--from", "sparse", "--data", text, "--out", tmp_path / "run", *SHORT]
     result = twell(*command, "steps=1", "l1=0.5")
     assert result.exit_code == 0, result.output
     assert "it was " in result.stdout and "right after" not in result.stdout
     facts = json.loads((tmp_path / "run/summary.json").read_text())["conversion"]
     assert facts["loss_before"] == facts["loss_after"] and facts["activation"] == "relu"
+    assert facts["model"] == str(tmp_path / "sparse")  # wherever the run is resumed
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").config.sparsity_l1_coeff == 0.5
     assert "is not empty: resume the run there" in str(twell(*command).exception)
     for path in [tmp_path / "run/summary.json", *(tmp_path / "run").glob("checkpoint-*")]:
@@ -217,7 +219,10 @@ def test_adapters_train_on_a_sparse_model_and_leave_its_weights(
     assert through.exit_code == 0, through.output
     sparse: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
     merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "through/model")
-    assert merged.config.sparsity_l1_coeff == 0
+    assert merged.config.sparsity_l1_coeff == sparse.config.sparsity_l1_coeff > 0  # though there was no L1
+    assert all(
+        row["loss"] == pytest.approx(row["ce_loss"]) for row in read_metrics(tmp_path / "through") if "l1" in row
+    )
     before, after = sparse.state_dict(), merged.state_dict()
     changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"} and before.keys() == after.keys()
@@ -243,6 +248,8 @@ def test_adapters_train_on_a_sparse_model_and_leave_its_weights(
 
 def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path, tokenizer: Path) -> None:
     relu = saved(LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="relu")), tmp_path / "relu", tokenizer)
+    tied_config = LlamaConfig(**SHAPE, hidden_act="relu", tie_word_embeddings=True)
+    tied = saved(LlamaForCausalLM(tied_config), tmp_path / "tied", tokenizer)
     mistral = saved(MistralForCausalLM(MistralConfig(**SHAPE)), tmp_path / "mistral", tokenizer)
     gpt2 = saved(GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=320)), tmp_path / "g", tokenizer)
     bloom = saved(
@@ -301,6 +308,10 @@ def test_bad_input_ends_in_one_clear_line(llama: str, text: Path, tmp_path: Path
         (
             ["train", "--from", relu, "--out", out, "--lora", "4", "--lora-modules", "c_fc"],
             "no linear layer is called c_fc",
+        ),
+        (
+            ["train", "--from", tied, "--data", text, "--out", out, "--lora", "4", "--lora-modules", "lm_head"],
+            "lm_head shares its weight with the embedding",
         ),
         (["train", "--from", relu, "--out", out, "--lora", "4", "restart_every=5"], "with --lora these do not train"),
         (["train", "--out", out, "--lora", "4"], "--lora is for --from"),

@@ -120,12 +120,14 @@ def test_sparkline() -> None:
 
 
 def test_a_resumed_run_remembers_its_log() -> None:
-    history = [{"step": 80, "ce_loss": 5.0}, {"step": 90, "ce_loss": 4.5, "active/0": 12.0}]
-    run = Run()
+    active = {key: float(key[7:]) for key in sorted(f"active/{i}" for i in range(12))}  # as a checkpoint sorts them
+    history = [{"step": 80, "ce_loss": 5.0}, {"step": 90, "ce_loss": 4.5, **active}]
+    run = Run(dataclasses.replace(tiny(), layers=12), height=40)
     with run.view:
         run.begin(at=90, history=history)
         run.step()
         assert run.view.losses == (5.0, 4.5) and "91/100" in "\n".join(run.picture())
+        assert [line.split()[-2] for line in run.picture()[-12:]] == [f"{i:.1f}" for i in range(12)]
 
 
 def test_the_last_picture_stays() -> None:

@@ -190,6 +190,13 @@ def test_restored_plans_are_set_at_once() -> None:
     assert resumed.hot_neurons() == planner.hot_neurons() == [0, None]
 
 
+def test_plans_of_a_gpu_run_densely_where_there_are_no_kernels() -> None:
+    planner, resumed = Planner(layers(), every=2), Planner(layers(backend="cpu"), every=2)
+    advance(planner, *[seen(SPARSE, DENSE)] * 3)
+    resumed.load_state_dict(through_a_file(planner.state_dict()))
+    assert resumed.hot_neurons() == [None, None] and resumed.state_dict()["plans"][0] is not None
+
+
 def test_a_saved_state_does_not_go_on_with_its_planner() -> None:
     planner = Planner(layers(1), every=2)
     planner.advance(seen(SPARSE))

@@ -93,6 +93,30 @@ def test_steering_is_bounded_and_goes_on_from_its_saved_state() -> None:
         assert again.l1 == moving.l1
 
 
+def test_a_longer_run_does_not_ask_for_more_neurons_again() -> None:
+    """Resumed with more steps, what steering aims at goes on from where it was."""
+    short, plant = L1Steering(target=40.96, steps=300), Plant(300, 15, 1.0)
+    for t in range(300):
+        short.advance(l1_stats(plant.step(t, short.l1)))
+    longer = L1Steering(target=40.96, steps=3000)
+    longer.load_state_dict(copy.deepcopy(short.state_dict()))
+    plant.steps = 3000  # its learning rate rises again
+    active = []
+    for t in range(300, 900):
+        active.append(plant.step(t, longer.l1))
+        longer.advance(l1_stats(active[-1]))
+    assert max(active) < 1.25 * 40.96
+
+
+def test_steering_starts_from_a_coefficient() -> None:
+    for given, expected in ((1e-3, 1e-3), (5.0, 1 / 4), (0.0, 1e-2 / 4)):  # at most a nat
+        steering = L1Steering(target=5, steps=100, l1=given)
+        assert steering.l1 == given
+        for _ in range(2):
+            steering.advance(l1_stats(50.0, l1_sum=4.0))
+        assert steering.l1 == pytest.approx(expected)
+
+
 def test_steering_acts_one_step_later_and_only_by_what_was_counted() -> None:
     steering = L1Steering(target=5, steps=100)
     steering.advance(l1_stats(50.0, l1_sum=4.0))
@@ -106,9 +130,11 @@ def test_steering_acts_one_step_later_and_only_by_what_was_counted() -> None:
     assert steering.l1 == kept != first
     steering.advance(l1_stats(40.0))
     assert steering.l1 == kept
-    for bad in ({"target": 0.0, "steps": 5}, {"target": math.nan, "steps": 5}, {"target": 5.0, "steps": 0}):
+    for target, steps in ((0.0, 5), (math.nan, 5), (math.inf, 5), (5.0, 0), (5.0, 1.5), (5.0, math.nan)):
         with pytest.raises(ValueError, match=r"L1Steering: (target|steps) must be"):
-            L1Steering(**bad)
+            L1Steering(target, steps)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="L1Steering: no statistics of a layer"):
+        steering.advance([])
 
 
 def test_clock_counts_tokens_since_the_last_firing() -> None:

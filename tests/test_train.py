@@ -20,6 +20,7 @@ from twell.train.attention import causal_without_a_mask
 from twell.train.files import MANIFEST_FILE, checkpoint_folder, finish_folder, newest_sound
 from twell.train.recipes import PRESETS, Recipe, override, preset, tiny
 from twell.train.run import read_summary, run
+from twell.train.summary import describe
 from twell.train.tokenizer import train_bpe
 from twell.train.trainer import (
     METRICS_FILE,
@@ -100,7 +101,8 @@ def test_overrides_and_their_errors() -> None:
         ("micro_batch=0", "micro_batch must be at least 1"),
         ("activation=gelu", "activation must be relu or silu"),
         ("activation=silu l1=1", "takes no l1"),
-        ("l1=1 target_active=2", "give one of them"),
+        ("l1=1 target_active=2", "target_active does nothing with a fixed l1"),
+        ("activation=silu target_active=2", "target_active does nothing with a fixed l1 or activation=silu"),
         ("target_active=0", "target_active must be above 0"),
         ("target_active=nan", "target_active must be a finite number"),
         ("target_active=513", "more than all 512 neurons"),
@@ -110,6 +112,7 @@ def test_overrides_and_their_errors() -> None:
         ("l1=nan", "l1 must be a finite number, got nan"),
         ("lr=inf", "lr must be a finite number, got inf"),
         ("lr=0", "lr must be above 0"),
+        ("lr=-1", "lr must be above 0, got -1"),
         ("weight_decay=-inf", "weight_decay must be a finite number"),
         ("clip=-1", "clip must be at least 0"),
         ("rope_theta=0", "rope_theta must be at least 1"),
@@ -130,6 +133,8 @@ def test_overrides_and_their_errors() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             override(tiny(), bad.split())
+    with pytest.raises(ValueError, match="target_active does nothing with a fixed l1"):  # of a run with a fixed one
+        override(dataclasses.replace(tiny(), l1=1e-3), ["target_active=0.01"])
     with pytest.raises(ValueError, match=r"steps must be of type int, got 1\.5"):
         Recipe(steps=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown preset 'huge': expected one of tiny"):
@@ -206,6 +211,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(text: Path, tmp_path: Path, monk
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+def test_a_summary_says_if_the_target_was_missed(plain: tuple[Any, Path]) -> None:
+    summary = read_summary(plain[1])
+    for target, says in (
+        ({"neurons": 5.12, "least": 4.41, "most": 5.6}, "; trained to 5.12, held within 4.41 and 5.6"),
+        ({"neurons": 256, "least": 109.1, "most": 117.3}, "; asked for 256, not reached: 109 to 117 (L1 ended at"),
+        ({"neurons": 1e-9, "least": 0.0123, "most": 0.2}, "; asked for 1e-09, not reached: 0.0123 to 0.2 (L1 ended"),
+    ):
+        assert says in describe({**summary, "target": {**target, "l1": 1e-6}})
+
+
 def test_clocks_and_counts_stay_out_of_the_state_dict(plain: tuple[Any, Path]) -> None:
     trainer, folder = plain
     assert not [key for key in trainer.model.state_dict() if "clock" in key or "count" in key or "seen" in key]
@@ -238,15 +253,21 @@ def test_l1_warms_up(text: Path, tmp_path: Path) -> None:
     assert shares == pytest.approx([0, 0, 0, 0.5, 1, 1], abs=0.01)
 
 
+def test_a_checkpoint_with_a_weight_that_is_not_finite_is_not_written(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SparseTrainer, "finish_step", lambda self: self.model.lm_head.weight.data.fill_(torch.nan))
+    with pytest.raises(RuntimeError, match=r"no longer finite at step 1: .* no checkpoint of this step written"):
+        train(dataclasses.replace(MINI, save_every=1), text, tmp_path)
+    assert newest_sound(tmp_path)[0] is None
+
+
 def test_faults_end_in_one_clear_error(text: Path, tmp_path: Path) -> None:
     diverging = dataclasses.replace(MINI, lr=1e30, clip=1e30, lr_warmup=0)
     with pytest.raises(RuntimeError, match="grad_norm is nan at step 2: try a lower lr"):
         train(diverging, text, tmp_path / "nan")
     strict = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "nan/metrics.jsonl").open()]
     assert strict[-1]["not_finite"] == ["grad_norm"] and "grad_norm" not in strict[-1]
-    with pytest.raises(RuntimeError, match=r"no longer finite at step 3: .* no checkpoint of this step written"):
-        train(dataclasses.replace(diverging, log_every=9, eval_every=9), text, tmp_path / "unseen")
-    assert newest_sound(tmp_path / "unseen")[0] is None
     with pytest.raises(ValueError, match="is not empty"):
         train(MINI, text, tmp_path / "nan")
     with pytest.raises(ValueError, match="label_smoothing_factor and compute_loss_func keep the labels"):

@@ -7,7 +7,8 @@
 DATA holds train.u16.xz, val.u16, val.txt, tokenizer.json and, in eval/, WikiText-2, LAMBADA and the seven tasks. A run
 is the folder OUT/NAME. Its summary goes to OUT/runs.jsonl, its log to OUT/curves.jsonl, its scores to OUT/eval.jsonl,
 its speed on val.txt (whole passes, steps of decoding, a server) and its FP8 losses to OUT/speed.jsonl. Half runs are
-not scored: they are for the spread of the loss. The same command resumes a run that was interrupted. ``--commit`` says
+not scored: they are for the spread of the loss. Repeated, the command scores a finished run again, and its new rows
+replace the old ones. An interrupted run has no checkpoint: delete its folder, and it starts again. ``--commit`` says
 which commit this tree is, where .git does not.
 """
 
@@ -17,6 +18,7 @@ import argparse
 import datetime
 import functools
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -49,23 +51,19 @@ def changes_of(name: str) -> list[str]:
     >>> changes_of("half-relu-2")[-5:]
     ['steps=915', 'seed=2', 'eval_every=915', 'l1=0', 'plan_every=0']
     """
-    half, _, rest = name.rpartition("half-")
-    kind, _, seed = rest.partition("-")
-    if kind not in KINDS or half or (seed and not seed.isdigit()):
+    match = re.fullmatch(rf"(half-)?({'|'.join(KINDS)})(?:-([0-9]+))?", name)
+    if match is None:
         raise SystemExit(f"{name!r}: expected silu, relu or sparse, after half- for one epoch, before -N for a seed")
-    steps = EPOCH if name.startswith("half-") else 2 * EPOCH
+    half, kind, seed = match.groups()
+    steps = EPOCH if half else 2 * EPOCH
     return [*RECIPE, "save_every=100000", f"steps={steps}", f"seed={seed or 0}", f"eval_every={EPOCH}", *KINDS[kind]]
 
 
 def train(folder: Path, data: Path, changes: list[str], options: list[str]) -> None:
-    command = [sys.executable, "-m", "twell", "train", "--out", str(folder)]
-    if (folder / "recipe.json").exists():
-        command += ["--resume", *options]
-    else:
-        files = {"--data": "train.u16.xz", "--validation": "val.u16", "--tokenizer": "tokenizer.json"}
-        given = [argument for option, name in files.items() for argument in (option, str(data / name))]
-        command += ["--preset", "0.5b", *given, *options, *changes]
-    subprocess.run(command, check=True)
+    files = {"--data": "train.u16.xz", "--validation": "val.u16", "--tokenizer": "tokenizer.json"}
+    given = [argument for option, name in files.items() for argument in (option, str(data / name))]
+    command = [sys.executable, "-m", "twell", "train", "--out", str(folder), "--preset", "0.5b"]
+    subprocess.run([*command, *given, *options, *changes], check=True)
 
 
 def score(folder: Path, data: Path, limit: list[str]) -> list[dict[str, Any]]:
@@ -105,10 +103,15 @@ def served(model: str, way: list[str], prompts: list[str], n_tokens: int = 128) 
     server = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        address = next((line.split()[-1] for line in server.stdout if line.startswith("address:")), None)
-        if address is None:
-            print(f"twell serve {' '.join(way)}: failed", file=sys.stderr)
+        said: list[str] = []
+        for line in server.stdout:
+            said.append(line)
+            if line.startswith("address:"):
+                break
+        else:
+            print(f"twell serve {' '.join(way)}: failed\n{''.join(said[-5:])}", file=sys.stderr)
             return []
+        address = said[-1].split()[-1]
         threading.Thread(target=server.stdout.read, daemon=True).start()  # a full pipe would stop the server
         ask = functools.partial(_ask, address, n_tokens)
         rows: list[dict[str, Any]] = []
@@ -142,6 +145,14 @@ def append(path: Path, rows: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def replace(path: Path, rows: list[dict[str, Any]], key: str) -> None:
+    """Write rows instead of those of the same run, whose name is under ``key``."""
+    names = {row[key] for row in rows}
+    kept = [row for row in read(path) if row[key] not in names] if path.exists() else []
+    path.unlink(missing_ok=True)
+    append(path, kept + rows)
+
+
 def commit() -> str:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
@@ -157,16 +168,18 @@ def run(name: str, given: argparse.Namespace) -> None:
     }
     if given.speed:
         rows = measure(folder, given.data, SPEED)
-        append(given.out / "speed.jsonl", [{**row, **where, "model": name} for row in rows])
+        replace(given.out / "speed.jsonl", [{**row, **where, "model": name} for row in rows], "model")
         return
     changes = [argument for argument in given.names if "=" in argument]
-    train(folder, given.data, [*changes_of(name), *changes], [] if given.no_compile else ["--compile"])
+    if not (folder / "summary.json").exists():
+        train(folder, given.data, [*changes_of(name), *changes], [] if given.no_compile else ["--compile"])
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        replace(given.out / "runs.jsonl", [{"run": name, **summary, **where, "gpu": summary["device"]}], "run")
+        curve = [{"run": name, **row} for row in read(folder / "metrics.jsonl")]
+        replace(given.out / "curves.jsonl", curve, "run")
     limit = [] if given.limit is None else ["--limit", str(given.limit)]
     scores = [] if name.startswith("half-") else score(folder, given.data, limit)
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    append(given.out / "runs.jsonl", [{"run": name, **summary, **where, "gpu": summary["device"]}])
-    append(given.out / "eval.jsonl", [{**row, "model": name} for row in scores])
-    append(given.out / "curves.jsonl", [{"run": name, **row} for row in read(folder / "metrics.jsonl")])
+    replace(given.out / "eval.jsonl", [{**row, "model": name} for row in scores], "model")
 
 
 def main() -> None:

@@ -69,9 +69,10 @@ class L1Steering:
 
         log l1 += _GAIN * (change of e + e / integral)              integral: 6 % of the steps, 10 to 20
 
-    The reference falls from the first log(a / target) to 0, along a cosine, by a quarter of the ``steps``. So L1 rises
-    while the model learns: ``tiny`` ends 1 to 5 % below the cross-entropy of a constant l1 at equal sparsity. The L1
-    term starts at 0.01 nats and stays below 1.
+    The reference goes from the first log(a / target) to 0, along a cosine, by a quarter of the ``steps``; loaded into
+    one of more steps, it goes on from where it was. So L1 rises while the model learns: ``tiny`` ends 1 to 5 % below
+    the cross-entropy of a constant l1 at equal sparsity. ``l1``: the coefficient to start from, that of a model trained
+    before; without one the L1 term starts at 0.01 nats. It stays below 1.
 
     A step's statistics go to the host and act one step later. So l1 does not depend on timing, and the host waits only
     for work queued a whole step before. Save ``state_dict()`` in the checkpoint.
@@ -85,15 +86,15 @@ class L1Steering:
     0.00034
     """
 
-    def __init__(self, target: float, steps: int) -> None:
-        if not target > 0:
+    def __init__(self, target: float, steps: int, l1: float = 0.0) -> None:
+        if not 0 < target < math.inf:
             raise ValueError(f"L1Steering: target must be a number of neurons above 0, got {target}")
-        if steps < 1:
-            raise ValueError(f"L1Steering: steps must be at least 1, got {steps}")
-        self.target, self.steps, self.l1 = target, steps, 0.0
+        if not steps >= 1 or steps % 1:
+            raise ValueError(f"L1Steering: steps must be a whole number of at least 1, got {steps}")
+        self.target, self.steps, self.l1 = target, steps, l1
         least, most = _INTEGRAL_STEPS
         self._integral = min(max(least, _INTEGRAL * steps), most)  # steps after which a constant error has acted twice
-        self._step = 0  # steps seen
+        self._ramp = 0.0  # how much of the reference's way is done, up to 1
         self._first: list[float] = []  # log(a / target) and the L1 sum of a token, in the first step
         self._error = 0.0  # e of the last step
         self._sent: HostCopy | None = None
@@ -101,6 +102,8 @@ class L1Steering:
     @torch.no_grad()
     def advance(self, stats: Sequence[Stats]) -> None:
         """Add one step's statistics; set l1 by those of the step before."""
+        if not stats:
+            raise ValueError("L1Steering: no statistics of a layer: call the modules with return_stats=True")
         if self._sent is not None:
             self._steer(self._sent.value())
         self._sent = HostCopy(
@@ -113,10 +116,10 @@ class L1Steering:
             return
         x, l1_sum = math.log(max(active / self.target, _SILENT)), max(l1_sum, _SILENT)
         if not self._first:
-            self._first, self.l1 = [x, l1_sum], _START / l1_sum
+            self._first, self.l1 = [x, l1_sum], min(self.l1 or _START / l1_sum, _MOST / l1_sum)
             return
-        self._step += 1
-        reference = self._first[0] * (1 + math.cos(math.pi * min(1.0, self._step / (_REACHED * self.steps)))) / 2
+        self._ramp = min(1.0, self._ramp + 1 / (_REACHED * self.steps))
+        reference = self._first[0] * (1 + math.cos(math.pi * self._ramp)) / 2
         error = x - reference
         change = _GAIN * (error - self._error + error / self._integral)
         least, most = _LEAST / self._first[1], _MOST / l1_sum
@@ -124,10 +127,10 @@ class L1Steering:
 
     def state_dict(self) -> dict[str, Any]:
         sent = None if self._sent is None else self._sent.value().clone()
-        return {"l1": self.l1, "step": self._step, "first": self._first, "error": self._error, "sent": sent}
+        return {"l1": self.l1, "ramp": self._ramp, "first": self._first, "error": self._error, "sent": sent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.l1, self._step, self._first, self._error = (state[key] for key in ("l1", "step", "first", "error"))
+        self.l1, self._ramp, self._first, self._error = (state[key] for key in ("l1", "ramp", "first", "error"))
         self._sent = None if state["sent"] is None else HostCopy(state["sent"])
 
 
@@ -188,7 +191,7 @@ class Planner:
 
     def hot_neurons(self) -> list[int | None]:
         """For each layer the number of hot neurons; None while it runs densely."""
-        return [None if ffn.plan is None else len(ffn.plan.hot) for ffn in self.ffns]
+        return [len(ffn.plan.hot) if ffn.plan is not None and _has_kernels(ffn) else None for ffn in self.ffns]
 
     def state_dict(self) -> dict[str, Any]:
         return {

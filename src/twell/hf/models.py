@@ -228,7 +228,7 @@ class _SparseCausalLMMixin(_PretrainedMixin, nn.Module):
         self.post_init()
 
     def save_memory(self, on: bool = True) -> None:
-        """Save memory in training forwards with labels: same gradients, about a tenth slower.
+        """Save memory in training forwards with labels: same gradients, slower.
 
         Each layer keeps its input and its FFN's input, and computes attention and norms again in the backward. The loss
         takes some tokens at a time, so there are never all logits, and the output has none. It is torch's

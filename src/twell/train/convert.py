@@ -207,14 +207,16 @@ class Start:
         if torch.cuda.is_available():
             model.to(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
         was = configured_activation(model.config)
-        facts: dict[str, Any] = {"model": self.model, "type": model.config.model_type, "activation": was}
+        name = str(Path(self.model).resolve()) if Path(self.model).is_dir() else self.model
+        facts: dict[str, Any] = {"model": name, "type": model.config.model_type, "activation": was}
         if was != "relu":
             say(f"validating {self.model}, {was}")
             facts["loss_before"], _ = validate(model, corpus.held_out, recipe)
             say(f"validation cross-entropy {facts['loss_before']:.4f}; validating it with ReLU")
         if not isinstance(model.config, SparsityFields):
             relufy_(model, recipe.l1 or 0.0)
-        model.config.sparsity_l1_coeff = recipe.l1 or 0.0
+        elif recipe.l1 or (recipe.l1 == 0 and self.lora is None):  # else it keeps its own, which steering starts from
+            model.config.sparsity_l1_coeff = recipe.l1
         facts["loss_after"], active = validate(model, corpus.held_out, recipe)
         facts.setdefault("loss_before", facts["loss_after"])
         facts["active_after"] = active

@@ -89,7 +89,8 @@ class LiveView(TrainerCallback):
 
     def _layers(self) -> RenderableType:
         """A bar for the active neurons of each layer, in as many columns as the screen needs."""
-        active = [n for key, n in self.logs.items() if key.startswith("active/")]
+        logs = self.logs  # of a resumed run in alphabetical order
+        active = [logs[f"active/{i}"] for i in range(self.recipe.layers) if f"active/{i}" in logs]
         neurons, largest = self.recipe.intermediate_size, max(filter(math.isfinite, active), default=0.0) or 1.0
         columns = -(-len(active) // max(1, self.console.height - _OTHER_LINES)) or 1
         values = [f"{n:,.1f} {n / neurons:6.1%}" for n in active]

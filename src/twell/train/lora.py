@@ -17,14 +17,16 @@ from torch import nn
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def add_lora(model: nn.Module, rank: int, modules: Sequence[str] = ATTENTION) -> None:
+def add_lora(model: Any, rank: int, modules: Sequence[str] = ATTENTION) -> None:
     """Put adapters on the linear layers of these names; from then on nothing else trains."""
     tuners = _peft().tuners.lora
-    found = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = {name.rpartition(".")[2]: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if missing := [name for name in modules if name not in found]:
         raise ValueError(
             f"LoRA: no linear layer is called {', '.join(missing)}; the model has {', '.join(sorted(found))}"
         )
+    if tied := [name for name in modules if found[name].weight is model.get_input_embeddings().weight]:
+        raise ValueError(f"LoRA: {tied[0]} shares its weight with the embedding, so it can have no adapter of its own")
     config = tuners.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(modules), task_type="CAUSAL_LM")
     tuners.LoraModel(model, config, "default")
 

@@ -46,6 +46,7 @@ class SparsityCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.finish_step()
+        control.should_log |= control.should_save  # so a resumed run has the log entries of an uninterrupted one
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not logs:

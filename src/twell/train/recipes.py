@@ -111,12 +111,12 @@ def _check(name: str, value: Any, kind: str) -> None:
     least, most = _LEAST.get(name, 0), _MOST.get(name, 2**63 - 1)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value}")
+    if name in _ABOVE_ZERO and value <= 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if isinstance(value, int) and value > most:
         raise ValueError(f"{name} must be at most {most}, got {value}")
-    if name in _ABOVE_ZERO and value == 0:
-        raise ValueError(f"{name} must be above 0, got 0")
 
 
 def tiny() -> Recipe:
@@ -187,9 +187,10 @@ def override(recipe: Recipe, changes: Sequence[str]) -> Recipe:
         if not separator or key not in fields:
             raise ValueError(f"{change!r}: expected key=value with a key of {', '.join(fields)}")
         values[key] = _parse(text, str(fields[key]))
-    if {"l1", "target_active"} <= set(values):
-        raise ValueError("l1 is fixed or steered to target_active: give one of them")
-    return dataclasses.replace(recipe, **values)
+    changed = dataclasses.replace(recipe, **values)
+    if "target_active" in values and changed.target_neurons is None:
+        raise ValueError("target_active does nothing with a fixed l1 or activation=silu: leave one of them out")
+    return changed
 
 
 def _parse(text: str, kind: str) -> bool | int | float | str:

@@ -63,9 +63,9 @@ def last_evaluation(trainer: SparseTrainer) -> dict[str, Any]:
 
 
 def _held(recipe: Recipe, metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Least and most active neurons after the first third of the steps: of means over a twentieth of the steps."""
-    logged = [row for row in metrics if "active_mean" in row and 3 * row["step"] >= recipe.steps]
-    n = max(1, recipe.steps // (20 * recipe.log_every))
+    """Least and most active neurons after the first third of the steps: of means over a twentieth of the log."""
+    rows = [row for row in metrics if "active_mean" in row]
+    logged, n = [row for row in rows if 3 * row["step"] >= recipe.steps], max(1, len(rows) // 20)
     means = [statistics.fmean(row["active_mean"] for row in logged[i : i + n]) for i in range(len(logged) - n + 1)]
     return {"least": min(means), "most": max(means)} if means else {}
 
@@ -75,16 +75,30 @@ def describe(summary: dict[str, Any]) -> str:
     text = f"validation cross-entropy {summary['validation_loss']:.4f} ({summary['bits_per_byte']:.4f} bits per byte)"
     if "active_mean" in summary:
         text += (
-            f"; {summary['active_mean']:.1f} active neurons a token ({summary['active_share']:.1%}), "
+            f"; {_short(summary['active_mean'])} active neurons a token ({summary['active_share']:.1%}), "
             f"{summary['dead_share']:.1%} dead"
         )
         if "least" in (target := summary.get("target", {})):
-            text += f"; trained to {target['neurons']:.1f}, held within {target['least']:.1f} and {target['most']:.1f}"
+            wanted, least, most = target["neurons"], target["least"], target["most"]
+            if least <= 1.1 * wanted and most >= 0.9 * wanted:
+                text += f"; trained to {_short(wanted)}, held within {_short(least)} and {_short(most)}"
+            else:
+                text += f"; asked for {_short(wanted)}, not reached: {_short(least)} to {_short(most)}"
+                text += f" (L1 ended at {target['l1']:.3g})"
     if conversion := summary.get("conversion"):
         text += f"; it was {conversion['loss_before']:.4f} before"
         if conversion["loss_after"] != conversion["loss_before"]:
             text += f" conversion, {conversion['loss_after']:.4f} right after"
     return text
+
+
+def _short(n: float) -> str:
+    """A number of neurons.
+
+    >>> _short(5632), _short(25.61), _short(0.0123)
+    ('5632', '25.6', '0.0123')
+    """
+    return f"{n:.0f}" if n >= 100 else f"{n:.3g}"
 
 
 def bytes_a_token(tokens: np.ndarray, tokenizer: Any) -> float:

@@ -160,7 +160,9 @@ class SparseTrainer(Trainer):
         self.clocks = [torch.zeros(len(ffn.neuron_counts), dtype=torch.int64) for ffn in self.ffns]
         self.planner = Planner(self.ffns, recipe.plan_every or 1)
         target = recipe.target_neurons
-        self.steering = L1Steering(target, recipe.steps) if target is not None and self.ffns else None
+        self.steering: L1Steering | None = None
+        if target is not None and self.ffns:
+            self.steering = L1Steering(target, recipe.steps, model.config.sparsity_l1_coeff)
         # Statistics, one entry per layer:
         self.recent: list[Stats] = []  # since the last log, of all processes; the log commits them to the FFNs
         self.eval_stats: list[Stats] = []  # of the last evaluation
@@ -317,17 +319,15 @@ class SparseTrainer(Trainer):
                 remove_older(folder, self.kept_checkpoints, self.state.best_model_checkpoint)
 
     def _check_finite(self) -> None:
-        """The log checks losses only now and then; a checkpoint in between must be sound, too."""
+        """The log of this step has checked the losses before its optimiser step, and not the weights after it."""
         model: Any = self.model
-        values = [self._losses, *(p.detach() for p in model.parameters())]
-        local = [v.to_local() if isinstance(v, DTensor) else v for v in values]
-        device = local[-1].device
-        finite = torch.stack([torch.isfinite(v).all().to(device) for v in local]).all().int()
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        finite = torch.stack([torch.isfinite(p).all() for p in local]).all().int()
         if _in_a_group():
             dist.all_reduce(finite, dist.ReduceOp.MIN)
         if not finite:
             raise RuntimeError(
-                f"the loss or a weight is no longer finite at step {self.state.global_step}: try a lower lr or l1; "
+                f"a weight is no longer finite at step {self.state.global_step}: try a lower lr or l1; "
                 "stopped, and no checkpoint of this step written"
             )
 

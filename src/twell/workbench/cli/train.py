@@ -85,6 +85,7 @@ def train(
     changes = overrides or []
     for option, given, other, why in (
         ("--relufy", relufy, model, "is for --from: a new model has ReLU"),
+        ("--lora", lora is not None, not resume, "is not for --resume: a resumed run keeps its adapters"),
         ("--lora", lora is not None, model, "is for --from: a model without weights has nothing to adapt"),
         ("--lora-modules", lora_modules, lora is not None, "is for --lora: give the rank of the adapters, --lora 16"),
         ("--preset", preset_name, model is None, "is not for --from: the model has its own shape"),
