@@ -48,6 +48,7 @@ def timed() -> tuple[float, torch.Tensor]:
     return min(times), logits
 
 
+twell.desparsify_(model)  # a run of ``twell train`` loads as a sparse model
 dense_ms, dense = timed()
 report = twell.sparsify_(model)  # in place: each FFN that computes the same when run sparsely is replaced
 print(report)

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from command_line import Result, Twell
 from twell.train.tokenizer import train_bpe
 from twell.workbench import doctor
+from twell.workbench.bench.checks import WrongResult
 from twell.workbench.cli import analyze, common, errors
 
 SENTENCE = "hello world this is a text "
@@ -183,6 +184,7 @@ ON_MODEL: dict[str, list[str]] = {
     "check": ["convert", "MODEL", "--check"],
     "train": ["train", "--from", "MODEL", "--data", "TEXT", "--validation", "TEXT", "--out", "OUT/run", *_ONE_STEP],
     "doctor": ["doctor", "MODEL"],
+    "quantize": ["quantize", "MODEL", "--out", "OUT/quantized"],
 }
 
 
@@ -229,14 +231,16 @@ def test_the_sound_model_is_taken(twell: Twell, place: Path, tmp_path: Path, com
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("command", ["analyze", "eval", "generate", "check", "doctor", "calibrate"])
+@pytest.mark.parametrize("command", ["analyze", "eval", "generate", "check", "doctor", "calibrate", "quantize"])
 @pytest.mark.parametrize(
     "name", ["/nonexistent", "nonexistent", "./x/y", "../x", "~/x", "a/b/c", "x/", "", "no such/name"]
 )
 def test_names_that_are_neither_folders_nor_hub_names_are_refused(
     twell: Twell, place: Path, tmp_path: Path, command: str, name: str
 ) -> None:
-    assert_refused(twell(*filled([part.replace("MODEL", name) for part in ON_MODEL[command]], place, place, tmp_path)))
+    result = twell(*filled([part.replace("MODEL", name) for part in ON_MODEL[command]], place, place, tmp_path))
+    assert_refused(result)
+    assert command != "quantize" or "is no folder of a model" in result.stderr
 
 
 # -- options ----------------------------------------------------------------------------------------------
@@ -272,7 +276,9 @@ OPTIONS = {  # of each command, by line or semicolon; after -> what the error sa
         --data /none --scorer own; --data MODEL --scorer own; --last-words /none; --text OUT
         --text MODEL/model.safetensors; --text BAD.jsonl; --text BAD.u16; --text BAD.parquet; --text BAD.txt
         --last-words BAD.jsonl; --text missing.txt -> missing.txt""",
-    "sweep --preset tiny --out OUT/sweep": "--seconds -1; --seconds nan; --l1 nan; steps=0",
+    "sweep --preset tiny --out OUT/sweep": """
+        --seconds -1; --seconds nan; --l1 nan; steps=0; --l1 0 l1=3 -> leave out l1=3
+        --target 0.01 target_active=3 -> leave out target_active=3; --ablation silu l1=3 -> leave out l1=3""",
     "generate MODEL": "-> the prompt is empty; -p '' -> the prompt is empty; -p a -p '' -> prompt 2 is empty",
     "generate MODEL -p hello": """
         --temperature inf; --top-p 0; --top-p nan; --seed -1; --seed 1208925819614629174706176; --dtype x; --device x
@@ -418,6 +424,15 @@ def test_an_unexpected_error_says_so_and_how_to_report_it(twell: Twell, monkeypa
 
     with pytest.raises(KeyError):
         cli.main()
+
+
+def test_a_wrong_result_is_a_verdict(twell: Twell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise WrongResult("sparse dx is wrong")
+
+    monkeypatch.setattr("twell.workbench.bench.compare.compare_files", breaks)
+    result = twell("compare", "a", "b")
+    assert (result.returncode, result.stderr) == (1, "twell: error: sparse dx is wrong\n")
 
 
 WITHOUT_EXTRAS = """

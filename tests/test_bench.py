@@ -93,7 +93,9 @@ def test_a_row_holds_what_a_reader_needs(gated: bool) -> None:
         assert {"commit", "versions", "cpu", "threads", "device", "time", "error", "mean_active"} <= set(row)
 
 
-def test_where_dense_is_compiled_sparse_is_called_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_dense_is_compiled_sparse_is_called_compiled_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As on a GPU; by a backend that needs no compiler."""
     compiled: list[dict[str, Any]] = []
     original = torch.compile
@@ -113,7 +115,8 @@ def test_where_dense_is_compiled_sparse_is_called_compiled_too(monkeypatch: pyte
     )
     assert row["speedup_called_eager"] > 0 and row["speedup_called_compiled"] > 0
     assert compiled == [{"fullgraph": True, "dynamic": False}] * (1 + 4 + 4)  # one timed alone, four of both as called
-    print_rows([row])
+    print_rows([row | {"dense_ms": {"p20": 1.0, "p50": 2.0, "p80": 1200.0}}])
+    assert "2.00 ±>100%" in capsys.readouterr().out
 
 
 def test_on_a_cpu_calls_are_timed_where_asked_for() -> None:

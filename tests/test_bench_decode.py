@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from short_benchmarks import fp8_kernels
 from twell.fp8 import Fp8Linear
 from twell.hf import LlamaSparseReluConfig, LlamaSparseReluForCausalLM
 from twell.nn import SparseFFNBase
+from twell.train.data import SAMPLE, read_texts
 from twell.workbench.bench import decode, ffn, fp8
 from twell.workbench.bench import model as bench_model
 from twell.workbench.bench.model import without_twell
@@ -182,6 +184,15 @@ def test_command() -> None:
     assert "a step of generation: tiny" in told.output and "1 after 8" in told.output and "frozen" in told.output
     for wrong in (["--batch", "0"], ["--context", "0"], ["-w", "skew"], ["--preset", "huge"], ["--fp8"]):
         assert CliRunner().invoke(app, [*command, *wrong]).exit_code != 0
+
+
+def test_the_context_fits_the_model(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(read_texts(SAMPLE)))
+    command = ["bench", "decode", "sample", "--text", str(text), "--device", "cpu", "--seconds", "0"]
+    done = CliRunner().invoke(app, [*command, "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["context"] == 256 - decode.NEW_TOKENS, done.output
+    assert "must leave 16" in str(CliRunner().invoke(app, [*command, "--context", "256"]).exception)
 
 
 def test_command_with_fp8(fp8_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from small_runs import write_text
+from twell.hf.loading import SAMPLE_MODEL
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -41,6 +42,10 @@ def test_train_sparse(example: Example, tmp_path: Path) -> None:
 def test_accelerate_checkpoint(example: Example) -> None:
     printed = example("accelerate_checkpoint.py", "--tokens", "64")
     assert "model.layers.3.mlp" in printed and "which is rounding" in printed
+
+
+def test_accelerate_checkpoint_of_a_model_that_is_sparse_already(example: Example) -> None:
+    assert "which is rounding" in example("accelerate_checkpoint.py", str(SAMPLE_MODEL))
 
 
 def test_own_model(example: Example) -> None:

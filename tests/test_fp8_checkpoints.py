@@ -558,6 +558,14 @@ def test_the_command(twell: Twell, kind: str, tmp_path: Path) -> None:
         assert refused.returncode == 2 and "has no feed-forward layers to quantize: " in refused.stderr, refused.stderr
 
 
+def test_quantize_keeps_the_counts_of_the_shipped_model(
+    twell: Twell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = twell("quantize", "sample", "--out", "q")
+    assert result.returncode == 0 and (tmp_path / "q" / "neuron_counts.npz").is_file(), result.stderr
+
+
 def test_conversions_refuse_fp8(twell: Twell, own_folder: Path, tmp_path: Path) -> None:
     result = twell("convert", str(own_folder), "--out", str(tmp_path / "out"))
     assert result.returncode == 2 and "has FP8 weights, which cannot be trained" in result.stderr

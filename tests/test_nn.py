@@ -328,6 +328,30 @@ def test_a_plan_must_fit_the_number_of_neurons() -> None:
     assert layer.plan is None
 
 
+@pytest.mark.parametrize(
+    "counts", [torch.full((F,), 11), torch.full((F,), -1), torch.ones(F), torch.ones(F, 1, dtype=torch.int64), [1] * F]
+)
+def test_wrong_counts_plans_and_inputs_are_refused(counts: Any) -> None:
+    layer = GatedSparseFFN(D, F)
+    with pytest.raises(ValueError, match=r"counts .*must be"):
+        layer.plan_from_counts(counts, 10)
+    with pytest.raises(ValueError, match=r"plan must be a twell.Plan or None, got str"):
+        layer.set_plan("x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x must be a torch.Tensor \[..., D\], got a scalar"):
+        layer(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@torch.no_grad()
+def test_vmap_in_inference(dim: int) -> None:
+    layers = [GatedSparseFFN(D, F) for _ in range(3)]
+    x = torch.randn(5, 4, D)
+    torch.testing.assert_close(torch.vmap(layers[0], dim, dim)(x), layers[0](x))
+    weights, _ = torch.func.stack_module_state(layers)  # type: ignore[arg-type]
+    ensemble = torch.vmap(lambda w, x: torch.func.functional_call(layers[0], w, x), (0, None))(weights, x)
+    assert torch.equal(ensemble, torch.stack([layer(x) for layer in layers]))
+
+
 def test_operations_always_get_a_plan_if_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer without a plan uses a dense plan, so that compiled code is the same."""
     pytest.importorskip("triton")

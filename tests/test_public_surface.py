@@ -51,6 +51,7 @@ def test_nothing_public_is_lost_or_added_unnoticed() -> None:
 
 
 def test_every_public_name_is_there() -> None:
+    assert {*twell.__all__} <= {*dir(twell)}
     assert all(hasattr(twell, name) for name in twell.__all__)
 
 

@@ -81,6 +81,13 @@ def test_rows_table_and_figure(recipe: Recipe, text: Path, out: Path) -> None:
     assert "| silu |" in lines[3] and "| all |" in lines[3]
 
 
+def test_another_call_keeps_the_rows(recipe: Recipe, text: Path, out: Path) -> None:
+    (row,) = run(recipe, text, out, sweeping.variants(recipe, [], ["silu"]))
+    rows = [json.loads(line) for line in (out / sweeping.ROWS_FILE).read_text().splitlines()]
+    assert [each["sweep"] for each in rows] == ["l1-0", "silu"] and rows[1] == row
+    assert len((out / sweeping.TABLE_FILE).read_text().splitlines()) == 2 + 2
+
+
 def test_a_finished_run_stays_and_a_cut_one_resumes(
     recipe: Recipe, text: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

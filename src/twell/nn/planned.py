@@ -90,6 +90,8 @@ class Planned(Projections):
         for few tokens, as in generation, after its first 64 tokens; for many after 4096 tokens in batches of at
         least 256.
         """
+        if not isinstance(plan, Plan | None):
+            raise ValueError(f"plan must be a twell.Plan or None, got {type(plan).__name__}")
         self._plans_itself, self._first_batches = False, None
         self._set_plan(plan)
 
@@ -164,6 +166,8 @@ class Planned(Projections):
         backward together. In a tensor parallel layer the plan is for the neurons of this process.
         """
         counts, share = self.neuron_counts if counts is None else counts, self.share()
+        if not isinstance(counts, Tensor) or counts.dim() != 1 or counts.is_floating_point():
+            raise ValueError("counts must be a tensor of whole numbers [F]: how often each neuron fired")
         counts = counts if share is None else share.counts_of_own(counts)
         plan = self._plan_for(counts, int(self.tokens_seen) if tokens is None else tokens, training=training)
         self.set_plan(plan)

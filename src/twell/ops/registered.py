@@ -234,6 +234,21 @@ def _(dy: Tensor, dl1: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, ..
     return tuple(out)
 
 
+# -- torch.vmap, in inference; PyTorch loops over calls of ffn_train ---------------------------------------------------
+
+
+def _infer_vmap(info: Any, dims: tuple[Any, ...], x: Tensor, *rest: Any) -> tuple[Tensor, int]:
+    if dims[0] is not None and all(dim is None for dim in dims[1:7]):
+        x = x.movedim(dims[0], 0)
+        return torch.ops.twell.ffn.default(x.flatten(0, 1), *rest).view(x.shape), 0
+    given = list(zip((x, *rest[:6]), dims[:7], strict=True))  # of an ensemble: every model has weights of its own
+    each = [[t if dim is None else t.select(dim, i) for t, dim in given] for i in range(info.batch_size)]
+    return torch.stack([torch.ops.twell.ffn.default(*tensors, *rest[6:]) for tensors in each]), 0
+
+
+torch.library.register_vmap("twell::ffn", _infer_vmap)
+
+
 # -- Autograd --------------------------------------------------------------------------------------------
 
 

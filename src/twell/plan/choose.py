@@ -94,6 +94,8 @@ def choose_plan(counts: Tensor, tokens: int, costs: Costs, *, width: int = 2048,
     if tokens < 1:
         raise ValueError("a plan needs the counts of at least one token")
     frequency, order = (counts.double().cpu() / tokens).sort(descending=True, stable=True)
+    if F and not 0 <= float(frequency[-1]) <= float(frequency[0]) <= 1:
+        raise ValueError(f"counts of {tokens} tokens must be 0 to {tokens}, got {counts.min()} to {counts.max()}")
     projections, gather = (3, costs.gather) if gated else (2, costs.gather / 2)
     tail = frequency.sum() - torch.cat([frequency.new_zeros(1), frequency.cumsum(0)])  # [H]: pairs left, per token
     n_hot = torch.tensor([0, *range(F % _TILE or _TILE, F, _TILE)], device="cpu")  # the rest is whole tiles

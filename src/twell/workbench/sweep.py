@@ -22,6 +22,7 @@ from twell.train.run import DATA_FOLDER, MODEL_FOLDER, SUMMARY_FILE, read_corpus
 from twell.train.tokenizer import load_tokenizer
 from twell.workbench.bench import model as speed
 from twell.workbench.bench import sweep_table
+from twell.workbench.bench.rows import read
 
 PAPER_L1 = (0.0, 6e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 6e-5, 1e-4)  # of its 1.5B model
 ABLATIONS = ("silu", "plain", "restart")
@@ -74,9 +75,10 @@ def sweep(
     say: Callable[[str], None] = print,
     **arguments: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each variant as soon as it is done, and write the sweep's files after each."""
+    """Yield a row for each variant as soon as it is done, and write the sweep's files after each: they keep the rows of
+    earlier calls."""
     recipes = {name: override(recipe, changes) for name, changes in todo.items()}  # errors show before the first run
-    rows = []
+    rows = {row["sweep"]: row for row in read([out / ROWS_FILE])} if (out / ROWS_FILE).exists() else {}
     for name, own in recipes.items():
         folder = out / name
         say(f"{name}: {' '.join(todo[name])}")
@@ -87,8 +89,8 @@ def sweep(
             **read_summary(folder),
             "speed": _timed(own, data, validation, folder, seconds),
         }
-        rows.append(row)
-        _write(rows, out)
+        rows[name] = row
+        _write([*rows.values()], out)
         yield row
 
 

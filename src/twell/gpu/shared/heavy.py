@@ -8,15 +8,13 @@ chunk by chunk, with h in a workspace of one chunk, and loop up to a count that 
 synchronisation, and no capacity. The list's order may vary between runs; a row's sums do not depend on its place.
 
 Hot neurons run along, so that TMA reads the weights as they are stored; on Hopper x of a chunk is packed for TMA, too.
-Every product is a pair of two 128 x 128 tiles: gate and up, or neighbouring columns of y. ptxas reserves registers for
-the accumulators of every wgmma loop, for the whole kernel; two loops' share them if one loop starts with what the other
-returns. So the accumulators are passed from loop to loop.
+Every product is a pair of two 128 x 128 tiles: gate and up, or neighbouring columns of y.
 
 Up to FEW tokens, pairs of 64 x 64 tiles read x by pointers: 88 pairs for 5632 neurons. If the tiles of y fill at most
 half a wave, narrow tiles share the depth (up to SHARES shares), whose sums are added in order.
 
-F 5632, D 2048, bf16: the weights are 69 MB, 16 us; FLOPs of 16384 tokens 1.13e12, 1.5 ms at 750 TFLOP/s. Measured on an
-H200: 64 tokens 41 us, 512 124, 2048 282, and 16384, when a chunk had 4096 tokens, 2056 (551 TFLOP/s).
+F 5632, D 2048, bf16: the weights are 69 MB, 16 us; FLOPs of 16384 tokens 1.13e12, 1.5 ms at 750 TFLOP/s. Predicted for
+16384 tokens on an H200 1.75 ms; not measured yet. (The version before took 4.05 ms: see docs/log.md.)
 Workspace: h [CHUNK, F], 23 MB, and x [CHUNK, D] or shares of sums, 9 MB.
 """
 

@@ -77,7 +77,7 @@ def real(model: Any, name: str, *, in_fp8: bool | None = None) -> Subject:
     dense, sparse = without_twell(model), model
     report = sparsify_(sparse)
     if not report.n_sparse:
-        raise ValueError(f"{name} has no FFN that can run sparsely:\n{report}")
+        raise ValueError(f"{name} has no FFN that can run sparsely: {report.summary()}")
 
     def sparse_in_fp8() -> Any:
         made = copy.deepcopy(sparse)
@@ -224,9 +224,7 @@ def measure(
         errors = check_ffns(models, subject.inputs, xs)
     times = timing.compare(runs, seconds=seconds, warmups=2, device=device)
     prompts = {name: functools.partial(_first_token, each, ids[:1]) for name, each in models.items()}
-    of_calls = {}
-    if called or (called is None and device.type == "cuda"):
-        of_calls = _as_called(runs, seconds, device)
+    of_calls = _as_called(runs, seconds, device) if called or (called is None and device.type == "cuda") else {}
     check()
     joules = {name: energy.joules(run, device, min(seconds, ENERGY_SECONDS)) for name, run in runs.items()}
     memory = {name: memory_of(each, runs[name]) for name, each in models.items()}
@@ -370,12 +368,10 @@ def measure_generate(subject: Subject, ids: Tensor, new_tokens: int, *, seconds:
         ]
 
     def timed(model: Any) -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        timing.wait(device)
         start = time.perf_counter()
         tokens = call(model)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        timing.wait(device)
         taken = (time.perf_counter() - start) * 1e3
         if tokens.shape != (len(ids), new_tokens):
             raise WrongResult(f"expected {new_tokens} tokens of {len(ids)} prompts, got {tuple(tokens.shape)}")

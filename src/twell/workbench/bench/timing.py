@@ -167,11 +167,11 @@ def quiet(times: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
 def _round_ms(cycle: Iterator[Callable[[], Any]], n: int, device: torch.device) -> float:
     """Milliseconds of a call, in a round of n calls."""
     calls = list(itertools.islice(cycle, n))
-    _wait(device)
+    wait(device)
     start = time.perf_counter()
     for call in calls:
         call()
-    _wait(device)
+    wait(device)
     return (time.perf_counter() - start) * 1e3 / n
 
 
@@ -189,18 +189,18 @@ def host_us(
     times: dict[str, list[float]] = {name: [] for name in alternatives}
     for i, (name, calls) in itertools.product(range(repeats + 2), alternatives.items()):
         call = calls[i % len(calls)]
-        _wait(device)
+        wait(device)
         start = time.perf_counter()
         call()
         taken = (time.perf_counter() - start) * 1e6
         after()
         if i >= 2:  # the first ones warm up
             times[name].append(taken)
-    _wait(device)
+    wait(device)
     return {name: round(spread.p50, 1) for name, spread in quiet(times).items()}
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

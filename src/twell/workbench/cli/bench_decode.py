@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,8 @@ from twell.workbench.cli.bench_common import (
 from twell.workbench.cli.bench_table import Row
 from twell.workbench.cli.common import Seconds, device_of
 
+CONTEXT = 256  # tokens, where the model has room for as many
+
 
 @bench_app.command("decode")
 def bench_decode(
@@ -35,7 +38,9 @@ def bench_decode(
     ] = None,
     workload: ModelWorkload = None,
     batch: Annotated[list[int] | None, typer.Option(help="Sequences; repeatable. Default: 1.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens before the one that is timed.")] = 256,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens before the one that is timed. Default: 256, or what fits the model.")
+    ] = None,
     eager: Annotated[bool, typer.Option("--eager", help="On a GPU: without CUDA graphs.")] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="All models compiled, as transformers does with a static cache.")
@@ -55,7 +60,7 @@ def bench_decode(
     from twell.train import recipes
     from twell.workbench.bench import cases
 
-    if min([*(batch or []), context]) < 1:
+    if min([*(batch or []), 1 if context is None else context]) < 1:
         raise ValueError("--batch and --context must be at least 1")
     torch_device = device_of(device)
     require_fp8(fp8, torch_device)
@@ -71,21 +76,23 @@ def bench_decode(
     def of_random_weights() -> Iterator[Row]:
         from twell.workbench.bench import decode
 
+        length = context or CONTEXT
         for n in batches:
-            llama = cases.random_llama(recipe, context + 1, torch_device)
-            yield {**decode.measure(llama, workload, n, context, **how), "preset": preset or "0.5b"}
+            llama = cases.random_llama(recipe, length + 1, torch_device)
+            yield {**decode.measure(llama, workload, n, length, **how), "preset": preset or "0.5b"}
 
     def of_a_text(name: str, text: Path) -> Iterator[Row]:
         from twell.hf.text import context_of
         from twell.workbench.bench import decode
 
         language_model, tokenizer = model_as_run(name, torch_device)
-        room = context_of(language_model)
-        if room is not None and context + decode.NEW_TOKENS > room:
+        room = context_of(language_model) or sys.maxsize
+        length = context or max(1, min(CONTEXT, room - decode.NEW_TOKENS))
+        if length + decode.NEW_TOKENS > room:
             raise ValueError(f"the model's context is {room} tokens: --context must leave {decode.NEW_TOKENS} of them")
-        ids = text_ids(text, tokenizer, decode.tokens_needed(max(batches), context)).to(torch_device)
+        ids = text_ids(text, tokenizer, decode.tokens_needed(max(batches), length)).to(torch_device)
         for n in batches:
-            yield decode.measure_text(language_model, name, ids, n, context, **how)
+            yield decode.measure_text(language_model, name, ids, n, length, **how)
 
     rows = of_random_weights() if model is None or text is None else of_a_text(model, text)
     show(rows, len(batches), as_json, out)

@@ -47,7 +47,8 @@ def _spread(*fields: str) -> Callable[[Row, str], str]:
             return ""
         spread = Spread(**found)
         digits = 2 if spread.p50 >= 1 else 4 if spread.p50 < 0.1 else 3
-        return f"{spread.p50:.{digits}f} ±{spread.relative:.0%}"
+        around = f"{spread.relative:.0%}" if spread.relative <= 1 else ">100%"
+        return f"{spread.p50:.{digits}f} ±{around}"
 
     return cell
 

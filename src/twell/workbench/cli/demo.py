@@ -1,7 +1,7 @@
 """``twell demo``: what a sparse activation saves on this CPU, and a page about the small trained model.
 
-No training, no GPU, a minute on two cores. Every time is measured in alternation with its dense counterpart; the same
-rows make the terminal's tables, the page and the closing sentence.
+No training, no GPU, a minute or two on two cores. Every time is measured in alternation with its dense counterpart; the
+same rows make the terminal's tables, the page and the closing sentence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.table import Table
 from twell.workbench.bench.timing import Spread
 from twell.workbench.cli.analyze import analyze
 from twell.workbench.cli.app import app
-from twell.workbench.cli.common import append
+from twell.workbench.cli.common import append, print_table
 from twell.workbench.cli.generate import generate_text
 
 WORKLOAD = "skew29"  # 29 active neurons a token, as unevenly as in a trained model
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 def demo() -> None:
     """Time a layer and a model sparse and dense, let a small trained model write, and make a page about it.
 
-    Takes about a minute on two cores; the page is demo-out/report.html. Example: [bold]twell demo[/bold]
+    Takes a minute or two on two cores; the page is demo-out/report.html. Example: [bold]twell demo[/bold]
     """
     run(Path("demo-out"))
 
@@ -70,7 +70,7 @@ def time_layer(console: Console, width: int, hidden: int, seconds: float) -> lis
     todo = [ffn.Case(workload=WORKLOAD, M=m, D=width, F=hidden) for m in (1, 16, 256)]
     with console.status("measuring"):
         rows = [{**row, "what": _tokens(row["M"])} for row in ffn.run(todo, seconds=seconds)]
-    console.print(speed_table(rows))
+    print_table(speed_table(rows))
     errors = [max(row["error"][side] for row in rows) for side in ("dense", "sparse")]
     console.print(f"Relative error against float64: dense {errors[0]:.1e}, sparse {errors[1]:.1e}.\n")
     return rows
@@ -98,7 +98,7 @@ def time_model(console: Console, width: int, hidden: int, seconds: float) -> lis
         {**read, "what": f"a prefill of {_tokens(PREFILL)}"},
         {**written, "what": "decoding a token"},
     ]
-    console.print(speed_table(rows))
+    print_table(speed_table(rows))
     apart = max(row["difference"] for row in rows)
     console.print(f"Logits, sparse against dense: a relative difference of {apart:.0e}.\n")
     return rows
@@ -119,9 +119,17 @@ def speed_table(rows: list[Row]) -> Table:
     table.add_column("sparse is", no_wrap=True)
     for row in rows:
         both = sides(row)
-        times = (f"{t.p50:.3g} ms ±{t.relative:.0%}" for t in both)
+        times = (f"{_milliseconds(t.p50)} ms ±{t.relative:.0%}" for t in both)
         table.add_row(row["what"], *times, f"[bold]{verdict(*both)}[/bold]")
     return table
+
+
+def _milliseconds(time: float) -> str:
+    """
+    >>> [_milliseconds(time) for time in (0.12345, 31.26, 999.7, 3126.4)]
+    ['0.123', '31.3', '1,000', '3,126']
+    """
+    return f"{time:.3g}" if time < 999.5 else f"{time:,.0f}"
 
 
 def sides(row: Row) -> tuple[Spread, Spread]:

@@ -33,7 +33,7 @@ def explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename is not None and error.filename2 is None:
         said = f"{error.filename}: {error.strerror}"
     if isinstance(error, ValueError | RuntimeError | OSError) and said:
-        return f"twell: error: {said}", BAD_INPUT
+        return f"twell: error: {said}", getattr(error, "exit_code", BAD_INPUT)
     again = shlex.join(["twell", *sys.argv[1:]])
     return (
         f"twell: unexpected error: {type(error).__name__}: {said}\n"

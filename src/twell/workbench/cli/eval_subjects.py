@@ -72,7 +72,7 @@ def _ways(model: Any, name: str, ways: str | None, device: Any) -> Iterator[tupl
         return
     report = sparsify_(model)
     if not list(sparse_ffns(model)):
-        raise ValueError(f"{name} has no FFN that can run sparsely:\n{report}")
+        raise ValueError(f"{name} has no FFN that can run sparsely: {report.summary()}")
     if ways == "fp8" and any(isinstance(module, Fp8Linear) for module in model.modules()):
         raise ValueError(f"{name} already has FP8 weights: give --fp8 the model before quantisation, or use --compare")
     desparsify_(model)

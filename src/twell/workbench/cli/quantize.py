@@ -25,8 +25,8 @@ def quantize(
 
     Attention, embeddings and head stay as they are. Quantizing needs no GPU; running the new model does.
     """
-    from twell.hf.counts import COUNTS_FILE
-    from twell.hf.loading import load_causal_lm
+    from twell.hf.counts import counts_path
+    from twell.hf.loading import check_name, load_causal_lm, model_path
     from twell.hf.sparsify import sparsify_
     from twell.nn import sparse_ffns
     from twell.nn.quantize import quantize_
@@ -36,6 +36,7 @@ def quantize(
 
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not empty: choose another folder")
+    check_name(model)
     quiet_libraries()
     tokenizer, language_model = load_tokenizer(model), load_causal_lm(model).eval()
     found = sparsify_(language_model)
@@ -47,7 +48,7 @@ def quantize(
     with writing(out):
         language_model.save_pretrained(out)
         tokenizer.save_pretrained(out)
-        if (counts := Path(model) / COUNTS_FILE).is_file():  # plans are made from them
+        if counts := counts_path(model_path(model)):  # plans are made from them
             shutil.copy(counts, out)
     if as_json:
         print(json.dumps(dataclasses.asdict(report)))

@@ -51,6 +51,9 @@ def sweep(
 
     quiet_libraries()
     recipe = recipes.override(recipes.preset(preset), overrides or [])
+    steering = [each for each in overrides or [] if each.startswith(("l1=", "target_active="))]
+    if steering and {*(ablation or [])} <= {"silu"}:
+        raise ValueError(f"each run of this sweep has an l1 or target of its own: leave out {' '.join(steering)}")
     usual = [] if ablation or target else list(sweeping.PAPER_L1)
     todo = sweeping.variants(recipe, usual if l1 is None else l1, ablation or [], target or [])
     say = printer(as_json)
