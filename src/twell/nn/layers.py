@@ -190,8 +190,8 @@ class SparseFFNBase(Fp8Layer):
                 self._plan_anew()
             return y
         if not isinstance(x, Tensor) or x.dim() == 0:
-            got = "a scalar" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{type(self).__name__}: x must be a torch.Tensor [..., D], got {got}")
+            got = "one without dimensions" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{type(self).__name__}: x must be a torch.Tensor, got {got}")
         if self._plans_itself and not torch.is_grad_enabled() and not is_compiling:
             self._look_at(x)
         if x.dtype != gate.dtype or x.shape[-1] != gate.shape[1] or x.device != gate.device or token_mask is not None:
