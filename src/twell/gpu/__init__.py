@@ -182,13 +182,17 @@ def infer_here(
     if few < M <= most and M < least and by_neurons and x.element_size() == 2:
         return union.forward(x, w, activation, launch_facts(x)[0], down)
     sizes = SplitSizes.of(plan)
-    slow = x.is_cuda and x.element_size() == 4  # fp32 without tensor cores: Triton's gate takes longer than dense
-    if least > M or M == 0 or sizes.n_hot == w.gate.shape[0] or slow:
+    if least > M or M == 0 or sizes.n_hot == w.gate.shape[0] or _is_slow(x):
         return dense.infer(x, w, activation)
     layout = None
     if kept is not None and kept.cold.numel():
         layout = Layout(*(t if t.numel() else None for t in kept[1:6]))  # type: ignore[arg-type]
     return split.forward(x, w, plan.order, plan.places, sizes, activation, *launch_facts(x), down, layout, watch)
+
+
+def _is_slow(t: Tensor) -> bool:
+    """Whether the split takes longer than dense: in fp32 on a GPU, where Triton's gate has no tensor cores."""
+    return t.is_cuda and t.element_size() == 4
 
 
 def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
@@ -201,7 +205,7 @@ def freeze(w: Weights, plan: Plan | None) -> tuple[Tensor, ...]:
         rows = by_rows(w)
         kept = Frozen(nothing if is_neuron_major(w.down) else rows.down, *[nothing] * 8)
         n_hot = len(plan.hot)
-        if 0 < n_hot < F:
+        if 0 < n_hot < F and not _is_slow(gate):
             order = plan.on(gate.device).order
             layout = lay_out(rows, order, n_hot, biases_of(rows, order, n_hot))
             kept = Frozen._make([kept.down, *(nothing if t is None else t for t in layout), *kept[6:]])

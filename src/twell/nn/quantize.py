@@ -128,13 +128,9 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     ``dtype``: by default the dtype of the model's other weights; if there are none, the one that a layer had. To lay
     ``down_proj`` out neuron by neuron again, call ``sparsify_``."""
     ffns = list(sparse_ffns(model))
-    dtype = dtype or _dtype_of_others(model)
-    plain: dict[nn.Module, nn.Linear] = {}
-    for layer in model.modules():
-        fp8 = layer if isinstance(layer, Fp8Linear) else take_over(layer)
-        if fp8 is not None:
-            plain[layer] = fp8.to_linear(dtype)
-    if not plain:
+    taken = {layer: layer if isinstance(layer, Fp8Linear) else take_over(layer) for layer in model.modules()}
+    fp8 = {layer: found for layer, found in taken.items() if found is not None}
+    if not fp8:
         return 0
     left = others(model)
     if left:
@@ -142,6 +138,8 @@ def dequantize_(model: nn.Module, dtype: torch.dtype | None = None) -> int:
             f"dequantize_: {len(left)} layers are quantised in another way ({left[0]} is one): "
             f"load the model with quantization_config=CompressedTensorsConfig(dequantize=True) instead"
         )
+    dtype = dtype or _dtype_of_others(model)
+    plain = {layer: found.to_linear(dtype) for layer, found in fp8.items()}
     for _, ffn in ffns:
         for projection in ffn.projections:
             layer = getattr(ffn, projection)
