@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import publish
+import serve_bench
 import tables
-from publish_steps import CURVES, STEPS, Step
+from publish_steps import STEPS, Step, logs
 
 # Stands in for ``twell``: "row NAME" gives a row, "train" a run, "fail" fails.
 TWELL = """
@@ -32,11 +33,12 @@ elif words[0] == "eval":
 else:
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").write_text(json.dumps({"validation_loss": 2.0, "device": "cpu"}) + "\\n")
+    (out / "metrics.jsonl").write_text('{"step": 1}\\n{"step": 2}\\n')
 """
 ROWS = [
     Step("a", "one", 1, "row first {data}/val.u16"),
     Step("b", "one", 1, "row second {work}/b/model"),
-    Step("run", "two", 1, "train tiny --out {work}/run", "run", "eval {work}/run/model"),
+    Step("run", "two", 1, "train tiny --out {work}/run", "run", "eval {work}/run/model", curves="logs"),
 ]
 BROKEN = Step("broken", "four", 1, "fail now")
 
@@ -74,6 +76,7 @@ def test_all_rows_are_measured_and_replaced_at_once(place: Path) -> None:
     ]
     (of_run,) = rows(place, "two")
     assert (of_run["name"], of_run["command"]) == ("run", "twell train tiny --out run")
+    assert rows(place, "logs") == [{"run": "run", "step": 1}, {"run": "run", "step": 2}]
     assert of_run["wikitext2"] == {"loss": 1.5} and of_run["lambada"] == {"accuracy": 0.5} and of_run["threads"] > 0
 
 
@@ -143,7 +146,7 @@ def test_commands_are_those_of_twell_and_make_every_file(monkeypatch: pytest.Mon
         for line in filter(None, (step.command, step.scores)):
             name, *words = shlex.split(line)
             if name == "python":
-                assert words[0] == "tools/trace_bench.py"
+                assert words[0] in ("tools/trace_bench.py", "tools/serve_bench.py")
                 continue
             command = group.commands[name]
             if name == "bench":
@@ -154,11 +157,17 @@ def test_commands_are_those_of_twell_and_make_every_file(monkeypatch: pytest.Mon
     assert not any("--no-fp8" in step.command for step in STEPS)  # dense FP8 stands beside dense everywhere
     files = {step.file for step in STEPS}
     measured = {path.stem for path in (Path(__file__).parents[1] / "results").glob("*.jsonl")}
-    assert measured <= files | {*CURVES}  # else results/ could never be replaced as a whole
+    assert measured <= files | logs(STEPS)  # else results/ could never be replaced as a whole
     names = {step.name for step in STEPS}
     assert all(folder.split("/")[0] in names for step in STEPS for folder in step.needs)
     assert {stem for table in tables.TABLES.values() for stem in table.stems.split()} <= files
     assert len({step.name for step in STEPS}) == len(STEPS)
+
+
+def test_a_server_that_failed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "echo")
+    with pytest.raises(SystemExit, match="twell serve --dense: failed\n-m twell serve no-model"):
+        serve_bench.served("no-model", ["--dense"], [], 8)
 
 
 @pytest.mark.slow

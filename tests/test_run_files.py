@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import errno
 import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import real_run
 from command_line import Twell
 from small_runs import BATCHES, MODEL, mortal_runs, result, write_text
 from twell import cpu
@@ -298,36 +295,3 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert twell("train", "--resume", "--out", str(out)).returncode == 0
     assert result(out) == result(whole)
     assert "nothing was written yet" in run_module.how_to_go_on(tmp_path / "none")
-
-
-# -- tools/real_run.py ------------------------------------------------------------------------------------
-
-
-def test_a_real_run_trains_once_and_has_its_rows_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[str] = []
-
-    def train(folder: Path, *_: Any) -> None:
-        trained.append(folder.name)
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
-        (folder / SUMMARY_FILE).write_text('{"device": "none", "seconds": 9}')
-
-    monkeypatch.setattr(real_run, "train", train)
-    monkeypatch.setattr(real_run, "score", lambda *_: [{"task": "one", "model": "a folder"}])
-    given = argparse.Namespace(
-        names=[], data=tmp_path, out=tmp_path, commit="c", limit=None, no_compile=True, speed=False
-    )
-    for name in ("silu", "relu-1", "silu"):
-        real_run.run(name, given)
-    assert trained == ["silu", "relu-1"]
-    for file, key, n in (("runs", "run", 1), ("curves", "run", 2), ("eval", "model", 1)):
-        assert sorted(row[key] for row in real_run.read(tmp_path / f"{file}.jsonl")) == ["relu-1"] * n + ["silu"] * n
-    for name in ("sparse-", "half-", "half-half-relu", "relu-x"):
-        with pytest.raises(SystemExit, match="expected silu, relu or sparse"):
-            real_run.changes_of(name)
-
-
-def test_a_server_that_failed_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "executable", "echo")
-    assert real_run.served("no-model", ["--dense"], []) == []
-    assert capsys.readouterr().err.startswith("twell serve --dense: failed\n-m twell serve no-model")

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import speed_tables
 import tables
+import training_tables
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / name for name in tables.DOCUMENTS]
@@ -194,6 +196,42 @@ def test_the_ways_to_run_a_model_with_fp8(results: Results) -> None:
     assert lines[3].endswith("| +0.00 ± 10.00 | **-25.00 ± 10.00** |")
     assert "in 9 of 10 layers" in lines[5] and "at 3 of 1,000 places, 1 of them beyond rounding" in lines[5]
     assert "moved by 0.25 in the median of these and 0.5 at most" in lines[5]
+
+
+# -- training runs and their logs -------------------------------------------------------------------------
+
+
+def test_a_run_is_compared_with_the_first_ones_loss_at_its_end() -> None:
+    def log(name: str, losses: list[float], rate: float) -> list[Row]:
+        entries = [{"run": name, "step": 10 * i, "ce_loss": loss} for i, loss in enumerate(losses, 1)]
+        on_the_way = {"tokens_per_second": rate, "watts": 500.0}
+        return [e | on_the_way | {"tokens": 6e5 * i, "active_mean": 200 / i} for i, e in enumerate(entries, 1)]
+
+    summary = {"validation_loss": 2.0, "bits_per_byte": 1.0, "peak_gpu_gb": 50.04}
+    slow, fast = [6.0, 5, 4, 3, 2, 2, 2, 2, 2, 2], [5.0, 4, 3, 2, 2, 2, 2, 2, 1.9, 1.8]
+    rows: list[Row] = [summary | {"name": "dense"}, summary | {"name": "sparse", "target": {"neurons": 50}}]
+    lines = training_tables.real_runs([*rows, *log("dense", slow, 1e5), *log("sparse", fast, 2e5)])
+    assert "minutes to a training loss of 2.000" in lines[0]
+    # tokens/s, at the target, minutes, minutes to that loss, MJ, GB
+    assert lines[2].endswith("| 100.0k | 100.0k | 1.00 | 0.90 | 0.030 | 50.0 |")
+    assert lines[3].endswith("| 200.0k | 200.0k | 0.50 | 0.40 | 0.015 | 50.0 |")
+
+
+def test_seeds_stand_side_by_side() -> None:
+    def run(name: str, seed: int, loss: float, **more: Any) -> Row:
+        return {"name": name, "recipe": {"seed": seed}, "validation_loss": loss, **more}
+
+    held = {"target": {"least": 50.0, "most": 60.0}}
+    lines = training_tables.seeds([run("a", 1, 4.0), run("a", 2, 4.2), run("b", 1, 3.0, **held)])
+    assert lines[2:] == ["| a | 4.000 | 4.200 | 4.100 ± 0.141 |  |", "| b | 3.000 |  | 3.000 | 50.0 to 60.0 |"]
+
+
+def test_a_served_models_rates() -> None:
+    rows: list[Row] = [
+        {"model": "run/model", "clients": 8, "dense": is_dense, "tokens_per_second": rate}
+        for is_dense, rate in ((False, 30.0), (True, 20.0))
+    ]
+    assert speed_tables.served(rows)[2:] == ["| run | 8 | 20.0 -> 30.0 | **1.50x** |"]
 
 
 # -- cells that some rows have ----------------------------------------------------------------------------

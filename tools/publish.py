@@ -10,7 +10,7 @@ Each step is a command of ``twell`` or of tools/; publish_steps.py has them all.
 folder --rows and is skipped at the same commit, so the same command continues after an interruption. (Models lie there
 too: a step whose model is needed and gone runs again.) A step that fails is reported, and the others run. When all
 steps of a file are finished its rows replace the file in results/, but only if no row of another commit remains there.
---keep names files that may stay as they are; curves of training, which have no commit, always may.
+--keep names files that may stay as they are; logs of training, which have no commit, always may.
 
 Exit code: 0 results/ was replaced, 1 a step failed, 2 something is left to do.
 """
@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from publish_steps import CURVES, STEPS, Step
+from publish_steps import STEPS, Step, logs
 
 ROOT = Path(__file__).parents[1]
 TWELL = (sys.executable, "-m", "twell")
@@ -63,6 +63,9 @@ class Publisher:
     def path(self, step: Step) -> Path:
         return self.folder / f"{step.name}.jsonl"
 
+    def log(self, step: Step) -> Path:
+        return self.folder / f"{step.name}.log"
+
     def has_rows(self, step: Step) -> bool:
         return self.path(step).exists() and {row.get("commit") for row in read(self.path(step))} == {self.commit}
 
@@ -95,6 +98,9 @@ class Publisher:
                 shutil.rmtree(out, ignore_errors=True)
                 self._call(step.command)
             rows = [self._row_of_run(step, out)]
+            if step.curves:
+                logged = [{"run": rows[0]["name"], **row} for row in read(out / "metrics.jsonl")]
+                self.log(step).write_text("".join(json.dumps(row) + "\n" for row in logged))
         if step.scores:
             part.unlink(missing_ok=True)
             self._call(f"{step.scores} --out {shlex.quote(str(part))}")
@@ -158,17 +164,21 @@ def replace_results(publisher: Publisher, steps: Sequence[Step], results: Path, 
     for step in steps:
         of_file.setdefault(step.file, []).append(step)
     complete = {file: found for file, found in of_file.items() if all(map(publisher.is_finished, found))}
-    others = [path for path in sorted(results.glob("*.jsonl")) if path.stem not in {*complete, *keep, *CURVES}]
+    stays = {*complete, *keep, *logs(steps)}
+    others = [path for path in sorted(results.glob("*.jsonl")) if path.stem not in stays]
     old = [path.name for path in others if {row.get("commit") for row in read(path)} != {publisher.commit}]
     if old:
         print(f"results/ stays as it is: rows of another commit would remain in {', '.join(old)}", file=sys.stderr)
         return False
-    for file, found in complete.items():
-        text = "".join(publisher.path(step).read_text(encoding="utf-8") for step in found)
+    texts = {file: [publisher.path(step) for step in found] for file, found in complete.items()}
+    for step in (step for found in complete.values() for step in found if step.curves):
+        texts.setdefault(step.curves, []).append(publisher.log(step))
+    for file, paths in texts.items():
+        text = "".join(path.read_text(encoding="utf-8") for path in paths)
         part = results / f"{file}.part"
         part.write_text(text, encoding="utf-8")
         part.replace(results / f"{file}.jsonl")
-    print(f"replaced in results/: {', '.join(complete)}; now: make tables")
+    print(f"replaced in results/: {', '.join(texts)}; now: make tables")
     return True
 
 

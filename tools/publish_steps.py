@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 
@@ -21,6 +22,7 @@ class Step(NamedTuple):
     scores: str = ""  # a second command, whose scores of other texts are added to the row of a run
     machine: Literal["gpu", "cpu"] = "gpu"
     label: str = ""  # of a run in its table; default: the step's name
+    curves: str = ""  # the file in results/ that the log of a run goes to
 
     @property
     def needs(self) -> set[str]:
@@ -40,8 +42,6 @@ def _each(option: str, values: str) -> str:
     """
     return " ".join(f"{option} {value}" for value in values.split())
 
-
-CURVES = ("train-small-curves", "train-paths")  # logs of training runs: rows without a commit
 
 _TRACED = "python tools/trace_bench.py"
 _FFN = "bench ffn --device cuda --seconds 1.5"
@@ -133,7 +133,8 @@ _SHORT = "activation=silu l1=0 sequences_per_step=32 micro_batch=32 save_every=5
 
 def _small(name: str, changes: str) -> Step:
     scores = f"eval {{work}}/{name}/model {_TEXTS}"
-    return Step(name, "train-small", 260, f"{_SMALL}/{name} steps=1225 {changes}", "run", scores)
+    command = f"{_SMALL}/{name} steps=1225 {changes}"
+    return Step(name, "train-small", 260, command, "run", scores, curves="train-small-curves")
 
 
 def _converted(name: str, label: str, changes: str) -> Step:
@@ -167,6 +168,55 @@ TRAINING = [
         240,
         "eval {work}/relu-4e-4/model --fp8 --data {data}/eval --text {data}/val.u16",
     ),
+]
+
+_EPOCH = 915  # steps of 24 x 2048 tokens
+_REAL = (
+    f"train --preset 0.5b --compile {_TOKENIZED} sequences_per_step=24 micro_batch=24 lr_warmup=100 "
+    f"dead_after_tokens=5000000 log_every=15 save_every=100000 eval_every={_EPOCH}"
+)
+_KINDS = {
+    "silu": ("SiLU", "activation=silu"),
+    "relu": ("ReLU", "l1=0 plan_every=0"),
+    "sparse": ("ReLU, 1 % asked for", "target_active=0.01"),
+}
+
+
+def _real(kind: str, seconds: float) -> Step:
+    label, changes = _KINDS[kind]
+    command = f"{_REAL} --out {{work}}/real-{kind} steps={2 * _EPOCH} {changes}"
+    return Step(f"real-{kind}", "real-runs", seconds, command, "run", label=label, curves="real-curves")
+
+
+def _half(kind: str, seed: int, seconds: float) -> Step:
+    """For the spread of the loss."""
+    label, changes = _KINDS[kind]
+    command = f"{_REAL} --out {{work}}/half-{kind}-{seed} steps={_EPOCH} seed={seed} {changes}"
+    return Step(f"half-{kind}-{seed}", "half-runs", seconds, command, "run", label=label)
+
+
+def _scored(kind: str) -> Step:
+    command = f"eval {{work}}/real-{kind}/model --data {{data}}/eval {_TEXTS}"
+    return Step(f"real-{kind}-scores", "real-scores", 100, command)
+
+
+_PASSES = f"--layers --seconds 2 {_each('--shape', '1x256 1x2048 8x2048 32x2048')}"
+_BATCHES = f"--seconds 2 {_each('--batch', '1 8 32 64')}"
+
+REAL = [
+    _real("relu", 620),
+    _scored("relu"),
+    _real("sparse", 540),
+    _scored("sparse"),
+    Step("real-passes", "real-speed", 90, f"bench model {{work}}/real-sparse/model --text {{data}}/val.txt {_PASSES}"),
+    Step(
+        "real-decode", "real-speed", 120, f"bench decode {{work}}/real-sparse/model --text {{data}}/val.txt {_BATCHES}"
+    ),
+    Step("real-serve", "real-speed", 90, "python tools/serve_bench.py {work}/real-sparse/model --text {data}/val.txt"),
+    Step("real-fp8", "real-fp8", 40, "eval {work}/real-sparse/model --fp8 --text {data}/val.u16"),
+    _real("silu", 700),
+    _scored("silu"),
+    *(_half(*of) for seed in (1, 2, 3) for of in (("relu", seed, 330), ("sparse", seed, 260))),
 ]
 
 _CPU_FFN, _TINY_TOKENIZER = "bench ffn --device cpu", "--tokenizer {work}/tiny-silu/tokenizer"
@@ -222,4 +272,9 @@ CPU = [
     _tiny_beside("tiny-silu-900", "SiLU from scratch", f"{_TINY_TOKENIZER} activation=silu l1=0 steps=900"),
 ]
 
-STEPS = [*FFN, *MODELS, *TRAINING, *CPU]
+STEPS = [*FFN, *MODELS, *TRAINING, *REAL, *CPU]
+
+
+def logs(steps: Iterable[Step]) -> set[str]:
+    """Files in results/ that hold logs of training: rows without a commit. No step makes train-paths."""
+    return {"train-paths", *(step.curves for step in steps if step.curves)}

@@ -282,6 +282,15 @@ def train_ffn(rows: list[Row]) -> list[str]:
 # -- Models ------------------------------------------------------------------------------------------
 
 
+def model_name(row: Row) -> str:
+    """A preset, or the run that a trained model comes from.
+
+    >>> model_name({"preset": "1.5b"}), model_name({"model": "my-run/model"})
+    ('1.5b', 'my-run')
+    """
+    return str(row.get("preset") or row["model"].removesuffix("/model"))
+
+
 def how(row: Row) -> str:
     if row["bench"] == "generate":
         return "model.generate"
@@ -310,7 +319,7 @@ def model(rows: list[Row]) -> list[str]:
         return lambda row: cell(row) if row["bench"] == "model" else ""
 
     columns: list[Column] = [
-        ("model", text("preset")),
+        ("model", model_name),
         ("activations", text("workload")),
         ("how", how),
         ("tokens", tokens),
@@ -349,7 +358,7 @@ def train_step(rows: list[Row]) -> list[str]:
 
 
 _DECODE: list[Column] = [
-    ("model", lambda row: f"{row['preset']}, {row['dtype']}"),
+    ("model", lambda row: f"{model_name(row)}, {row['dtype']}"),
     ("workload", text("workload")),
     ("sequences", text("batch")),
     ("context", text("context")),
@@ -412,3 +421,19 @@ def paper(rows: list[Row]) -> list[str]:
         lines.append(cells)
     head = ("model", "forward: theirs", "ours", "energy a token: theirs", "ours", "training: theirs", "ours")
     return lines_of((*head, "peak memory: theirs", "ours"), lines)
+
+
+def served(rows: list[Row]) -> list[str]:
+    """``twell serve``: tokens a second, dense and sparse."""
+    rates = {(row["model"], row["clients"], row["dense"]): row["tokens_per_second"] for row in rows}
+    lines = [
+        [
+            model_name({"model": name}),
+            str(clients),
+            f"{rates[name, clients, True]} -> {rate}",
+            bold(rate / rates[name, clients, True]),
+        ]
+        for (name, clients, is_dense), rate in rates.items()
+        if not is_dense
+    ]
+    return lines_of(["model", "clients", "tokens/s", "speedup"], lines)

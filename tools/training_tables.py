@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from pathlib import Path
 
 from speed_tables import Column, Row, lines_of, table
@@ -111,6 +113,97 @@ def targets(rows: list[Row]) -> list[str]:
     return table(rows, columns)
 
 
+_SMOOTHED = 5  # entries of a log
+
+
+def curves(logs: list[Row]) -> dict[str, list[Row]]:
+    """Each run's log, with the ``seconds`` of training up to every entry.
+
+    >>> entry = {"run": "a", "step": 5, "tokens": 100, "ce_loss": 4.0, "tokens_per_second": 10.0}
+    >>> log = [entry, {**entry, "step": 10, "tokens": 300, "tokens_per_second": 20.0}, {"run": "a", "eval_loss": 4.1}]
+    >>> [row["seconds"] for row in curves(log)["a"]]
+    [10.0, 20.0]
+    """
+    found: dict[str, list[Row]] = {}
+    for row in logs:
+        if "ce_loss" in row:
+            found.setdefault(row["run"], []).append(row)
+    for run_, log in found.items():
+        steps = [n - m for m, n in itertools.pairwise([0, *(row["tokens"] for row in log)])]
+        taken = [tokens / row["tokens_per_second"] for tokens, row in zip(steps, log, strict=True)]
+        found[run_] = [
+            {**row, "seconds": total, "took": took}
+            for row, total, took in zip(log, itertools.accumulate(taken), taken, strict=True)
+        ]
+    return found
+
+
+def smoothed(log: list[Row]) -> list[float]:
+    """Cross-entropy, as a mean over this entry of the log and the four before."""
+    return [statistics.fmean(row["ce_loss"] for row in log[max(0, i + 1 - _SMOOTHED) : i + 1]) for i in range(len(log))]
+
+
+def real_runs(rows: list[Row]) -> list[str]:
+    """Runs, and their logs. Losses on the way are compared with those of the first run at its end."""
+    summaries, logs = [row for row in rows if "validation_loss" in row], curves(rows)
+    goal = smoothed(logs[summaries[0]["name"]])[-1]
+
+    def rate(log: list[Row], first: int = 1) -> str:
+        """From entry ``first`` on; the start of a run is not in it."""
+        before, last = log[max(first, 1) - 1], log[-1]
+        return f"{(last['tokens'] - before['tokens']) / (last['seconds'] - before['seconds']) / 1e3:.1f}k"
+
+    def rate_at_the_target(row: Row) -> str:
+        log = logs[row["name"]]
+        if (target := row.get("target")) is None:
+            return rate(log)
+        first = next((i for i, at in enumerate(log) if at["active_mean"] <= 1.1 * target["neurons"]), None)
+        return "" if first is None else rate(log, first)
+
+    def minutes_to_goal(row: Row) -> str:
+        log = logs[row["name"]]
+        there = [at["seconds"] for at, loss_ in zip(log, smoothed(log), strict=True) if loss_ <= goal]
+        return f"{there[0] / 60:.2f}" if there else ""
+
+    def energy(row: Row) -> str:
+        log = logs[row["name"]]
+        return f"{sum(at['watts'] * at['took'] for at in log) / 1e6:.3f}" if all("watts" in at for at in log) else ""
+
+    columns: list[Column] = [
+        ("run", run),
+        ("validation loss", loss),
+        ("bits per byte", lambda row: f"{row['bits_per_byte']:.4f}"),
+        ("active", active),
+        ("dead", lambda row: percent(row.get("dead_share"))),
+        ("tokens/s", lambda row: rate(logs[row["name"]])),
+        ("at the target", rate_at_the_target),
+        ("minutes", lambda row: f"{logs[row['name']][-1]['seconds'] / 60:.2f}"),
+        (f"minutes to a training loss of {goal:.3f}", minutes_to_goal),
+        ("energy, MJ", energy),
+        ("peak memory, GB", lambda row: f"{row['peak_gpu_gb']:.1f}"),
+    ]
+    return table(summaries, columns)
+
+
+def seeds(rows: list[Row]) -> list[str]:
+    """Runs that differ by their seed alone, side by side."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["name"], []).append(row)
+    each = list(dict.fromkeys(row["recipe"]["seed"] for row in rows))
+
+    def line(name: str, of: list[Row]) -> list[str]:
+        by_seed = {row["recipe"]["seed"]: loss(row) for row in of}
+        losses = [row["validation_loss"] for row in of]
+        spread = f" ± {statistics.stdev(losses):.3f}" if len(losses) > 1 else ""
+        held = [row["target"] for row in of if row.get("target")]
+        least_most = f"{min(t['least'] for t in held):.1f} to {max(t['most'] for t in held):.1f}" if held else ""
+        return [name, *(by_seed.get(seed, "") for seed in each), f"{statistics.fmean(losses):.3f}{spread}", least_most]
+
+    head = ["run", *(f"seed {seed}" for seed in each), "mean, standard deviation", "active from a third on"]
+    return lines_of(head, [line(*item) for item in found.items()])
+
+
 Subject = tuple[str, str | None]  # a model, and a way to run it
 
 
@@ -150,7 +243,7 @@ def evaluations(rows: list[Row]) -> list[str]:
     for task, by_subject in found.items():
         first = by_subject[subjects[0]]
         items = str(first.get("items") or first.get("tokens") or "")
-        for metric in ("loss", "acc", "acc_norm"):
+        for metric in ("loss", "acc", "acc_norm", "accuracy"):
             if metric in first:
                 scores = [cell(by_subject[each], metric) for each in subjects]
                 lines.append(
