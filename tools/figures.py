@@ -21,6 +21,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogFormatter, ScalarFormatter
 
 import break_even as curve
+from training_tables import durations
 from twell.workbench.bench import rows as result_files
 from twell.workbench.bench import sweep_table
 from twell.workbench.bench.rows import Row
@@ -192,8 +193,7 @@ def positions(run: Run, over: str) -> list[float]:
     tokens = [run[step]["tokens"] for step in steps]
     if over == "tokens":
         return [n / 1e6 for n in tokens]
-    seconds = [(n - m) / run[s]["tokens_per_second"] for s, m, n in zip(steps, [0, *tokens], tokens, strict=False)]
-    return [t / 60 for t in itertools.accumulate(seconds)]
+    return [t / 60 for t in itertools.accumulate(durations([run[step] for step in steps]))]
 
 
 def curves(runs: dict[str, Run], first: str | None = None, over: str = "steps") -> Figure:

@@ -216,7 +216,7 @@ REAL = [
     Step("real-fp8", "real-fp8", 40, "eval {work}/real-sparse/model --fp8 --text {data}/val.u16"),
     _real("silu", 700),
     _scored("silu"),
-    *(_half(*of) for seed in (1, 2, 3) for of in (("relu", seed, 330), ("sparse", seed, 260))),
+    *(_half(kind, seed, seconds) for seed in (1, 2, 3) for kind, seconds in (("relu", 330), ("sparse", 260))),
 ]
 
 _CPU_FFN, _TINY_TOKENIZER = "bench ffn --device cpu", "--tokenizer {work}/tiny-silu/tokenizer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from statistics import correlation
 from typing import Any
 
@@ -282,13 +283,19 @@ def train_ffn(rows: list[Row]) -> list[str]:
 # -- Models ------------------------------------------------------------------------------------------
 
 
-def model_name(row: Row) -> str:
-    """A preset, or the run that a trained model comes from.
+def run_of(model: str) -> str:
+    """The name of a model's folder; where that is "model", of the run that it is in.
 
-    >>> model_name({"preset": "1.5b"}), model_name({"model": "my-run/model"})
-    ('1.5b', 'my-run')
+    >>> run_of("runs/my-run/model"), run_of("runs/my-model")
+    ('my-run', 'my-model')
     """
-    return str(row.get("preset") or row["model"].removesuffix("/model"))
+    folder = Path(model)
+    return (folder.parent if folder.name == "model" else folder).name
+
+
+def model_name(row: Row) -> str:
+    """A preset, or the run that a trained model comes from."""
+    return str(row.get("preset") or run_of(row["model"]))
 
 
 def how(row: Row) -> str:
@@ -428,7 +435,7 @@ def served(rows: list[Row]) -> list[str]:
     rates = {(row["model"], row["clients"], row["dense"]): row["tokens_per_second"] for row in rows}
     lines = [
         [
-            model_name({"model": name}),
+            run_of(name),
             str(clients),
             f"{rates[name, clients, True]} -> {rate}",
             bold(rate / rates[name, clients, True]),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
-from speed_tables import Column, Row, lines_of, table
+from speed_tables import Column, Row, lines_of, run_of, table
 
 _RUNS = {
     "silu": "SiLU, no L1",
@@ -40,13 +41,18 @@ def active(row: Row) -> str:
     return f"{row['active_mean']:.1f} ({percent(row['active_share'])})"
 
 
+_REACHED: list[Column] = [
+    ("run", run),
+    ("validation loss", loss),
+    ("bits per byte", lambda row: f"{row['bits_per_byte']:.4f}"),
+    ("active", active),
+    ("dead", lambda row: percent(row.get("dead_share"))),
+]
+
+
 def runs(rows: list[Row]) -> list[str]:
     columns: list[Column] = [
-        ("run", run),
-        ("validation loss", loss),
-        ("bits per byte", lambda row: f"{row['bits_per_byte']:.4f}"),
-        ("active", active),
-        ("dead", lambda row: percent(row.get("dead_share"))),
+        *_REACHED,
         ("silent", lambda row: percent(row.get("silent_share"))),
         ("tokens/s", lambda row: f"{row['tokens_per_second'] / 1000:.0f}k"),
     ]
@@ -116,8 +122,14 @@ def targets(rows: list[Row]) -> list[str]:
 _SMOOTHED = 5  # entries of a log
 
 
+def durations(log: Sequence[Row]) -> list[float]:
+    """Seconds of training, from one entry of a log to the next."""
+    tokens = itertools.pairwise([0, *(row["tokens"] for row in log)])
+    return [(n - m) / row["tokens_per_second"] for row, (m, n) in zip(log, tokens, strict=True)]
+
+
 def curves(logs: list[Row]) -> dict[str, list[Row]]:
-    """Each run's log, with the ``seconds`` of training up to every entry.
+    """Each run's log; ``took``: an entry's seconds of training, ``seconds``: all up to it.
 
     >>> entry = {"run": "a", "step": 5, "tokens": 100, "ce_loss": 4.0, "tokens_per_second": 10.0}
     >>> log = [entry, {**entry, "step": 10, "tokens": 300, "tokens_per_second": 20.0}, {"run": "a", "eval_loss": 4.1}]
@@ -128,13 +140,11 @@ def curves(logs: list[Row]) -> dict[str, list[Row]]:
     for row in logs:
         if "ce_loss" in row:
             found.setdefault(row["run"], []).append(row)
-    for run_, log in found.items():
-        steps = [n - m for m, n in itertools.pairwise([0, *(row["tokens"] for row in log)])]
-        taken = [tokens / row["tokens_per_second"] for tokens, row in zip(steps, log, strict=True)]
-        found[run_] = [
-            {**row, "seconds": total, "took": took}
-            for row, total, took in zip(log, itertools.accumulate(taken), taken, strict=True)
-        ]
+    for log in found.values():
+        total = 0.0
+        for i, took in enumerate(durations(log)):
+            total += took
+            log[i] = {**log[i], "took": took, "seconds": total}
     return found
 
 
@@ -170,11 +180,7 @@ def real_runs(rows: list[Row]) -> list[str]:
         return f"{sum(at['watts'] * at['took'] for at in log) / 1e6:.3f}" if all("watts" in at for at in log) else ""
 
     columns: list[Column] = [
-        ("run", run),
-        ("validation loss", loss),
-        ("bits per byte", lambda row: f"{row['bits_per_byte']:.4f}"),
-        ("active", active),
-        ("dead", lambda row: percent(row.get("dead_share"))),
+        *_REACHED,
         ("tokens/s", lambda row: rate(logs[row["name"]])),
         ("at the target", rate_at_the_target),
         ("minutes", lambda row: f"{logs[row['name']][-1]['seconds'] / 60:.2f}"),
@@ -235,8 +241,7 @@ def evaluations(rows: list[Row]) -> list[str]:
         return f"**{shown}**" if abs(less[metric]) > 2 * less[f"{metric}_error"] else shown
 
     def name(of: Subject) -> str:
-        folder, mode = Path(of[0]), of[1]
-        label = (folder.parent if folder.name == "model" else folder).name.replace("l1-", "l1 ")
+        label, mode = run_of(of[0]).replace("l1-", "l1 "), of[1]
         return label if mode is None else mode if n_models == 1 else f"{label}, {mode}"
 
     lines = []
